@@ -1,0 +1,63 @@
+"""What every test shares: no network, two threads, fixed seeds, tiny models.
+
+``tiny_model(family)`` is a model, ``tiny_checkpoint(family)`` a folder that ``from_pretrained`` reads; both are made once
+per session and shared, so a test must not change them (build its own with ``tiny.build`` if it must).
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported, so before anything else
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import PreTrainedModel
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Seeds every global generator, so that a test's numbers do not depend on which tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """``tiny_model(family, seed=0, **config_changes)``, cached for the session."""
+    made: dict[tuple[object, ...], PreTrainedModel] = {}
+
+    def get(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+        key = (family, seed, *sorted(changes.items()))
+        if key not in made:
+            made[key] = tiny.build(family, seed, **changes)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(
+    tiny_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """``tiny_checkpoint(family, seed=0, **config_changes)``: the folder of that model in Hugging Face format."""
+    saved: dict[tuple[object, ...], Path] = {}
+
+    def get(family: str, seed: int = 0, **changes: object) -> Path:
+        key = (family, seed, *sorted(changes.items()))
+        if key not in saved:
+            folder = tmp_path_factory.mktemp("tiny") / f"{family}-{seed}"
+            tiny_model(family, seed, **changes).save_pretrained(folder)
+            saved[key] = folder
+        return saved[key]
+
+    return get
