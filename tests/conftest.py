@@ -1,4 +1,4 @@
-"""What every test shares: no network, two threads, fixed seeds, tiny models.
+"""What every test shares: no network, one thread, fixed seeds, tiny models.
 
 ``tiny_model(family)`` is a model, ``tiny_checkpoint(family)`` a folder that ``from_pretrained`` reads; both are made once
 per session and shared, so a test must not change them (build its own with ``tiny.build`` if it must).
@@ -8,6 +8,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported, so before anything else
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import tiny
 import torch
 from transformers import PreTrainedModel
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
 
 
 @pytest.fixture(autouse=True)
