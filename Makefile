@@ -1,0 +1,77 @@
+# make test        lint, types and tests          make quickstart        the whole pipeline on this machine
+# Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
+
+PYTHON ?= python3
+VENV := .venv
+RUNS := runs/quickstart
+CONFIGS := configs/quickstart
+READY := $(VENV)/.installed
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The commands below find this project's python, deepspeed and ninja, whichever shell started make.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+unexport PYTHONHOME
+
+.PHONY: help setup test lint format quickstart quickstart-clean clean
+
+help:
+	@sed -n 's/^# *make/make/p' Makefile
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: no '$(PYTHON)' on this machine; install Python 3.11 or newer, or name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: '$(PYTHON)' is $$($(PYTHON) --version), but 3.11 or newer is needed; name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: '$(PYTHON)' cannot make virtual environments; install its venv module (on Debian and Ubuntu: the python3-venv package)" >&2; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --constraint constraints.txt torch setuptools
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[train,eval,dev]"
+	@touch $@
+
+test: $(READY) lint
+	python -m pytest
+
+lint: $(READY)
+	ruff check .
+	mypy
+
+format: $(READY)
+	ruff format .
+	ruff check --fix .
+
+# The pipeline: every step is one plain command. A finished step leaves .done in its folder and is not run again; an
+# interrupted one goes on where it stopped.
+quickstart: $(RUNS)/speed/.done
+	@echo "The report: $(RUNS)/speed/report.md (make quickstart-clean starts over)"
+
+$(RUNS)/stdlib/.done: | $(READY)
+	python -m data_prep.stdlib_corpus --out $(RUNS)/stdlib
+	@touch $@
+
+$(RUNS)/features/.done: $(RUNS)/stdlib/.done
+	python -m data_prep.features --config $(CONFIGS)/features.yaml
+	@touch $@
+
+$(RUNS)/eagle/.done: $(RUNS)/features/.done
+	deepspeed train/eagle.py --config $(CONFIGS)/eagle.yaml $(if $(wildcard $(RUNS)/eagle),--resume)
+	@touch $@
+
+# Kangaroo waits for EAGLE so that, under make -j too, each has the machine to itself.
+$(RUNS)/kangaroo/.done: $(RUNS)/features/.done | $(RUNS)/eagle/.done
+	deepspeed train/kangaroo.py --config $(CONFIGS)/kangaroo.yaml $(if $(wildcard $(RUNS)/kangaroo),--resume)
+	@touch $@
+
+$(RUNS)/speed/.done: $(RUNS)/eagle/.done $(RUNS)/kangaroo/.done
+	python -m eval.speed --config $(CONFIGS)/speed.yaml
+	@touch $@
+
+quickstart-clean:
+	rm -rf $(RUNS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,386 @@
+"""Drafters on disk and on the Hub: ``config.json`` and ``model.safetensors``, strict both ways, nothing pickled.
+
+``config.json`` says what the drafter is, which target it was trained for and how; see ``CheckpointConfig``. Loading never
+guesses: another format version, a missing or unexpected weight, a weight of another shape, a NaN, or a drafter of
+another target is a ``ValueError`` that names both sides and the fix.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drafters.config import Config, validate
+from drafters.model_card import model_card
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+_PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
+
+
+class TargetIdentity(Config):
+    """The target that a drafter was trained for: enough to refuse any other."""
+
+    name: str
+    revision: str | None = None
+    fingerprint: str
+    hidden_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+
+
+class CheckpointConfig(Config):
+    """Schema of ``config.json``."""
+
+    drafter_type: str
+    format_version: int
+    drafter: dict[str, Any] = {}
+    target: TargetIdentity
+    training: dict[str, Any] = {}
+
+
+class Target(Protocol):
+    """What is asked of a target here (``drafters.TargetModel`` has it)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    def fingerprint(self) -> str: ...
+
+
+def make_config(
+    drafter_type: str, drafter: Mapping[str, Any], target: Target, training: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The ``config.json`` of a drafter of ``target``: its own options ``drafter``, its provenance ``training``."""
+    return {
+        "drafter_type": drafter_type,
+        "format_version": FORMAT_VERSION,
+        "drafter": dict(drafter),
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "num_hidden_layers": target.num_layers,
+        },
+        "training": dict(training or {}),
+    }
+
+
+def save_checkpoint(
+    folder: str | Path, module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype | None = torch.bfloat16
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` of ``module`` into ``folder``, over an older checkpoint if any.
+
+    Floating-point weights are cast to ``dtype`` (None keeps theirs). A process killed on the way leaves the older
+    checkpoint, the new one, or a folder without ``config.json`` that does not load; never a mixture.
+
+    Raises:
+        ValueError: ``config`` does not follow ``CheckpointConfig``, or a weight is NaN or infinite.
+    """
+    folder = Path(folder)
+    checked = parse_config(dict(config), source=f"the config to be saved in {folder}")
+    weights = {name: _portable(value, dtype) for name, value in module.state_dict().items()}
+    _check_finite(weights, source=f"the module to be saved in {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    new_weights = folder / f".{WEIGHTS_FILE}.{os.getpid()}.tmp"
+    new_config = folder / f".{CONFIG_FILE}.{os.getpid()}.tmp"
+    try:
+        save_file(weights, new_weights, metadata={"format": "pt"})
+        text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        new_config.write_text(text, encoding="utf-8")
+        for path in (new_weights, new_config):
+            _sync(path)
+        (folder / CONFIG_FILE).unlink(missing_ok=True)  # from here until the last line the folder does not load
+        new_weights.replace(folder / WEIGHTS_FILE)
+        new_config.replace(folder / CONFIG_FILE)
+        _sync(folder)
+    finally:
+        new_weights.unlink(missing_ok=True)
+        new_config.unlink(missing_ok=True)
+
+
+def load_checkpoint(
+    path_or_repo: str | Path, revision: str | None = None, token: str | bool | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a checkpoint from a local folder or, if there is no such folder, from a Hub repository ``user/name``.
+
+    Returns:
+        the content of ``config.json`` (as ``CheckpointConfig`` describes it) and the weights by name, on the CPU.
+
+    Raises:
+        ValueError: nothing is found under that name, or what is found is not a complete checkpoint of this format.
+    """
+    folder = Path(path_or_repo).expanduser()
+    if not folder.is_dir():
+        if folder.exists():
+            raise ValueError(f"{folder} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+        folder = _download(str(path_or_repo), revision, token)
+    config = read_config(folder, source=str(path_or_repo))
+    return config.model_dump(), _read_weights(folder, source=str(path_or_repo))
+
+
+def read_config(folder: Path, source: str | None = None) -> CheckpointConfig:
+    """Read and check ``config.json`` in the local ``folder``; ``source`` is the name that errors give it."""
+    source = source or str(folder)
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{source} holds no {CONFIG_FILE}; a drafter is a folder of {CONFIG_FILE} and {WEIGHTS_FILE}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
+        raise ValueError(f"{source}: {CONFIG_FILE} is not valid JSON ({error}); it may be half-written") from None
+    return parse_config(data, source=f"{source}: {CONFIG_FILE}")
+
+
+def parse_config(data: Any, source: str) -> CheckpointConfig:
+    """Check the content of a ``config.json``; errors begin with ``source``."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{source} must hold an object of keys and values, found {type(data).__name__}")
+    if "drafter_type" not in data:
+        kind = data.get("architectures") or data.get("model_type") or sorted(data)
+        raise ValueError(f"{source} has no key 'drafter_type', so it is not a drafter of this toolkit (found: {kind})")
+    version = data.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{source} has format_version {version!r}, this version reads {FORMAT_VERSION}; "
+            "update the toolkit, or train the drafter again"
+        )
+    return validate(CheckpointConfig, data, source=source)
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "the checkpoint") -> None:
+    """Copy ``state`` into ``module``: every weight of the one is a weight of the other, with the same shape.
+
+    The module keeps its dtype and device. On error it is left as it was.
+
+    Raises:
+        ValueError: lists the missing, the unexpected and the differently shaped weights, or those holding NaN.
+    """
+    own = module.state_dict()
+    missing = sorted(own.keys() - state.keys())
+    unexpected = sorted(state.keys() - own.keys())
+    shapes = [
+        f"{name}: {list(state[name].shape)} in {source}, {list(own[name].shape)} in the drafter"
+        for name in sorted(own.keys() & state.keys())
+        if state[name].shape != own[name].shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"missing weights: {', '.join(missing)}")
+    if unexpected:
+        problems.append(f"unexpected weights: {', '.join(unexpected)}")
+    if shapes:
+        problems.append(f"shapes differ: {'; '.join(shapes)}")
+    if problems:
+        kind = type(module).__name__
+        raise ValueError(f"{source} does not fit {kind}: " + "; ".join(problems) + f". Was it saved from a {kind}?")
+    _check_finite(state, source)
+    module.load_state_dict(state, strict=True)
+
+
+def check_target(config: Mapping[str, Any], target: Target) -> None:
+    """Refuse a target other than the one that ``config`` (a checkpoint's) was trained for.
+
+    Raises:
+        ValueError: names both targets, what differs and the fix. Sizes are compared first, since they explain more
+            than two hashes; equal sizes with another fingerprint are other weights (a fine-tune, another revision).
+    """
+    trained = parse_config(dict(config), source=CONFIG_FILE).target
+    sizes = [
+        (label, ours, theirs)
+        for label, ours, theirs in (
+            ("hidden size", trained.hidden_size, target.hidden_size),
+            ("vocabulary", trained.vocab_size, target.vocab_size),
+            ("layers", trained.num_hidden_layers, target.num_layers),
+        )
+        if ours != theirs
+    ]
+    at_revision = f" (revision {trained.revision})" if trained.revision else ""
+    fix = (
+        f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r} "
+        f"(deepspeed train/{config['drafter_type']}.py --config ...)"
+    )
+    if sizes:
+        details = ", ".join(f"{label} {ours} against {theirs}" for label, ours, theirs in sizes)
+        raise ValueError(
+            f"this drafter was trained for {trained.name!r}{at_revision}, not for {target.name!r}: {details}. {fix}"
+        )
+    fingerprint = target.fingerprint()
+    if fingerprint != trained.fingerprint:
+        raise ValueError(
+            f"this drafter was trained for {trained.name!r}{at_revision}, fingerprint {trained.fingerprint}; "
+            f"{target.name!r} has fingerprint {fingerprint}: the same shape, but other weights. {fix}"
+        )
+
+
+def push_to_hub(
+    folder: str | Path,
+    repo_id: str,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    commit_message: str = "Upload drafter",
+    license: str | None = None,
+    figures: Mapping[str, str | float] | None = None,
+) -> str:
+    """Publish the checkpoint in ``folder`` as the Hub model ``repo_id`` ("user/name"), with a short model card.
+
+    A ``README.md`` already in the folder is published as it is; otherwise a card is written from ``config.json``.
+
+    Args:
+        private: create the repository private (None: as the account's default; an existing repository keeps its own).
+        token: as huggingface_hub takes it (None: the one stored by ``hf auth login``).
+        license: an identifier of the Hub, for the card; None leaves it out, for only its author can choose one.
+        figures: measured values for the card, by name; a card without them claims nothing.
+
+    Returns:
+        the address of the repository.
+
+    Raises:
+        ValueError: ``folder`` is no complete checkpoint, ``repo_id`` no repository name, or the Hub refuses.
+    """
+    folder = Path(folder)
+    config, weights = load_checkpoint(folder) if folder.is_dir() else (None, None)
+    if config is None or weights is None:
+        raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
+    _check_finite(weights, source=str(folder))
+    written = folder / CARD_FILE
+    card = (
+        written.read_bytes()
+        if written.is_file()
+        else model_card(config, repo_id, parameters=_count(weights), license=license, figures=figures).encode()
+    )
+    operations = [
+        CommitOperationAdd(CONFIG_FILE, str(folder / CONFIG_FILE)),
+        CommitOperationAdd(WEIGHTS_FILE, str(folder / WEIGHTS_FILE)),
+        CommitOperationAdd(CARD_FILE, card),
+    ]
+    api = HfApi(token=token)
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.create_commit(repo.repo_id, operations, commit_message=commit_message)
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} is not a Hub repository name like 'user/my-drafter': {error}") from None
+    except OfflineModeIsEnabled:
+        raise ValueError(f"cannot publish {repo_id!r}: HF_HUB_OFFLINE is set; unset it to reach the Hub") from None
+    except HfHubHTTPError as error:
+        raise ValueError(
+            f"the Hub refused to publish {repo_id!r}: {_one_line(error)}. "
+            "Log in with `hf auth login`, or pass a token that may write there"
+        ) from None
+    return str(repo)
+
+
+def _download(repo_id: str, revision: str | None, token: str | bool | None) -> Path:
+    """The local snapshot of the drafter's files in the Hub repository ``repo_id``."""
+    looked = f"no drafter {repo_id!r}: there is no folder {Path(repo_id).expanduser().absolute()}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or repo_id.startswith(("./", "../", "~/")):
+        raise ValueError(f"{looked}, and the name is not a Hub repository like 'user/my-drafter'")
+    try:
+        files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE]
+        folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=files))
+    except RevisionNotFoundError:
+        raise ValueError(f"the Hub repository {repo_id!r} has no revision {revision!r}") from None
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"{looked}, and no Hub repository of that name that you may read "
+            "(if it is private, log in with `hf auth login`)"
+        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise ValueError(
+            f"{looked}, and the Hub cannot be reached to look for a repository of that name "
+            "(check the connection and HF_HUB_OFFLINE)"
+        ) from None
+    except (HFValidationError, HfHubHTTPError) as error:
+        raise ValueError(f"{looked}, and the Hub answers: {_one_line(error)}") from None
+    if not (folder / WEIGHTS_FILE).is_file():
+        names = HfApi(token=token).list_repo_files(repo_id, revision=revision)
+        raise ValueError(_no_weights(repo_id, names))
+    return folder
+
+
+def _read_weights(folder: Path, source: str) -> dict[str, Tensor]:
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(_no_weights(source, [entry.name for entry in folder.iterdir()]))
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{source}: {WEIGHTS_FILE} cannot be read ({error}); it may be cut off, copy it again"
+        ) from None
+
+
+def _no_weights(source: str, names: list[str]) -> str:
+    """The message for a checkpoint without ``model.safetensors`` among its files ``names``."""
+    pickled = sorted(set(names).intersection(_PICKLED_FILES))
+    if not pickled:
+        return f"{source} holds no {WEIGHTS_FILE}; found: {', '.join(sorted(names)) or 'nothing'}"
+    return (
+        f"{source} holds {pickled[0]} but no {WEIGHTS_FILE}. Pickled weights can run code and are not read; if you trust "
+        f"the file, convert it: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), "
+        f"{WEIGHTS_FILE!r})"
+    )
+
+
+def _portable(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``value`` on the CPU, with storage of its own (safetensors refuses shared storage)."""
+    value = value.detach()
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)
+    return value.cpu().contiguous().clone()
+
+
+def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
+    bad = sorted(name for name, value in weights.items() if not torch.isfinite(value).all())
+    if bad:
+        raise ValueError(
+            f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
+            "check the gradient norm) or the file is damaged"
+        )
+
+
+def _count(weights: Mapping[str, Tensor]) -> int:
+    return sum(value.numel() for value in weights.values())
+
+
+def _sync(path: Path) -> None:
+    """Make the file or folder survive a power cut."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

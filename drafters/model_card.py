@@ -1,0 +1,105 @@
+"""The model card of a published drafter: what it is, for which target, how it was trained, how to use it.
+
+The card states what ``config.json`` records and the figures that it is given; it claims nothing of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_TITLES = {"eagle": "EAGLE autoregression head", "kangaroo": "Kangaroo adapter"}  # other types show their own name
+_PAPERS = {
+    "eagle": "[EAGLE](https://arxiv.org/abs/2401.15077)",
+    "kangaroo": "[Kangaroo](https://arxiv.org/abs/2404.18911)",
+}
+
+
+def model_card(
+    config: Mapping[str, Any],
+    repo_id: str,
+    parameters: int,
+    license: str | None = None,
+    figures: Mapping[str, str | float] | None = None,
+) -> str:
+    """The text of ``README.md`` for a checkpoint's ``config``, to be published as ``repo_id``.
+
+    Args:
+        config: the content of ``config.json``.
+        parameters: how many weights the drafter has.
+        license: an identifier of the Hub, or None to name none.
+        figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out"), or None.
+    """
+    kind, target = config["drafter_type"], config["target"]
+    on_hub = is_hub_id(target["name"])
+    target_name = target["name"] if on_hub else Path(target["name"]).name  # a local path is nobody else's business
+    front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind]}
+    if license:
+        front["license"] = license
+    if on_hub:
+        front["base_model"] = target_name
+        front["base_model_relation"] = "adapter"
+    title = _TITLES.get(kind, kind)
+    paper = f" ({_PAPERS[kind]})" if kind in _PAPERS else ""
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=True)}---",
+        f"# {repo_id.split('/')[-1]}",
+        f"A drafter for speculative decoding: {title}{paper} with {parameters:,} weights, trained for the target "
+        f"`{target_name}`. It works with that target only.",
+        "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id),
+        "## Target\n\n" + _table({**target, "name": target_name}),
+    ]
+    if config.get("drafter"):
+        sections.append("## Options\n\n" + _table(config["drafter"]))
+    if config.get("training"):
+        sections.append("## Training\n\n" + _table(config["training"]))
+    if figures:
+        sections.append("## Measured\n\n" + _table(figures))
+    return "\n\n".join(sections) + "\n"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` can only be a Hub repository ("user/name") and not a folder of this machine."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _usage(target_name: str, revision: str | None, repo_id: str) -> str:
+    pinned = f", revision={revision!r}" if revision else ""
+    return "\n".join(
+        [
+            "```python",
+            "from drafters import TargetModel, generate, load_drafter",
+            "from transformers import AutoTokenizer",
+            "",
+            f"tokenizer = AutoTokenizer.from_pretrained({target_name!r}{pinned})",
+            f'target = TargetModel.from_pretrained({target_name!r}, dtype="bfloat16"{pinned})',
+            f"drafter = load_drafter({repo_id!r}, target)",
+            'input_ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+            "result = generate(target, drafter, input_ids, max_new_tokens=128)",
+            "print(tokenizer.decode(result.tokens[0]))",
+            "```",
+        ]
+    )
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    """A Markdown table of ``values``; nested mappings become dotted names, as in an override."""
+    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in _flat(values)]
+    return "\n".join(["| | |", "| --- | --- |", *rows])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rows += _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            rows.append((f"{prefix}{key}", value))
+    return rows
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")
