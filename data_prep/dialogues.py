@@ -1,0 +1,251 @@
+"""ShareGPT files, or a Hub dataset, to validated dialogues.
+
+A record holds its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
+``{"role", "content"}``. What cannot be used is dropped and counted by reason; one bad record never ends a run.
+"""
+
+import gzip
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+TURN_KEYS = ("conversations", "conversation", "messages")
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}, as chat templates take it
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Roles alternate user, assistant, ... (a system message may stand first) and the last turn is the assistant's."""
+
+    id: str
+    messages: tuple[Message, ...]
+
+
+@dataclass
+class ReadCounts:
+    """What became of the records: kept, dropped by reason, and kept but changed."""
+
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, reason: str) -> None:
+        """Count one dropped record."""
+        self.dropped[reason] += 1
+
+    def describe(self) -> str:
+        """One line: ``120 kept, dropped 3 (broken_json 2, no_assistant_turn 1)``."""
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.dropped.most_common())
+        dropped = f"dropped {self.dropped.total():,}" + (f" ({reasons})" if reasons else "")
+        changes = ", ".join(f"{reason} {count:,}" for reason, count in self.changed.most_common())
+        return f"{self.kept:,} kept, {dropped}" + (f", changed: {changes}" if changes else "")
+
+
+class DroppedError(ValueError):
+    """A record that cannot be used; ``reason`` is what it is counted under."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+def read_dialogues(source: str | Path, counts: ReadCounts) -> Iterator[Dialogue]:
+    """Yield the usable dialogues of ``source`` in its order; ``counts`` fills as the iteration goes on.
+
+    Args:
+        source: a ``.json`` (a list of records, or one per line), ``.jsonl`` or gzipped file; else a local dataset folder
+            or a Hub dataset's name, ``owner/name`` or ``owner/name:split`` (default split ``train``), read with the
+            `datasets` library.
+
+    Raises:
+        ValueError: no such file or dataset, a damaged file, or no usable dialogue at all (the message holds the counts).
+    """
+    seen = 0
+    for position, record in enumerate(_records(str(source))):
+        seen += 1
+        try:
+            dialogue = parse_record(record, f"record {position}", counts.changed)
+        except DroppedError as error:
+            counts.drop(error.reason)
+            continue
+        counts.kept += 1
+        yield dialogue
+    if counts.kept == 0:
+        raise ValueError(
+            f"{source}: none of {seen:,} records is a usable dialogue ({counts.describe()}); expected ShareGPT records "
+            '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
+        )
+
+
+def parse_record(record: Any, fallback_id: str, changed: Counter[str] | None = None) -> Dialogue:
+    """One record -> a Dialogue.
+
+    A leading assistant turn is removed (the EAGLE data rule), as is a trailing user turn, which nobody answered; both
+    are counted in ``changed``.
+
+    Raises:
+        DroppedError: with one of the reasons ``broken_json``, ``not_an_object``, ``no_conversations``,
+            ``empty_dialogue``, ``broken_turn``, ``unknown_role``, ``non_string_value``, ``invalid_text``,
+            ``empty_turn``, ``wrong_role_order``, ``no_assistant_turn``.
+    """
+    if isinstance(record, _Unreadable):
+        raise DroppedError("broken_json")
+    if not isinstance(record, dict):
+        raise DroppedError("not_an_object")
+    turns = next((record[key] for key in TURN_KEYS if record.get(key) is not None), None)
+    if isinstance(turns, dict):  # `datasets` stores a list of structs as a struct of lists in some versions
+        turns = _rows(turns)
+    if not isinstance(turns, list):
+        raise DroppedError("no_conversations")
+    if not turns:
+        raise DroppedError("empty_dialogue")
+    messages = [_message(turn) for turn in turns]
+    changes = []
+    head = messages[:1] if messages[0]["role"] == "system" else []
+    body = messages[len(head) :]
+    if not any(message["role"] == "assistant" for message in body):
+        raise DroppedError("no_assistant_turn")
+    if body[0]["role"] == "assistant":
+        body = body[1:]
+        changes.append("leading_assistant_removed")
+    if body and body[-1]["role"] == "user":
+        body = body[:-1]
+        changes.append("trailing_user_removed")
+    if not body:
+        raise DroppedError("no_assistant_turn")
+    if any(message["role"] != ("user", "assistant")[i % 2] for i, message in enumerate(body)):
+        raise DroppedError("wrong_role_order")
+    if changed is not None:
+        changed.update(changes)
+    return Dialogue(str(record.get("id") or fallback_id), (*head, *body))
+
+
+def source_digest(source: str | Path) -> str:
+    """Identity of the data, so that an interrupted store is never continued from another file.
+
+    The SHA-256 of a file's bytes; of a Hub dataset only the name, since its content is known only once read.
+    """
+    path = Path(source)
+    if not path.is_file():
+        return f"hub:{source}"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def check_source(source: str | Path) -> None:
+    """Raise ValueError at once where ``source`` names a file that is not there."""
+    if Path(source).exists():
+        return
+    if str(source).endswith(DATA_SUFFIXES) or str(source).count("/") != 1:
+        raise ValueError(
+            f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name"
+        )
+
+
+class _Unreadable:
+    """Stands in for a line that is not JSON."""
+
+
+def _message(turn: Any) -> Message:
+    if not isinstance(turn, dict):
+        raise DroppedError("broken_turn")
+    role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if role is None:
+        raise DroppedError("broken_turn")
+    known = ROLES.get(role.lower().strip()) if isinstance(role, str) else None
+    if known is None:
+        raise DroppedError("unknown_role")
+    if not isinstance(text, str):
+        raise DroppedError("non_string_value")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer
+        raise DroppedError("invalid_text") from None
+    if not text.strip():
+        raise DroppedError("empty_turn")
+    return {"role": known, "content": text}
+
+
+def _rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
+    lists = list(columns.values())
+    if not lists or not all(isinstance(column, list) and len(column) == len(lists[0]) for column in lists):
+        return None
+    return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
+
+
+def _records(source: str) -> Iterator[Any]:
+    path = Path(source)
+    check_source(source)
+    if not path.is_file():
+        yield from _dataset_records(source)
+        return
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            yield from _json_records(file, path)
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is a damaged gzip file ({error}); fetch it again") from error
+
+
+def _json_records(file: IO[bytes], path: Path) -> Iterator[Any]:
+    for line in file:
+        start = line.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not start:
+            continue
+        if start.startswith(b"["):  # one JSON list; records one a line start with a brace
+            yield from _json_list(start + file.read(), path)
+            return
+        yield _parse_line(start)
+
+
+def _json_list(data: bytes, path: Path) -> Iterable[Any]:
+    try:
+        records = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} starts like a JSON list but is broken: {error}") from error
+    assert isinstance(records, list)  # it starts with a bracket
+    return records
+
+
+def _parse_line(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        return _Unreadable()
+
+
+def _dataset_records(name: str) -> Iterator[Any]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"reading the Hub dataset {name!r} needs `pip install datasets`; "
+            "or download its ShareGPT file and give its path"
+        ) from error
+    folder, colon, split = name.rpartition(":")
+    repository, split = (folder, split) if colon else (name, "train")
+    try:
+        rows = datasets.load_dataset(repository, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"no dataset {repository!r} with a split {split!r} could be loaded ({type(error).__name__}: {error})"
+        ) from error
+    yield from rows
