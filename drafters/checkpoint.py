@@ -1,7 +1,7 @@
 """Drafters on disk and on the Hub: ``config.json`` and ``model.safetensors``, strict both ways, nothing pickled.
 
-``config.json`` says what the drafter is, which target it was trained for and how; see ``CheckpointConfig``. Loading never
-guesses: another format version, a missing or unexpected weight, a weight of another shape, a NaN, or a drafter of
+``config.json`` says what the drafter is, which target it was trained for and how; see ``CheckpointConfig``. Loading
+never guesses: another format version, a missing or unexpected weight, a weight of another shape, a NaN, or a drafter of
 another target is a ``ValueError`` that names both sides and the fix.
 """
 
@@ -291,10 +291,9 @@ def push_to_hub(
     except OfflineModeIsEnabled:
         raise ValueError(f"cannot publish {repo_id!r}: HF_HUB_OFFLINE is set; unset it to reach the Hub") from None
     except HfHubHTTPError as error:
-        raise ValueError(
-            f"the Hub refused to publish {repo_id!r}: {_one_line(error)}. "
-            "Log in with `hf auth login`, or pass a token that may write there"
-        ) from None
+        denied = error.response.status_code in (401, 403)
+        fix = ". Log in with `hf auth login`, or pass a token that may write there" if denied else ""
+        raise ValueError(f"the Hub refused to publish {repo_id!r}: {_one_line(error)}{fix}") from None
     return str(repo)
 
 
@@ -333,9 +332,7 @@ def _read_weights(folder: Path, source: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(
-            f"{source}: {WEIGHTS_FILE} cannot be read ({error}); it may be cut off, copy it again"
-        ) from None
+        raise ValueError(f"{source}: {WEIGHTS_FILE} cannot be read ({error}); it may be cut off") from None
 
 
 def _no_weights(source: str, names: list[str]) -> str:
@@ -344,8 +341,8 @@ def _no_weights(source: str, names: list[str]) -> str:
     if not pickled:
         return f"{source} holds no {WEIGHTS_FILE}; found: {', '.join(sorted(names)) or 'nothing'}"
     return (
-        f"{source} holds {pickled[0]} but no {WEIGHTS_FILE}. Pickled weights can run code and are not read; if you trust "
-        f"the file, convert it: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), "
+        f"{source} holds {pickled[0]} but no {WEIGHTS_FILE}. Pickled weights can run code and are not read; if you "
+        f"trust the file, convert it: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), "
         f"{WEIGHTS_FILE!r})"
     )
 

@@ -1,0 +1,10 @@
+"""Plain decoding: no draft, one token a target forward. The baseline of every speedup."""
+
+from .base import Drafter
+
+
+class AutoregressiveDrafter(Drafter):
+    """Proposes nothing; tau is 1.0 by definition."""
+
+    name = "autoregressive"
+    max_batch = None

@@ -1,0 +1,126 @@
+"""Drafter, what the loop asks of a method; LearnedDrafter, one with trained weights."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from . import checkpoint
+from .config import Config, validate
+from .decoding.acceptance import Rule, Verdict, rule_for
+from .decoding.draft_tree import DraftTree
+from .decoding.sampling import Sampling
+from .decoding.target import FeatureOutput, TargetModel
+
+if TYPE_CHECKING:
+    from .decoding.loop import DecodeState
+
+
+class Drafter:
+    """Proposes tokens for a target. One file a method; the loop knows nothing but this class.
+
+    Class attributes:
+        name: what configs call the method; also the name of its file in this package.
+        options: pydantic schema of the constructor's keyword arguments.
+        lossless: False for methods that change the target's output distribution; shown wherever results are.
+        max_batch: rows the method can decode at once; None for any number.
+    """
+
+    name: ClassVar[str] = ""
+    options: ClassVar[type[Config]] = Config
+    lossless: ClassVar[bool] = True
+    max_batch: ClassVar[int | None] = 1
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+
+    @classmethod
+    def from_options(cls, target: TargetModel, **options: Any) -> "Drafter":
+        """Build from a config's options.
+
+        Raises:
+            ValueError: an unknown or wrong option.
+        """
+        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
+        return cls(target, **checked.model_dump())
+
+    @property
+    def max_draft(self) -> int:
+        """The most nodes one draft may have; the loop sizes its buffers by it."""
+        return 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states wanted from every target forward, by the number of layers before them."""
+        return ()
+
+    def rule(self, sampling: Sampling) -> Rule:
+        """The acceptance rule; lossless unless overridden."""
+        return rule_for(sampling)
+
+    def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
+        """The prompt was prefilled (``output`` holds its rows) and the first token sampled; reset per-prompt state."""
+
+    def propose(self, state: "DecodeState") -> DraftTree:
+        """The draft that follows the last committed token of every row."""
+        return DraftTree.empty(state.batch, self.target.device)
+
+    def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        """A step was committed (``output`` holds [root, nodes]): catch caches and pools up. Not called after the last."""
+
+
+class LearnedDrafter(Drafter):
+    """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub."""
+
+    def __init__(self, target: TargetModel, module: nn.Module) -> None:
+        super().__init__(target)
+        self.module = module.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.provenance: dict[str, Any] = {}
+
+    @classmethod
+    def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
+        """The untrained module of a checkpoint's ``drafter`` section."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_checkpoint(cls, target: TargetModel, path: str, revision: str | None = None, **options: Any) -> "Drafter":
+        """Load a trained drafter from a folder or a Hub repository, strictly.
+
+        Raises:
+            ValueError: nothing loadable there, another method's checkpoint, one of another target, or wrong options.
+        """
+        config, state = checkpoint.load_checkpoint(path, revision=revision)
+        if config["drafter_type"] != cls.name:
+            raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
+        checkpoint.check_target(config, target)
+        module = cls.build_module(target, config["drafter"])
+        checkpoint.load_state(module, state)
+        checked = validate(cls.options, config["drafter"] | options, source=f"options of drafter {cls.name!r}")
+        drafter = cls(target, module, **checked.model_dump())
+        drafter.provenance = config
+        return drafter
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json: what was loaded, or, for a module built by hand, what is known of it."""
+        if self.provenance:
+            return self.provenance
+        return checkpoint.make_config(self.name, self.drafter_config(), self.target)
+
+    def drafter_config(self) -> dict[str, Any]:
+        """What ``build_module`` needs to build the module again."""
+        return {}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors."""
+        checkpoint.save_checkpoint(folder, self.module, self.checkpoint_config())
+
+    def push_to_hub(self, repo_id: str, **hub_options: Any) -> str:
+        """Upload to the Hub with a short model card; returns the repository's address."""
+        folder = tempfile.mkdtemp()
+        try:
+            self.save_pretrained(folder)
+            return checkpoint.push_to_hub(folder, repo_id, **hub_options)
+        finally:
+            shutil.rmtree(folder)

@@ -1,0 +1,96 @@
+"""Run configurations: one complete YAML per run, checked by a pydantic schema that lives beside the code that reads it.
+
+Unknown keys are errors that suggest the nearest known key; ``key=value`` overrides use dots for nested keys.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of every schema: unknown keys fail, values are checked on assignment."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+
+def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | None = None) -> ConfigT:
+    """Read ``path`` (YAML), apply ``key.sub=value`` overrides, and validate.
+
+    Raises:
+        ValueError: the file is missing or not a YAML mapping, or a key or value is wrong; the message names the file,
+            the key, what was found and, for an unknown key, the nearest known one.
+    """
+    file = Path(path)
+    if not file.is_file():
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], n=1)
+        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
+        raise ValueError(f"no config file at {file}{hint}")
+    try:
+        data = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")
+    for override in overrides or []:
+        _apply_override(data, override)
+    return validate(schema, data, source=str(file))
+
+
+def validate(schema: type[ConfigT], data: dict[str, Any], source: str) -> ConfigT:
+    """Build ``schema`` from ``data``; every problem becomes one line of a single ValueError naming ``source``."""
+    try:
+        return schema(**data)
+    except ValidationError as error:
+        lines = [_describe(schema, item) for item in error.errors()]
+        raise ValueError(f"{source}: " + "; ".join(lines)) from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} is not of the form key=value (for example learning_rate=1e-4)")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ValueError(f"override {override!r}: {parent!r} holds a value, not a group of keys")
+    data[leaf] = _parse_scalar(text)
+
+
+def _parse_scalar(text: str) -> Any:
+    try:
+        return json.loads(text)  # YAML 1.1 would read 1e-4 as a string
+    except json.JSONDecodeError:
+        return yaml.safe_load(text)
+
+
+def _describe(schema: type[BaseModel], item: Any) -> str:
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location) or "(whole file)"
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(schema, location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key {key!r}; {hint}"
+    if item["type"] == "missing":
+        return f"missing key {key!r}"
+    return f"{key}: {item['msg']} (found {item['input']!r})"
+
+
+def _fields_at(schema: Any, location: list[str]) -> list[str]:
+    """The field names of the nested schema at ``location``."""
+    for part in location:
+        fields = getattr(schema, "model_fields", {})
+        if part not in fields:
+            continue  # a list index, a dict key or a union tag
+        annotation = fields[part].annotation
+        nested = [annotation, *getattr(annotation, "__args__", ())]
+        schema = next((a for a in nested if hasattr(a, "model_fields")), schema)
+    return list(getattr(schema, "model_fields", {}))

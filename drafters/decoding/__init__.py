@@ -1,0 +1,1 @@
+"""The shared decoding loop and its parts."""

@@ -1,0 +1,99 @@
+"""A preallocated key/value cache with a length per row, shared by every drafter and by the target.
+
+Two things tell it from the caches of transformers. Where new rows go is said by the caller (``KVCache.at``), not read off
+a counter, so that the shallow layers of a model may run ahead of the deep ones (Kangaroo), and a rejected draft needs no
+clean-up: its rows lie beyond the length and are overwritten. And after a draft *tree* was verified, ``commit`` keeps just
+the rows of the accepted path, wherever they lie.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+
+class KVCache:
+    """Keys and values of ``layers`` layers, ``[layers, batch, kv_heads, capacity, head_dim]`` each.
+
+    ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the number
+    of accepted tokens on the host anyway, once a step.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (layers, batch, kv_heads, capacity, head_dim)
+        # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.batch, self.capacity = batch, capacity
+        self.lengths = [0] * batch
+        self._layer_views = [(self.keys[i], self.values[i]) for i in range(layers)]
+        self._start, self._end = 0, 0
+        self._slots: torch.Tensor | None = None
+
+    @classmethod
+    def for_config(
+        cls,
+        config: PretrainedConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layers: int | None = None,
+    ) -> "KVCache":
+        """A cache of the shape that ``config``'s attention layers write."""
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(layers or config.num_hidden_layers, batch, kv_heads, capacity, head_dim, dtype, device)
+
+    def at(self, rows: int, offset: int = 0) -> "KVCache":
+        """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``; returns itself."""
+        starts = [length + offset for length in self.lengths]
+        self._end = max(starts) + rows
+        assert self._end <= self.capacity, f"cache of {self.capacity} rows asked for {self._end}"
+        self._start = starts[0]
+        self._slots = None
+        if any(start != starts[0] for start in starts):
+            first = torch.tensor(starts, device=self.keys.device)
+            self._slots = first[:, None] + torch.arange(rows, device=self.keys.device)
+        return self
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return everything up to the last row."""
+        keys, values = self._layer_views[layer_idx]
+        if self._slots is None:
+            keys[:, :, self._start : self._end] = key_states
+            values[:, :, self._start : self._end] = value_states
+        else:
+            index = self._slots[:, None, :, None].expand_as(key_states)
+            keys.scatter_(2, index, key_states)
+            values.scatter_(2, index, value_states)
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def commit(self, rows: list[list[int]]) -> None:
+        """Keep, for batch row ``b``, the rows ``rows[b]`` counted from its length (ascending), and forget the rest."""
+        for b, kept in enumerate(rows):
+            start = self.lengths[b]
+            prefix = 0  # rows that already lie where they belong
+            while prefix < len(kept) and kept[prefix] == prefix:
+                prefix += 1
+            if prefix < len(kept):
+                source = torch.tensor([start + row for row in kept[prefix:]], device=self.keys.device)
+                target = slice(start + prefix, start + len(kept))
+                self.keys[:, b, :, target] = self.keys[:, b].index_select(2, source)
+                self.values[:, b, :, target] = self.values[:, b].index_select(2, source)
+            self.lengths[b] = start + len(kept)
+
+    def crop(self, lengths: list[int]) -> None:
+        """Forget committed rows beyond ``lengths[b]``."""
+        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
+        self.lengths = list(lengths)

@@ -1,0 +1,281 @@
+"""The one decoding loop: propose -> target forward -> verify -> commit -> observe.
+
+Every method, plain decoding included, runs through it: the same cache, stop rules, token counts and clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from .acceptance import Rule, Verdict
+from .draft_tree import DraftTree
+from .kv_cache import KVCache
+from .sampling import Sampling, draw
+from .target import FeatureOutput, TargetModel
+from .trace import Clock, Step, Trace
+
+if TYPE_CHECKING:
+    from ..base import Drafter
+
+
+@dataclass
+class DecodeState:
+    """Where a generation stands.
+
+    The last committed token of a row (the root of the next draft) has no cache row yet: the cache holds one row less than
+    there are tokens.
+
+    Attributes:
+        tokens: per batch row, prompt and new token ids, on the host.
+        prompt_lengths: per batch row, how many of them are the prompt.
+        finished: per batch row, whether EOS or the limit was reached.
+    """
+
+    target: TargetModel
+    cache: KVCache
+    tokens: list[list[int]]
+    prompt_lengths: list[int]
+    sampling: Sampling
+    generator: torch.Generator
+    max_new_tokens: int
+    eos: frozenset[int]
+    finished: list[bool]
+
+    @property
+    def batch(self) -> int:
+        """Number of rows B."""
+        return len(self.tokens)
+
+    @property
+    def roots(self) -> torch.Tensor:
+        """``[B, 1]`` last committed token of each row."""
+        return torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
+
+    def room(self, row: int = 0) -> int:
+        """Tokens a row may still commit; a draft longer than room - 1 is wasted."""
+        return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])
+
+    def append(self, row: int, tokens: list[int]) -> int:
+        """Commit tokens to a row, cut at the limit and after the first EOS; returns how many were kept."""
+        room = self.room(row)
+        kept = tokens[:room]
+        for index, token in enumerate(kept):
+            if token in self.eos:
+                kept = kept[: index + 1]
+                break
+        self.tokens[row].extend(kept)
+        self.finished[row] = len(kept) == room or (bool(kept) and kept[-1] in self.eos)
+        return len(kept)
+
+
+@dataclass
+class GenerateResult:
+    """What ``generate`` returns.
+
+    Attributes:
+        tokens: ``[B, n]`` new token ids on the CPU; rows that ended early are filled with ``fill`` (EOS, else 0).
+        lengths: new tokens of each row.
+        trace: steps and times.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    trace: Trace = field(default_factory=Trace)
+
+
+@torch.inference_mode()
+def generate(
+    target: TargetModel,
+    drafter: "Drafter",
+    input_ids: torch.Tensor | list[list[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_token_id: int | list[int] | None = None,
+    prompt_lengths: list[int] | None = None,
+    seed: int = 0,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+) -> GenerateResult:
+    """Continue prompts with a target accelerated by a drafter.
+
+    Args:
+        input_ids: ``[B, T]`` prompt ids, padded on the right where ``prompt_lengths`` says so; or a list of id lists.
+        max_new_tokens: exactly this many at most, cut at the first EOS.
+        temperature: 0 is greedy. top_k, top_p: 0 and 1 switch them off.
+        eos_token_id: where rows end; None takes the target's generation config's, ``[]`` is none.
+        seed: of the one generator that all random numbers come from.
+        on_tokens: called with (row, new ids) as soon as they are committed, for streaming.
+
+    Raises:
+        ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
+            drafter, or sampling parameters out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    prompts = _prompts(input_ids, prompt_lengths)
+    _check(target, drafter, prompts, max_new_tokens)
+    generator = torch.Generator(device=target.device).manual_seed(seed)
+    capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
+    state = DecodeState(
+        target=target,
+        cache=target.new_cache(len(prompts), capacity),
+        tokens=prompts,
+        prompt_lengths=[len(prompt) for prompt in prompts],
+        sampling=sampling,
+        generator=generator,
+        max_new_tokens=max_new_tokens,
+        eos=_eos_ids(target, eos_token_id),
+        finished=[False] * len(prompts),
+    )
+    trace = Trace()
+    rule = drafter.rule(sampling)
+    clock = Clock(target.device)
+    _prefill(state, drafter)
+    clock.lap()
+    _notify(state, on_tokens, state.prompt_lengths)
+    laps: list[float] = []
+    while not all(state.finished):
+        before = [len(row) for row in state.tokens]
+        trace.steps.extend(_step(state, drafter, rule, clock))
+        _notify(state, on_tokens, before)
+    trace.prefill_seconds, *laps = clock.laps()
+    trace.other_seconds, trace.draft_seconds, trace.verify_seconds = laps[2::3], laps[0::3], laps[1::3]
+    return _result(state, trace)
+
+
+def _step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock) -> list[Step]:
+    draft = drafter.propose(state)
+    clock.lap()
+    see = draft.ancestors()
+    depths = draft.depths(see)
+    output, logits = _forward(state, drafter, draft, see, depths)
+    verdict = rule(draft, logits, see, state.sampling, state.generator)
+    clock.lap()
+    steps = _commit(state, draft, depths, verdict)
+    if not all(state.finished):
+        drafter.observe(state, draft, output, verdict)
+    clock.lap()
+    return steps
+
+
+def _forward(
+    state: DecodeState, drafter: "Drafter", draft: DraftTree, see: torch.Tensor, depths: torch.Tensor
+) -> tuple[FeatureOutput, torch.Tensor]:
+    """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
+    shape = {} if draft.is_chain else {"see": see, "depths": depths}
+    if draft.hidden is not None:
+        output = state.target.run(
+            None, state.cache, hidden=draft.hidden, start=draft.resume_layer, taps=drafter.taps, **shape
+        )
+    else:
+        rows = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
+        output = state.target.run(rows, state.cache, taps=drafter.taps, **shape)
+    return output, state.target.lm_head(output.features)
+
+
+def _commit(state: DecodeState, draft: DraftTree, depths: torch.Tensor, verdict: Verdict) -> list[Step]:
+    """Append the accepted tokens and keep the cache rows of all but the last of them."""
+    steps = []
+    deepest = depths.amax(1).tolist() if draft.size and depths.device.type == "cpu" else [draft.size] * state.batch
+    for row in range(state.batch):
+        if state.finished[row]:
+            verdict.rows[row], verdict.tokens[row] = [], []
+            continue
+        accepted = len(verdict.rows[row]) - 1
+        kept = state.append(row, verdict.tokens[row])
+        # The root and the kept draft tokens have rows; the last kept token is the next root. Cut short by EOS or the
+        # limit, the last kept one is a draft token, whose row is dropped for the invariant's sake.
+        verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
+        steps.append(Step(row, draft.size, deepest[row], accepted, kept))
+    state.cache.commit(verdict.rows)
+    return steps
+
+
+def _prefill(state: DecodeState, drafter: "Drafter") -> None:
+    """Run the prompts, sample each row's first token, and let the drafter begin."""
+    longest = max(state.prompt_lengths)
+    device = state.target.device
+    padded = torch.tensor([row + [0] * (longest - len(row)) for row in state.tokens], device=device)
+    output = state.target.run(padded, state.cache, taps=drafter.taps)
+    state.cache.commit([list(range(length)) for length in state.prompt_lengths])
+    last = torch.tensor(state.prompt_lengths, device=device) - 1
+    logits = state.target.lm_head(output.features[torch.arange(state.batch, device=device), last])
+    if state.sampling.greedy:
+        first = logits.argmax(-1)
+    else:
+        first = draw(state.sampling.probabilities(logits), state.generator)
+    for row, token in enumerate(first.tolist()):
+        state.append(row, [token])
+    if not all(state.finished):
+        drafter.begin(state, output)
+
+
+def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | None, before: list[int]) -> None:
+    if on_tokens is None:
+        return
+    for row, start in enumerate(before):
+        if len(state.tokens[row]) > start:
+            on_tokens(row, state.tokens[row][start:])
+
+
+def _result(state: DecodeState, trace: Trace) -> GenerateResult:
+    new = [row[start:] for row, start in zip(state.tokens, state.prompt_lengths, strict=True)]
+    fill = min(state.eos, default=0)
+    width = max(len(row) for row in new)
+    padded = torch.tensor([row + [fill] * (width - len(row)) for row in new])
+    return GenerateResult(padded, [len(row) for row in new], trace)
+
+
+def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:
+    if isinstance(input_ids, torch.Tensor):
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, tokens], found shape {list(input_ids.shape)}; try input_ids[None]")
+        input_ids = input_ids.tolist()
+    rows = [list(row) for row in input_ids]
+    if prompt_lengths is not None:
+        if len(prompt_lengths) != len(rows):
+            raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one a row")
+        rows = [row[:length] for row, length in zip(rows, prompt_lengths, strict=True)]
+    if not rows or any(not row for row in rows):
+        raise ValueError("the prompt is empty: there must be at least one token id a row (a BOS token will do)")
+    return rows
+
+
+def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Everything that would otherwise fail, or silently go wrong, after the work began."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if drafter.target is not target:
+        raise ValueError(
+            f"the drafter was built for target {drafter.target.name!r} and generate was given {target.name!r}: "
+            "build the drafter with the target object that is passed here"
+        )
+    if drafter.max_batch is not None and len(prompts) > drafter.max_batch:
+        raise ValueError(
+            f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s) at once, found {len(prompts)}: "
+            "call generate once a prompt"
+        )
+    low, high = min(map(min, prompts)), max(map(max, prompts))
+    if low < 0 or high >= target.vocab_size:
+        raise ValueError(
+            f"token ids run from {low} to {high}, but {target.name}'s vocabulary has {target.vocab_size}: "
+            "tokenize with the target's own tokenizer"
+        )
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > target.max_context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the {target.max_context} positions of "
+            f"{target.name}: shorten the prompt or ask for at most {max(target.max_context - longest, 0)} new tokens"
+        )
+
+
+def _eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
+    if eos_token_id is None:
+        generation = getattr(target.model, "generation_config", None)
+        eos_token_id = getattr(generation, "eos_token_id", None)
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)

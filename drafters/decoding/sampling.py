@@ -1,0 +1,81 @@
+"""Temperature, top-k and top-p; sampling; residual distributions. Everything here works in float32."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from logits. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch those off.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, found {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or a positive number of tokens, found {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1] (1 is off), found {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        """True when tokens are argmaxes."""
+        return self.temperature == 0.0
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Warp ``logits [..., V]``: temperature, then top-k, then top-p (transformers' order); returns float32 ``[..., V]``.
+
+        Greedy sampling gives a one-hot distribution at the argmax.
+        """
+        logits = logits.float()
+        if self.greedy:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, float("-inf"))
+        probabilities = logits.softmax(-1)
+        if self.top_p < 1.0:
+            ordered, index = probabilities.sort(dim=-1, descending=True)
+            # A token stays while the mass before it is below top_p, so the first one always stays.
+            ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
+            kept = torch.zeros_like(probabilities).scatter_(-1, index, ordered)
+            probabilities = kept / kept.sum(-1, keepdim=True)
+        return probabilities
+
+
+def draw(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """One token per distribution ``[..., V]`` -> ``[...]``, by the exponential race (no host synchronisation)."""
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    return (probabilities / noise).argmax(-1)
+
+
+def draw_without_replacement(
+    probabilities: torch.Tensor, k: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``k`` draws without replacement from ``[..., V]``, in order (Gumbel top-k; Kool et al. 2019).
+
+    Returns:
+        tokens ``[..., k]`` and valid ``[..., k]``: False where the support was exhausted before the k-th draw.
+    """
+    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    keys, tokens = (probabilities / noise).topk(k, dim=-1)
+    return tokens, keys > 0
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """``norm(max(0, p - q))`` over the last dimension (Leviathan et al. 2023, section 2.3).
+
+    Where p == q the residual is 0/0: nothing can be rejected there except by rounding, and p itself is returned.
+    """
+    rest = (p - q).clamp_min(0.0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total.clamp_min(torch.finfo(p.dtype).tiny), p)

@@ -1,0 +1,364 @@
+"""TargetModel: a stock Hugging Face causal LM run whole or by layer range, over rows of a tree, with one KV cache.
+
+Draft models are TargetModels too. Nothing of the model is copied or rewritten: the loop over its decoder layers is ours,
+the layers are transformers' own, and loading checks once that the two agree.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from .kv_cache import KVCache
+
+SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
+
+
+@dataclass
+class FeatureOutput:
+    """Features ``[B, R, H]`` (hidden states after the final norm; empty where the last layers did not run) and taps.
+
+    ``taps[l]``: ``[B, R, H]``, the hidden states after the first ``l`` decoder layers.
+    """
+
+    features: torch.Tensor
+    taps: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TargetModel:
+    """A frozen causal LM.
+
+    Args:
+        model: a transformers causal LM; it is put into eval mode and frozen.
+        name: what checkpoints and messages call it; default its ``name_or_path``.
+        revision: the Hub revision it was loaded from.
+
+    Raises:
+        ValueError: the model is not built of decoder layers that can be run one by one, or running them so does not give
+            its own output.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.config: PretrainedConfig = model.config
+        self.name = name or model.config.name_or_path or type(model).__name__
+        self.revision = revision
+        self.body: Any = getattr(model, "model", None)
+        parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+        missing = [part for part in parts if not hasattr(self.body, part)]
+        if missing or not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise ValueError(f"{self.name} ({type(model).__name__}) has no {missing or 'LM head'}; supported: {SUPPORTED}")
+        self._windows = _sliding_windows(self.config)
+        self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._check_layers_agree()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        dtype: str | torch.dtype = "bfloat16",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+    ) -> "TargetModel":
+        """Load a local folder or a Hub repository (weights in safetensors; remote code is never run).
+
+        Raises:
+            ValueError: nothing loadable there, or an unsupported model.
+        """
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(name),
+                dtype=resolve_dtype(dtype),
+                revision=revision or "main",
+                attn_implementation="sdpa",
+                use_safetensors=True,
+            )
+        except (OSError, KeyError) as error:
+            raise ValueError(
+                f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository with config.json and "
+                f"safetensors weights ({str(error).splitlines()[0]})"
+            ) from error
+        return cls(model.to(where), name=str(name), revision=revision)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in and logits come out."""
+        return self.body.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        return self.body.norm.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of a feature."""
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the LM head."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.body.layers)
+
+    @property
+    def max_context(self) -> int:
+        """Positions the model was made for."""
+        return getattr(self.config, "max_position_embeddings", None) or 1 << 30
+
+    def fingerprint(self) -> str:
+        """Tells targets apart: a hash of the architecture and of sampled weights, the same in bf16, fp16 and fp32."""
+        last = self.body.layers[-1].self_attn.o_proj.weight
+        return model_fingerprint(self.config, self.body.norm.weight, last[0])
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[...]`` ids -> ``[..., H]``."""
+        return self.body.embed_tokens(tokens)
+
+    def lm_head(self, features: torch.Tensor) -> torch.Tensor:
+        """Features ``[..., H]`` -> logits ``[..., V]``."""
+        return self.model.lm_head(features)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for ``capacity`` rows of each batch row."""
+        return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device, layers=self.num_layers)
+
+    def rope(self, positions: torch.Tensor, upto: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound)."""
+        if _rope_depends_on_length(self.config):
+            return self.body.rotary_emb(self.body.norm.weight, position_ids=positions)
+        if self._rope_table is None or self._rope_table[0].shape[0] < upto:
+            rows = 1 << max(upto - 1, 255).bit_length()
+            every = torch.arange(rows, device=self.device)[None]
+            cos, sin = self.body.rotary_emb(self.body.norm.weight, position_ids=every)
+            self._rope_table = (cos[0].clone(), sin[0].clone())
+        cos, sin = self._rope_table
+        return cos[positions], sin[positions]
+
+    def features(
+        self, input_ids: torch.Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
+    ) -> FeatureOutput:
+        """Features and taps of whole sequences ``[B, T]``, without a cache.
+
+        Rows may be padded on the right: attention is causal, so what stands left of the padding is unaffected
+        (``lengths`` only documents where it starts; values beyond it are meaningless).
+        """
+        assert lengths is None or max(lengths) <= input_ids.shape[1]
+        return self.run(input_ids, cache=None, taps=taps)
+
+    def run(
+        self,
+        tokens: torch.Tensor | None,
+        cache: KVCache | None,
+        *,
+        hidden: torch.Tensor | None = None,
+        see: torch.Tensor | None = None,
+        depths: torch.Tensor | None = None,
+        offset: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> FeatureOutput:
+        """Run layers ``start..stop`` over R new rows that follow the cache's committed rows.
+
+        Args:
+            tokens: ``[B, R]`` ids; or None with ``hidden`` ``[B, R, H]``, the hidden states that enter layer ``start``.
+            cache: where the rows' keys and values go, at slot ``length + offset`` on; None attends within the R rows only.
+            see: bool ``[B, R, offset + R]``: which of the uncommitted rows each new row attends to, itself included
+                (every row sees all committed ones); None: a chain.
+            depths: ``[B, offset + R]``: positions of the uncommitted rows, counted from the cache's length; None: a chain.
+            offset: uncommitted rows that earlier calls of this step wrote.
+            stop: layer to stop before; None runs all, and the final norm.
+            taps: hidden states to hand out, by the number of layers before them.
+
+        Returns:
+            features ``[B, R, H]``, or, with ``stop``, the hidden states that leave the last layer run; and the taps.
+        """
+        if hidden is None:
+            assert tokens is not None
+            hidden = self.embed(tokens)
+        batch, rows, _ = hidden.shape
+        lengths = cache.lengths if cache is not None else [0] * batch
+        positions, upto = row_positions(lengths, depths, offset, rows, hidden.device)
+        masks = self._masks(lengths, see, depths, positions, offset, rows)
+        embeddings = self.rope(positions, upto)
+        if cache is not None:
+            cache.at(rows, offset)
+        last = self.num_layers if stop is None else stop
+        collected: dict[int, torch.Tensor] = {}
+        for index in range(start, last):
+            if index in taps:
+                collected[index] = hidden
+            hidden = self.body.layers[index](
+                hidden,
+                attention_mask=masks[self._windows[index]],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                position_embeddings=embeddings,
+            )
+        if last in taps:
+            collected[last] = hidden
+        return FeatureOutput(self.body.norm(hidden) if stop is None else hidden, collected)
+
+    def _masks(
+        self,
+        lengths: list[int],
+        see: torch.Tensor | None,
+        depths: torch.Tensor | None,
+        positions: torch.Tensor,
+        offset: int,
+        rows: int,
+    ) -> dict[int | None, torch.Tensor | None]:
+        """The attention mask for each sliding-window size in use (None: full attention)."""
+        eager = self.config._attn_implementation == "eager"
+        masks: dict[int | None, torch.Tensor | None] = {}
+        for window in set(self._windows):
+            seen = window is None or max(lengths) + offset + rows <= window
+            mask = attention_mask(lengths, see, depths, positions, offset, rows, None if seen else window, eager)
+            # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
+            if mask is not None and eager:
+                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+            masks[window] = mask
+        return masks
+
+    @torch.no_grad()
+    def _check_layers_agree(self) -> None:
+        """A family that scales embeddings or caps logits would decode garbage silently: compare once with its own forward."""
+        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        try:
+            ours = self.lm_head(self.run(ids, cache=None).features)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{self.name} ({type(self.model).__name__}) cannot be run layer by layer: {error}") from error
+        theirs = self.model(input_ids=ids, use_cache=False).logits
+        gap = (ours.float() - theirs.float()).abs().max().item()
+        scale = theirs.float().abs().max().item()
+        if not gap <= 0.05 * max(scale, 1.0):
+            raise ValueError(
+                f"{self.name} ({type(self.model).__name__}) run layer by layer differs from its own forward by {gap:.3g} "
+                f"(logits up to {scale:.3g}); supported: {SUPPORTED}"
+            )
+
+
+def attention_mask(
+    lengths: list[int],
+    see: torch.Tensor | None,
+    depths: torch.Tensor | None,
+    positions: torch.Tensor,
+    offset: int,
+    rows: int,
+    window: int | None = None,
+    always: bool = False,
+) -> torch.Tensor | None:
+    """Bool mask ``[B, 1, R, max(length) + offset + R]`` of ``TargetModel.run``'s rows; None where attention needs none.
+
+    ``window``: keys ``window`` or more positions back are hidden. ``always``: no None (eager attention needs a mask).
+    """
+    device = positions.device
+    batch, temporary = len(lengths), offset + rows
+    uniform = all(length == lengths[0] for length in lengths)
+    if see is None and window is None and uniform and not always and (rows == 1 or lengths[0] + offset == 0):
+        return None
+    if see is None:
+        see = torch.ones(rows, temporary, dtype=torch.bool, device=device).tril(offset)[None].expand(batch, -1, -1)
+    if uniform:
+        mask = nn.functional.pad(see, (lengths[0], 0), value=True)
+    else:
+        first = torch.tensor(lengths, device=device)
+        slots = torch.arange(max(lengths) + temporary, device=device)
+        mask = (slots < first[:, None])[:, None].repeat(1, rows, 1)
+        index = (first[:, None] + torch.arange(temporary, device=device))[:, None].expand(-1, rows, -1)
+        mask.scatter_(2, index, see.expand(batch, -1, -1))
+    if window is not None:
+        keys = _key_positions(lengths, depths, temporary, device)
+        mask = mask & (positions[:, :, None] - keys[:, None] < window)
+    return mask[:, None]
+
+
+def _key_positions(
+    lengths: list[int], depths: torch.Tensor | None, temporary: int, device: torch.device
+) -> torch.Tensor:
+    """``[B, max(length) + temporary]`` position of the token in each cache slot."""
+    slots = torch.arange(max(lengths) + temporary, device=device).repeat(len(lengths), 1)
+    if depths is not None:
+        first = torch.tensor(lengths, device=device)[:, None]
+        slots.scatter_(1, first + torch.arange(temporary, device=device), first + depths)
+    return slots
+
+
+def row_positions(
+    lengths: list[int], depths: torch.Tensor | None, offset: int, rows: int, device: torch.device
+) -> tuple[torch.Tensor, int]:
+    """Positions ``[B, R]`` of the new rows (``depths [B, offset + R]``, None: a chain), and a bound above all of them."""
+    upto = max(lengths) + offset + rows
+    if depths is None and all(length == lengths[0] for length in lengths):
+        return torch.arange(lengths[0] + offset, upto, device=device).expand(len(lengths), -1), upto
+    first = torch.tensor(lengths, device=device)[:, None]
+    if depths is None:
+        return first + torch.arange(offset, offset + rows, device=device), upto
+    return first + depths[:, offset:], upto
+
+
+def _sliding_windows(config: PretrainedConfig) -> list[int | None]:
+    """Each layer's sliding-window size, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layers of type {sorted(unknown)} have no tree attention; supported: {SUPPORTED}")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _rope_depends_on_length(config: PretrainedConfig) -> bool:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("rope_type", "default") in ("dynamic", "longrope")
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``.
+
+    Raises:
+        ValueError: not one of float32, bfloat16, float16.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    resolved = known.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
+        raise ValueError(f"dtype must be one of {', '.join(known)}, found {dtype!r}")
+    return resolved
+
+
+def model_fingerprint(config: PretrainedConfig, norm: torch.Tensor, projection_row: torch.Tensor) -> str:
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    head = ",".join(f"{name}={getattr(config, name, None)}" for name in names)
+    digest = hashlib.sha256(head.encode())
+    for weights in (norm, projection_row):
+        values = weights.detach().to("cpu", torch.float32)
+        # float16 flushes tiny weights to zero and bfloat16 rounds the rest: flush and round, so that all loads agree.
+        values = values.masked_fill(values.abs() < 2.0**-13, 0.0).to(torch.bfloat16)
+        digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_config_only(name: str, revision: str | None = None) -> PretrainedConfig:
+    """The model's configuration without its weights.
+
+    Raises:
+        ValueError: nothing loadable there.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(name), revision=revision or "main")
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json "
+            f"({str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,163 @@
+"""EAGLE: a head that extrapolates the target's features, one decoder layer deep (Li et al. 2024; EAGLE-2's dynamic tree).
+
+At index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1}, whose logits are those of
+token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty (paper, section 3.1).
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PretrainedConfig
+
+from .base import LearnedDrafter
+from .config import Config
+from .decoding.acceptance import Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.kv_cache import KVCache
+from .decoding.layers import layer_kind
+from .decoding.loop import DecodeState
+from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
+from .decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+
+
+class EagleHead(nn.Module):
+    """``fc`` over cat(embedding, feature), then one decoder layer of the target's kind without its input layernorm.
+
+    No final norm; the embedding and the LM head are the target's. Parameter names are those of the released checkpoints.
+    """
+
+    def __init__(self, target_config: PretrainedConfig) -> None:
+        super().__init__()
+        kind = layer_kind(target_config)
+        config: Any = kind.config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layer: Any = kind.decoder_layer(config, layer_idx=0)  # type: ignore[call-arg, arg-type]
+        layer.input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([layer])
+        self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
+        for weights in self.parameters():
+            if weights.dim() == 2:
+                nn.init.normal_(weights, std=config.initializer_range)
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        embeddings: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` -> predicted next features ``[B, T, H]``.
+
+        ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal. ``rope``: cos and sin, where the caller has them.
+        """
+        hidden = self.fc(torch.cat([embeddings, features], dim=-1))
+        return self.layers[0](
+            hidden,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            position_embeddings=rope or self.rotary_emb(hidden, position_ids),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+
+
+class EagleOptions(Config):
+    """``tree``: chain and dynamic are ``depth`` deep; static is the paper's tree of Figure 9 unless ``paths`` says else.
+
+    ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it keeps.
+    ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
+    """
+
+    tree: Literal["chain", "static", "dynamic"] = "dynamic"
+    depth: int = Field(5, ge=1)
+    top_k: int = Field(10, ge=1)
+    nodes: int = Field(59, ge=1)
+    paths: list[list[int]] | None = None
+
+
+class EagleDrafter(LearnedDrafter):
+    """Drafts a chain, the paper's static tree, or EAGLE-2's dynamic tree.
+
+    Raises:
+        ValueError: ``paths`` that are no tree.
+    """
+
+    name = "eagle"
+    options = EagleOptions
+
+    def __init__(
+        self,
+        target: TargetModel,
+        module: EagleHead,
+        tree: str = "dynamic",
+        depth: int = 5,
+        top_k: int = 10,
+        nodes: int = 59,
+        paths: list[list[int]] | None = None,
+    ) -> None:
+        super().__init__(target, module)
+        self.tree, self.depth, self.top_k, self.nodes = tree, depth, min(top_k, target.vocab_size), nodes
+        if tree == "chain":
+            paths = [[0] * level for level in range(1, depth + 1)]
+        self.plan = TreePlan(paths or EAGLE_TREE, target.device)
+        self._cache: KVCache
+        self._features: torch.Tensor  # [1, R, H] true features that the head has not taken in yet
+
+    @classmethod
+    def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
+        return EagleHead(target.config)
+
+    def drafter_config(self) -> dict[str, Any]:
+        return {"tree": self.tree, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
+
+    @property
+    def max_draft(self) -> int:
+        # The head's cache also holds the forwarded nodes of the levels before the last.
+        return max(self.nodes, self.top_k * self.depth) if self.tree == "dynamic" else self.plan.size
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        target = self.target
+        self._cache = KVCache.for_config(target.config, 1, state.cache.capacity, target.dtype, target.device, layers=1)
+        self._features = output.features
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
+        count = self._features.shape[1]
+        tokens = torch.tensor([state.tokens[0][-count:]], device=self.target.device)
+        predicted = self._extend(self._features, tokens, None, None, 0)[:, -1:]
+        self._cache.commit([list(range(count))])
+        depth = min(self.depth, state.room() - 1)
+        if depth < 1:
+            return DraftTree.empty(1, self.target.device)
+        if self.tree == "dynamic":
+            return grow_dynamic(predicted, self._extend, self.target.lm_head, depth, self.top_k, self.nodes)
+        return grow_static(predicted, self._extend, self.target.lm_head, self.plan, state.sampling, state.generator)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        rows = torch.tensor(verdict.rows[0], device=output.features.device)
+        self._features = output.features.index_select(1, rows)
+
+    def _extend(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        see: torch.Tensor | None,
+        depths: torch.Tensor | None,
+        offset: int,
+    ) -> torch.Tensor:
+        """Forward rows ``[1, R]`` after ``offset`` uncommitted ones; predicted features ``[1, R, H]``."""
+        lengths, count = self._cache.lengths, tokens.shape[1]
+        positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
+        mask = attention_mask(lengths, see, depths, positions, offset, count)
+        return self.module(
+            features,
+            self.target.embed(tokens),
+            positions,
+            mask,
+            self._cache.at(count, offset),
+            rope=self.target.rope(positions, upto),
+        )

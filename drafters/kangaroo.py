@@ -1,0 +1,166 @@
+"""Kangaroo: draft with the target's own shallow layers and a trained adapter, exit early twice (Liu et al. 2024).
+
+The shallow layers' hidden states and keys/values are reused: verification resumes at ``exit_layer``.
+"""
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PretrainedConfig
+
+from .base import LearnedDrafter
+from .config import Config
+from .decoding.acceptance import Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.kv_cache import KVCache
+from .decoding.layers import layer_kind
+from .decoding.loop import DecodeState
+from .decoding.sampling import draw
+from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
+
+
+class KangarooAdapter(nn.Module):
+    """``norm(x + Attention(RMSNorm(x)))``: 4 H^2 + 2 H parameters where keys and values have as many heads as queries.
+
+    Parameter names are those of the released checkpoints.
+    """
+
+    def __init__(self, target_config: PretrainedConfig) -> None:
+        super().__init__()
+        kind = layer_kind(target_config)
+        config: Any = kind.config
+        layer = nn.Module()
+        layer.input_layernorm = kind.norm(config.hidden_size, eps=config.rms_norm_eps)
+        layer.self_attn = kind.attention(config, layer_idx=0)
+        self.layers = nn.ModuleList([layer])
+        self.norm = kind.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = kind.rotary(config)
+        for weights in layer.self_attn.parameters():
+            if weights.dim() == 2:
+                nn.init.normal_(weights, std=config.initializer_range)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states ``[B, T, H]`` after ``exit_layer`` -> states for the LM head ``[B, T, H]``.
+
+        At index i the LM head's logits are of token i + 1, as the target's own are. ``attention_mask`` is bool
+        ``[B, 1, T, S]``; None is causal. ``rope``: cos and sin, where the caller has them already.
+        """
+        layer: Any = self.layers[0]
+        attended, _ = layer.self_attn(
+            hidden_states=layer.input_layernorm(hidden),
+            position_embeddings=rope or self.rotary_emb(hidden, position_ids),
+            attention_mask=attention_mask,
+            past_key_values=cache,
+        )
+        return self.norm(hidden + attended)
+
+
+class KangarooOptions(Config):
+    """``eta``: drafting stops after a token whose top-1 probability is eta or less; 0 drafts ``max_draft_tokens`` always."""
+
+    exit_layer: int = Field(ge=1)
+    eta: float = Field(0.4, ge=0.0, lt=1.0)
+    max_draft_tokens: int = Field(6, ge=1)
+
+
+class KangarooDrafter(LearnedDrafter):
+    """Double early exit: from the layers at ``exit_layer``, from drafting at the first uncertain token.
+
+    Raises:
+        ValueError: ``exit_layer`` is not below the target's number of layers.
+    """
+
+    name = "kangaroo"
+    options = KangarooOptions
+
+    def __init__(
+        self,
+        target: TargetModel,
+        module: KangarooAdapter,
+        exit_layer: int,
+        eta: float = 0.4,
+        max_draft_tokens: int = 6,
+    ) -> None:
+        super().__init__(target, module)
+        if not 1 <= exit_layer < target.num_layers:
+            raise ValueError(
+                f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
+                f"found {exit_layer}"
+            )
+        self.exit_layer, self.eta, self.max_draft_tokens = exit_layer, eta, max_draft_tokens
+        self._cache: KVCache
+        self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
+
+    @classmethod
+    def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
+        return KangarooAdapter(target.config)
+
+    def drafter_config(self) -> dict[str, Any]:
+        return {"exit_layer": self.exit_layer, "eta": self.eta, "max_draft_tokens": self.max_draft_tokens}
+
+    @property
+    def max_draft(self) -> int:
+        return self.max_draft_tokens
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.exit_layer,)
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        target = self.target
+        self._cache = KVCache.for_config(target.config, 1, state.cache.capacity, target.dtype, target.device, layers=1)
+        self._behind = output.taps[self.exit_layer]
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        limit = min(self.max_draft_tokens, state.room() - 1)
+        states = [self._shallow(state, state.roots, 0)]
+        tokens: list[torch.Tensor] = []
+        q: list[torch.Tensor] = []
+        rows = torch.cat([self._behind, states[0]], dim=1)
+        while len(tokens) < limit:
+            logits = self._adapt(rows)
+            if state.sampling.greedy:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                q.append(state.sampling.probabilities(logits))
+                token = draw(q[-1], state.generator)[:, None]
+            tokens.append(token)
+            states.append(self._shallow(state, token, len(tokens)))
+            rows = states[-1]
+            # The second early exit reads one value a draft token: what is drafted next depends on it.
+            if self.eta > 0 and logits.float().softmax(-1).amax().item() <= self.eta:
+                break
+        draft = DraftTree.chain(torch.cat(tokens, 1), torch.stack(q, 1) if q else None) if tokens else None
+        draft = draft or DraftTree.empty(1, self.target.device)
+        draft.hidden, draft.resume_layer = torch.cat(states, dim=1), self.exit_layer
+        return draft
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        known = len(state.tokens[0]) - 1  # exit states there are, one a token but the new root
+        assert draft.hidden is not None
+        self._cache.crop([min(self._cache.lengths[0], known)])
+        missing = known - self._cache.lengths[0]
+        accepted = draft.hidden[:, : len(verdict.rows[0])]
+        self._behind = accepted[:, accepted.shape[1] - missing :]
+
+    def _shallow(self, state: DecodeState, tokens: torch.Tensor, offset: int) -> torch.Tensor:
+        """Exit states ``[1, 1, H]`` of one more row, its keys and values left in the target's cache."""
+        return self.target.run(tokens, state.cache, offset=offset, stop=self.exit_layer).features
+
+    def _adapt(self, rows: torch.Tensor) -> torch.Tensor:
+        """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
+        lengths, count = self._cache.lengths, rows.shape[1]
+        positions, upto = row_positions(lengths, None, 0, count, rows.device)
+        mask = attention_mask(lengths, None, None, positions, 0, count)
+        output = self.module(rows, positions, mask, self._cache.at(count), rope=self.target.rope(positions, upto))
+        self._cache.commit([list(range(count))])
+        return self.target.lm_head(output[:, -1])

@@ -1,0 +1,94 @@
+"""Speculative decoding with a draft model (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023)."""
+
+import torch
+from pydantic import Field
+
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.kv_cache import KVCache
+from .decoding.loop import DecodeState
+from .decoding.sampling import draw
+from .decoding.target import FeatureOutput, TargetModel
+
+
+class SpeculativeOptions(Config):
+    """``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens a draft."""
+
+    draft_model: str
+    gamma: int = Field(4, ge=1)
+
+
+class SpeculativeDrafter(Drafter):
+    """Drafts ``gamma`` tokens one by one from a draft model's distribution q.
+
+    Args:
+        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
+
+    Raises:
+        ValueError: the draft model's vocabulary differs from the target's.
+    """
+
+    name = "speculative"
+    options = SpeculativeOptions
+
+    def __init__(self, target: TargetModel, draft_model: str | TargetModel, gamma: int = 4) -> None:
+        super().__init__(target)
+        self.draft_model = load_draft_model(target, draft_model)
+        self.gamma = gamma
+        self._cache: KVCache
+
+    @property
+    def max_draft(self) -> int:
+        return self.gamma
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._cache = self.draft_model.new_cache(1, state.cache.capacity)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        gamma = min(self.gamma, state.room() - 1)
+        tokens, q = [], []
+        # The draft model catches up first: the root, after full acceptance the last draft token too, at first the prompt.
+        rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
+        for _ in range(gamma):
+            logits = self._advance(rows)
+            if state.sampling.greedy:
+                rows = logits.argmax(-1, keepdim=True)
+            else:
+                q.append(state.sampling.probabilities(logits))
+                rows = draw_token(q[-1], state)
+            tokens.append(rows)
+        if not tokens:
+            return DraftTree.empty(1, self.target.device)
+        return DraftTree.chain(torch.cat(tokens, 1), q=torch.stack(q, 1) if q else None)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        self._cache.crop([min(self._cache.lengths[0], len(state.tokens[0]) - 1)])
+
+    def _advance(self, rows: torch.Tensor) -> torch.Tensor:
+        """Feed ``rows [1, R]`` to the draft model; logits ``[1, V]`` after the last."""
+        features = self.draft_model.run(rows, self._cache).features[:, -1]
+        self._cache.commit([list(range(rows.shape[1]))])
+        return self.draft_model.lm_head(features)
+
+
+def draw_token(q: torch.Tensor, state: DecodeState) -> torch.Tensor:
+    """A token from each distribution ``[B, V]`` -> ``[B, 1]``, with the generation's own random numbers."""
+    return draw(q, state.generator)[:, None]
+
+
+def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
+    """The draft model, checked against its target.
+
+    Raises:
+        ValueError: another vocabulary size, so another tokenizer.
+    """
+    if not isinstance(draft_model, TargetModel):
+        draft_model = TargetModel.from_pretrained(draft_model, dtype=target.dtype, device=target.device)
+    if draft_model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens and target {target.name} one "
+            f"of {target.vocab_size}: they must share a tokenizer; choose a draft model of the target's family"
+        )
+    return draft_model
