@@ -1,0 +1,1 @@
+"""Conversations in, tokens and features out."""

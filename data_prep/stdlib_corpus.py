@@ -1,0 +1,240 @@
+"""Make ShareGPT dialogues from the source files of the installed Python standard library.
+
+Nothing is downloaded and nothing is imported: the files are parsed with `ast`. The result is a real, licence-clear
+corpus of prose and code on which a small target model can be trained on a laptop.
+
+    python -m data_prep.stdlib_corpus --out runs/stdlib
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import json
+import platform
+import sysconfig
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SKIPPED_FOLDERS = {
+    "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data",
+    "turtledemo", "encodings", "ensurepip", "lib-dynload", "idle_test", "__phello__",
+}  # fmt: skip
+SKIPPED_PREFIXES = ("_sysconfigdata", "__phello__", "config-", "_bootlocale")
+HELDOUT_PER_MILLE = 40
+MIN_DOC, MIN_SOURCE = 24, 40
+
+DOC_QUESTIONS = (
+    "What does {name} do?",
+    "Explain {name}.",
+    "What is {name} for?",
+    "Describe the {kind} {name} of the Python standard library.",
+    "Give me the documentation of {name}.",
+)
+SOURCE_QUESTIONS = (
+    "Show the source of {name}.",
+    "How is {name} implemented?",
+    "Show me the code of the {kind} {name}.",
+    "Write the {kind} {short} of {module}.",
+)
+METHOD_QUESTIONS = ("Which methods does {name} have?", "List the methods of the class {name}.")
+THEN_SOURCE = ("Show me the source.", "How is it implemented?", "Can I see the code?")
+THEN_DOC = ("What does it do?", "Explain what this code does.", "Describe it in words.")
+
+
+@dataclass(frozen=True)
+class StdlibObject:
+    """A module, class or function of the standard library, with what its source file says of it."""
+
+    name: str
+    module: str
+    kind: str
+    group: str  # the top-level object it belongs to: the unit of the train / held-out split
+    doc: str
+    source: str
+    methods: tuple[str, ...] = ()
+
+
+def stable_hash(*parts: object) -> int:
+    """A hash that is the same in every process and on every machine (the built-in `hash` is salted)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def cut_text(text: str, limit: int) -> str:
+    """The longest prefix of whole lines within `limit` characters; blank lines are preferred as the cut."""
+    if len(text) <= limit:
+        return text
+    head = text[: limit + 1]
+    blank, line = head.rfind("\n\n"), head.rfind("\n")
+    cut = blank if blank >= limit // 2 else line
+    return head[: cut if cut > 0 else limit].rstrip()
+
+
+def source_files(root: Path) -> Iterator[tuple[str, Path]]:
+    """(module name, path) of every standard-library source file worth reading, in a fixed order."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(SKIPPED_PREFIXES) for part in parts):
+            continue
+        names = [*parts[:-1], path.stem]
+        if names[-1] in ("__init__", "__main__"):
+            names.pop()
+        if names:
+            yield ".".join(names), path
+
+
+def _source_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).strip("\n")
+
+
+def _clean_doc(node: ast.AST) -> str:
+    doc = ast.get_docstring(node, clean=False)  # type: ignore[arg-type]
+    return inspect.cleandoc(doc).strip() if doc else ""
+
+
+def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
+    """The module itself and its classes, methods and functions, in source order."""
+    tree, lines = ast.parse(text), text.splitlines()
+    yield StdlibObject(module, module, "module", module, _clean_doc(tree), "")
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in tree.body:
+        if not isinstance(node, (*functions, ast.ClassDef)):
+            continue
+        name = f"{module}.{node.name}"
+        if isinstance(node, functions):
+            yield StdlibObject(name, module, "function", name, _clean_doc(node), _source_of(node, lines))
+            continue
+        inner = [child for child in node.body if isinstance(child, functions)]
+        source = _source_of(node, lines)
+        methods = tuple(dict.fromkeys(child.name for child in inner))
+        yield StdlibObject(name, module, "class", name, _clean_doc(node), source, methods)
+        for child in inner:
+            # A one-method class is its method: showing both would only repeat the text.
+            if len(inner) > 1:
+                yield StdlibObject(
+                    f"{name}.{child.name}", module, "method", name, _clean_doc(child), _source_of(child, lines)
+                )
+
+
+def read_objects(root: Path) -> list[StdlibObject]:
+    """Every object of the library below `root`; files that cannot be parsed are skipped."""
+    found = []
+    for module, path in source_files(root):
+        try:
+            found.extend(objects_of(module, path.read_text(encoding="utf-8")))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def _fill(template: str, item: StdlibObject) -> str:
+    short = item.name[len(item.module) + 1 :] or item.name
+    return template.format(name=item.name, kind=item.kind, short=short, module=item.module)
+
+
+def dialogues_of(item: StdlibObject, seed: int, limit: int) -> Iterator[tuple[str, list[str]]]:
+    """(kind, turns) of the dialogues about one object; turns alternate between the user and the assistant."""
+
+    def pick(options: tuple[str, ...], salt: str) -> str:
+        return _fill(options[stable_hash(seed, item.name, salt) % len(options)], item)
+
+    doc, source = cut_text(item.doc, limit), cut_text(item.source, limit)
+    has_doc, has_source = len(doc) >= MIN_DOC, len(source) >= MIN_SOURCE
+    if len(item.methods) >= 3:
+        listing = "\n".join(f"- {name}" for name in item.methods)
+        yield "methods", [pick(METHOD_QUESTIONS, "methods"), cut_text(listing, limit // 2)]
+    if has_source:
+        yield "source", [pick(SOURCE_QUESTIONS, "source"), f"```python\n{source}\n```"]
+    if not has_doc:
+        return
+    if not has_source or stable_hash(seed, item.name, "shape") % 2:
+        yield "doc", [pick(DOC_QUESTIONS, "doc"), doc]
+        return
+    code = f"```python\n{cut_text(item.source, limit // 2)}\n```"
+    if stable_hash(seed, item.name, "order") % 3:
+        yield "doc+source", [pick(DOC_QUESTIONS, "doc"), doc, pick(THEN_SOURCE, "then"), code]
+    else:
+        yield "source+doc", [pick(SOURCE_QUESTIONS, "source2"), code, pick(THEN_DOC, "then"), doc]
+
+
+def build_corpus(
+    root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600
+) -> list[tuple[bool, dict]]:
+    """(held out?, ShareGPT record) for each dialogue, in a fixed shuffled order, without duplicates."""
+    if max_chars < 200:
+        raise ValueError(f"max_chars is {max_chars}; answers need at least 200 characters")
+    if max_dialogues is not None and max_dialogues < 1:
+        raise ValueError(f"max_dialogues is {max_dialogues}; it must be at least 1")
+    if not root.is_dir():
+        raise ValueError(f"no standard library at {root}; pass --stdlib the folder that holds ast.py")
+    seen: dict[str, str] = {}
+    records = []
+    for item in read_objects(root):
+        held_out = stable_hash("split", item.group) % 1000 < HELDOUT_PER_MILLE
+        for kind, turns in dialogues_of(item, seed, max_chars):
+            # The same text under two names (copies between modules) would leak from train into held-out.
+            answer = hashlib.sha256("\n".join(turns[1::2]).encode()).hexdigest()
+            if seen.setdefault(answer, item.name) != item.name or (answer + kind) in seen:
+                continue
+            seen[answer + kind] = item.name
+            names = ("human", "gpt")
+            conversation = [{"from": names[i % 2], "value": turn} for i, turn in enumerate(turns)]
+            record = {"id": f"{item.name}#{kind}", "source": f"python-stdlib/{item.module}"}
+            records.append((held_out, {**record, "conversations": conversation}))
+    records.sort(key=lambda pair: (stable_hash(seed, "order", pair[1]["id"]), pair[1]["id"]))
+    if not records:
+        raise ValueError(f"no documented Python source below {root}")
+    return records[:max_dialogues]
+
+
+def _write(path: Path, text: str) -> int:
+    """Write under a temporary name, then rename, so that a reader never sees half a file."""
+    data = text.encode("utf-8")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    return len(data)
+
+
+def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600) -> dict:
+    """Write train.jsonl, heldout.jsonl and manifest.json into `out`; return the manifest."""
+    records = build_corpus(root, max_dialogues, seed, max_chars)
+    out.mkdir(parents=True, exist_ok=True)
+    manifest: dict = {"python": platform.python_version(), "seed": seed, "max_chars": max_chars, "files": {}}
+    for name, wanted in (("train", False), ("heldout", True)):
+        rows = [record for held_out, record in records if held_out == wanted]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        size = _write(out / f"{name}.jsonl", text)
+        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+        manifest["files"][f"{name}.jsonl"] = {"dialogues": len(rows), "bytes": size, "sha256": digest}
+    kinds = Counter(record["id"].rsplit("#", 1)[1] for _, record in records)
+    manifest["kinds"] = dict(sorted(kinds.items()))
+    _write(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    return manifest
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="library to read")
+    parser.add_argument("--max-dialogues", type=int, default=13_000)
+    parser.add_argument("--max-chars", type=int, default=1600, help="longest answer; cut at a line")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        manifest = write_corpus(args.out, args.stdlib, args.max_dialogues, args.seed, args.max_chars)
+    except ValueError as error:
+        parser.error(str(error))
+    print(json.dumps(manifest, indent=2))
+
+
+if __name__ == "__main__":
+    main()

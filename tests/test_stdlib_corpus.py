@@ -1,0 +1,89 @@
+"""The corpus made from the installed standard library: its format, its split, its determinism."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from data_prep.stdlib_corpus import build_corpus, cut_text, main, objects_of
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("corpus")
+    main(["--out", str(out), "--max-dialogues", "400"])
+    return out
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_same_arguments_give_the_same_files(written, tmp_path):
+    """Catches an order or a choice that depends on hash salting or on the file system."""
+    main(["--out", str(tmp_path), "--max-dialogues", "400"])
+    for name in ("train.jsonl", "heldout.jsonl", "manifest.json"):
+        assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
+
+
+def test_records_are_sharegpt_and_counted(written):
+    """Catches empty turns, a wrong speaker order, over-long answers, and a manifest that does not match."""
+    manifest = json.loads((written / "manifest.json").read_text())
+    total = 0
+    for name, entry in manifest["files"].items():
+        rows = read(written / name)
+        total += len(rows)
+        assert entry["dialogues"] == len(rows)
+        assert entry["bytes"] == (written / name).stat().st_size
+        for row in rows:
+            speakers = [turn["from"] for turn in row["conversations"]]
+            assert speakers == ["human", "gpt"] * (len(speakers) // 2) and speakers
+            assert all(turn["value"].strip() for turn in row["conversations"])
+            assert all(len(turn["value"]) <= 1600 + len("```python\n\n```") for turn in row["conversations"])
+    assert total == 400 == sum(manifest["kinds"].values())
+    assert not list(written.glob("*.tmp"))
+
+
+def test_no_object_is_on_both_sides():
+    """Catches a held-out method whose code stands in a training dialogue about its class."""
+    sides: dict[str, set[bool]] = {}
+    answers: dict[str, set[bool]] = {}
+    for held_out, record in build_corpus(STDLIB):
+        module = record["source"].removeprefix("python-stdlib/")
+        name = record["id"].rsplit("#", 1)[0]
+        top = name.removeprefix(module).strip(".").split(".")[0]
+        sides.setdefault(f"{module}:{top}", set()).add(held_out)
+        text = "\n".join(turn["value"] for turn in record["conversations"][1::2])
+        answers.setdefault(text, set()).add(held_out)
+    assert all(len(both) == 1 for both in sides.values())
+    assert all(len(both) == 1 for both in answers.values())
+    share = sum(True in both for both in sides.values()) / len(sides)
+    assert 0.02 < share < 0.06
+
+
+def test_objects_have_their_decorators_and_clean_docstrings():
+    """Catches source that starts below its decorator and docstrings with the file's indentation."""
+    text = 'class A:\n    @property\n    def x(self):\n        """One.\n\n        Two."""\n\n    def y(self): pass\n'
+    found = {item.name: item for item in objects_of("m", text)}
+    assert set(found) == {"m", "m.A", "m.A.x", "m.A.y"}
+    assert found["m.A.x"].source.startswith("@property\ndef x")
+    assert found["m.A.x"].doc == "One.\n\nTwo."
+    assert found["m.A.x"].group == "m.A" and found["m.A"].methods == ("x", "y")
+
+
+def test_cuts_fall_between_lines():
+    """Catches a cut inside a line."""
+    text = "\n".join(f"line {i}" for i in range(100))
+    cut = cut_text(text, 200)
+    assert len(cut) <= 200 and text.startswith(cut + "\n")
+    assert cut_text("short", 200) == "short"
+
+
+@pytest.mark.parametrize("bad", [{"max_dialogues": 0}, {"max_chars": 5}, {"root": Path("/no/such/place")}])
+def test_bad_arguments_are_named(bad):
+    """Catches a silent empty corpus."""
+    with pytest.raises(ValueError, match=r"max_dialogues|max_chars|no standard library"):
+        build_corpus(**{"root": STDLIB, **bad})

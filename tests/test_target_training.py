@@ -1,0 +1,168 @@
+"""Training of the bundled target: schedule, packing, resuming, export."""
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data_prep.stdlib_corpus import main as make_corpus
+from train import target
+from train.target import TargetConfig, load_config, lr_scale, pack_rows
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "target"
+SHAPE = {"vocab_size": 400, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+SHAPE |= {"intermediate_size": 48, "max_positions": 128}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    out = tmp_path_factory.mktemp("corpus")
+    make_corpus(["--out", str(out), "--max-dialogues", "120"])
+    return out
+
+
+def tiny(corpus, folder, **changes):
+    raw = {"name": "tiny", "corpus": corpus, "run_dir": folder / "run", "final_dir": folder / "final", "model": SHAPE}
+    raw |= {"steps": 6, "warmup_steps": 2, "seq_len": 64, "batch_rows": 2, "eval_every": 4, "eval_tokens": 500}
+    return TargetConfig.model_validate(raw | changes)
+
+
+def losses(config):
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+class KilledError(Exception):
+    """Stands for kill -9."""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+def test_a_killed_run_resumes_bit_for_bit(corpus, tmp_path, monkeypatch, precision):
+    """Catches optimiser state, data position, masters or metrics lost between a checkpoint and its resumption."""
+    whole = tiny(corpus, tmp_path / "whole", precision=precision)
+    target.TargetRun(whole, False, []).train()
+    cut = tiny(corpus, tmp_path / "cut", precision=precision, save_minutes=0)
+    run, step = target.TargetRun(cut, False, []), target.TargetRun.train_step
+
+    def dies(self, batch):
+        if self.progress.step == 3:
+            raise KilledError
+        return step(self, batch)
+
+    monkeypatch.setattr(target.TargetRun, "train_step", dies)
+    with pytest.raises(KilledError):
+        run.train()
+    monkeypatch.undo()
+    (cut.run_dir / "checkpoint-00000009.tmp").mkdir()  # half-written when the kill came
+    target.TargetRun(cut, True, []).train()
+    assert losses(cut) == losses(whole)
+    assert sorted(losses(cut)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_second_run_does_not_overwrite_the_first(corpus, tmp_path):
+    """Catches a long run lost to a forgotten --resume."""
+    config = tiny(corpus, tmp_path, steps=1)
+    target.TargetRun(config, False, []).train()
+    with pytest.raises(ValueError, match="--resume"):
+        target.TargetRun(config, False, [])
+    with pytest.raises(ValueError, match="no checkpoint"):
+        target.TargetRun(tiny(corpus, tmp_path / "other"), True, [])
+
+
+def test_export_loads_with_stock_classes_and_has_a_card(corpus, tmp_path):
+    """Catches an export that only this repository can read, or one that computes something else."""
+    config = tiny(corpus, tmp_path, steps=3)
+    run = target.TargetRun(config, False, [])
+    run.train()
+    run.finish(new_tokens=5)
+    model = AutoModelForCausalLM.from_pretrained(config.final_dir)
+    tokenizer = AutoTokenizer.from_pretrained(config.final_dir)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>") == tokenizer.eos_token_id
+    rows = run.heldout_rows[:2]
+    with torch.no_grad():
+        logits = model(rows[:, :-1]).logits.float()
+        ours = float(target.next_token_loss(run.model, rows, "bf16"))
+    stock = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+    assert abs(stock - ours) < 0.02
+    card = (config.final_dir / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0") and "| 3 |" in card
+    assert json.loads((config.run_dir / "run.json").read_text())["config"]["steps"] == 3
+
+
+def test_chat_template(corpus, tmp_path):
+    """Catches a template whose special tokens are split, or that loses a system message."""
+    tokenizer = target.get_tokenizer(tiny(corpus, tmp_path))
+    chat = [{"role": "user", "content": "What is os.walk?"}, {"role": "assistant", "content": "A\n    généra→tor."}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == "<|user|>What is os.walk?<|assistant|>A\n    généra→tor.<|end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and ids[-1] == tokenizer.eos_token_id
+    prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert text.startswith(prompt) and prompt.endswith("<|assistant|>")
+    system = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *chat], tokenize=False)
+    assert system.startswith("<|user|>Be brief.\n\nWhat is os.walk?")
+    with pytest.raises(Exception, match="unknown role"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_rows_are_full_and_begin_with_a_dialogue():
+    """Catches padding, lost dialogues, and rows that begin in the middle of one."""
+    documents = [[i * 100 + j for j in range(random.Random(i).randint(3, 60))] for i in range(200)]
+    rows = pack_rows(documents, 40, random.Random(0))
+    assert all(len(row) == 40 for row in rows)
+    assert {token for row in rows for token in row} == {token for document in documents for token in document}
+    short = [document for document in documents if len(document) <= 40]
+    starts = sum(row[0] % 100 == 0 for row in rows)
+    assert starts >= len(rows) - (len(documents) - len(short))
+    assert rows == pack_rows(documents, 40, random.Random(0)) != pack_rows(documents, 40, random.Random(1))
+
+
+def test_blocked_attention_is_causal_attention(monkeypatch):
+    """Catches a block that sees too much, too little, or the wrong shared key head."""
+    monkeypatch.setattr(target, "ATTENTION_BLOCK", 16)
+    q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
+    ours, _ = target.blocked_causal_attention(torch.nn.Module(), q, k, v, None, scaling=8**-0.5)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(ours, right.transpose(1, 2))
+
+
+def test_schedule_decays_only_at_the_end(corpus, tmp_path):
+    """Catches a schedule whose constant part depends on `steps`, which resuming with another `steps` relies on."""
+    short, long = tiny(corpus, tmp_path, steps=100, decay_fraction=0.2), tiny(corpus, tmp_path, steps=10_000)
+    assert lr_scale(0, short) == 0.5 and lr_scale(1, short) == 1.0
+    assert [lr_scale(step, short) for step in range(80)] == [lr_scale(step, long) for step in range(80)]
+    assert lr_scale(90, short) == pytest.approx(0.5) and lr_scale(99, short) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("name", ["stdlib.yaml", "stdlib-draft.yaml"])
+def test_bundled_configs_fit_their_budget(corpus, tmp_path, name):
+    """Catches a shape change that makes a bundled checkpoint too large for the repository."""
+    config = load_config(CONFIGS / name, [f"corpus={corpus}", f"run_dir={tmp_path}"])
+    tokenizer = target.get_tokenizer(tiny(corpus, tmp_path))
+    target.build_model(config, tokenizer)
+    with pytest.raises(ValueError, match="max_bytes"):
+        target.build_model(config.model_copy(update={"max_bytes": 1000}), tokenizer)
+
+
+def test_config_errors_name_the_key():
+    """Catches a misspelt key that is silently ignored."""
+    for override, message in (("stepz=3", "stepz"), ("model.heads=3", "kv_heads"), ("steps", "key=value")):
+        with pytest.raises(ValueError, match=message):
+            load_config(CONFIGS / "stdlib.yaml", [override])
+    with pytest.raises(ValueError, match="no config at"):
+        load_config(Path("nowhere.yaml"), [])
+
+
+def test_optimizer_covers_every_parameter(corpus, tmp_path):
+    """Catches a parameter that neither optimiser updates, or that both do."""
+    config = tiny(corpus, tmp_path)
+    model = target.build_model(config, target.get_tokenizer(config))
+    with ThreadPoolExecutor(1) as pool:
+        optimizer = target.Optimizer(model, config, pool)
+    held = [id(p) for part in optimizer.parts for group in part.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())

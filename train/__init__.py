@@ -1,0 +1,1 @@
+"""Training of targets and of learned drafters."""
