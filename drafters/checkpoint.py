@@ -17,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,  # of whichever HTTP library huggingface_hub uses
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -110,8 +111,8 @@ def save_checkpoint(
     weights = {name: _portable(value, dtype) for name, value in module.state_dict().items()}
     _check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    new_weights = folder / f".{WEIGHTS_FILE}.{os.getpid()}.tmp"
-    new_config = folder / f".{CONFIG_FILE}.{os.getpid()}.tmp"
+    new_weights = folder / f".{WEIGHTS_FILE}.tmp"
+    new_config = folder / f".{CONFIG_FILE}.tmp"
     try:
         save_file(weights, new_weights, metadata={"format": "pt"})
         text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -294,6 +295,8 @@ def push_to_hub(
         denied = error.response.status_code in (401, 403)
         fix = ". Log in with `hf auth login`, or pass a token that may write there" if denied else ""
         raise ValueError(f"the Hub refused to publish {repo_id!r}: {_one_line(error)}{fix}") from None
+    except (OSError, HTTPError) as error:
+        raise ValueError(f"cannot publish {repo_id!r}: the Hub cannot be reached ({_one_line(error)})") from None
     return str(repo)
 
 

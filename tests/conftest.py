@@ -1,12 +1,13 @@
 """What every test shares: no network, one thread, fixed seeds, tiny models.
 
-``tiny_model(family)`` is a model, ``tiny_checkpoint(family)`` a folder that ``from_pretrained`` reads; both are made once
-per session and shared, so a test must not change them (build its own with ``tiny.build`` if it must).
+``tiny_model(family)`` is a model, ``tiny_checkpoint(family)`` a folder that ``from_pretrained`` reads; both are made
+once per session and shared, so a test must not change them (build its own with ``tiny.build`` if it must).
 """
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported, so before anything else
+os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # no test needs the chunked upload service
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 

@@ -1,0 +1,99 @@
+"""Run configurations: what is wrong in a YAML is said at once, with the key and the fix."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from drafters.config import Config, load_config
+
+
+class Schedule(Config):
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = 0
+
+
+class Run(Config):
+    out: str
+    steps: int = 10
+    schedule: Schedule = Schedule()
+    taps: list[int] = []
+    suites: list[Schedule] = []
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("out: runs/a\nschedule:\n  warmup_steps: 5\nsuites:\n  - warmup_steps: 1\n")
+    return path
+
+
+def test_values_and_overrides(file: Path) -> None:
+    """Catches overrides read as strings (1e-4 is one in YAML 1.1), or that replace a whole group of keys."""
+    run = load_config(Run, file, ["schedule.learning_rate=3e-5", "steps=20", "taps=[2, 5]", "out=runs/b"])
+    assert run.schedule.learning_rate == 3e-5
+    assert run.schedule.warmup_steps == 5
+    assert (run.steps, run.taps, run.out) == (20, [2, 5], "runs/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("out: a\nstep: 3\n", "unknown key 'step'; did you mean 'steps'"),
+        ("out: a\nschedule: {learning_rat: 1}\n", "unknown key 'schedule.learning_rat'; did you mean 'learning_rate'"),
+        ("out: a\nsuites: [{warmup_step: 1}]\n", "did you mean 'warmup_steps'"),
+        ("out: a\nzzz: 3\n", "unknown key 'zzz'; known keys: out, schedule, steps, suites, taps"),
+        ("steps: 3\n", "missing key 'out'"),
+        ("out: a\nsteps: many\n", r"steps: .*found 'many'"),
+        ("out: a\nschedule: {learning_rate: -1}\n", r"schedule.learning_rate: .*greater than 0"),
+        ("out: [\n", "not valid YAML"),
+        ("- out\n", "must hold a mapping"),
+        ("", "must hold a mapping"),
+    ],
+)
+def test_wrong_file(tmp_path: Path, text: str, message: str) -> None:
+    """Catches a mistyped key that is silently ignored, so that a run trains with a default for hours."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(Run, path)
+    assert str(path) in str(caught.value)
+
+
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+    """Catches errors that come one per attempt."""
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: many\nstep: 1\n")
+    with pytest.raises(ValueError, match=r"(?=.*missing key 'out')(?=.*found 'many')(?=.*unknown key 'step')"):
+        load_config(Run, path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("out.sub=3", "'out' holds a value, not a group"),
+        ("schedule.warmup=3", "did you mean 'warmup_steps'"),
+        ("steps=few", "found 'few'"),
+    ],
+)
+def test_wrong_override(file: Path, override: str, message: str) -> None:
+    """Catches an override that is dropped, or that makes a key nobody reads."""
+    with pytest.raises(ValueError, match=message):
+        load_config(Run, file, [override])
+
+
+def test_missing_file_suggests_a_neighbour(file: Path) -> None:
+    """Catches a bare FileNotFoundError for a name that is one letter off."""
+    with pytest.raises(ValueError, match=r"no config file at .*runs\.yaml; did you mean .*run\.yaml"):
+        load_config(Run, file.with_name("runs.yaml"))
+
+
+def test_assignment_is_checked(file: Path) -> None:
+    """Catches a program that writes a wrong value or a new key into its config after loading."""
+    run = load_config(Run, file)
+    with pytest.raises(ValueError):
+        run.steps = "many"
+    with pytest.raises(ValueError):
+        run.step = 3

@@ -1,0 +1,215 @@
+"""Publishing and loading with huggingface_hub's own client against a Hub on loopback (hub_server.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hub_server import TOKEN, HubServer, Repository
+from huggingface_hub import constants
+from torch import nn
+
+from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
+from drafters.model_card import model_card
+
+ROOT = Path(__file__).parents[1]
+CONFIG = {
+    "drafter_type": "eagle",
+    "format_version": 1,
+    "drafter": {"bias": False},
+    "target": {
+        "name": "someone/a-target",
+        "revision": "0123abc",
+        "fingerprint": "f00d",
+        "hidden_size": 8,
+        "vocab_size": 97,
+        "num_hidden_layers": 4,
+    },
+    "training": {
+        "steps": 1200,
+        "tokens": 2_000_000,
+        "data": "dialogues | train split",
+        "versions": {"torch": "2.13.0"},
+    },
+}
+Login = Callable[..., None]
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def login(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Login:
+    """``login(token, home)``: from now on this process is that user's machine, with a cache of its own, and online.
+
+    The library reads these settings from the environment when it is imported; one test below does so in a process of
+    its own, the others set them where the library keeps them.
+    """
+
+    def switch(token: str | None = TOKEN, home: str = "home") -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / home / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / home / "token"))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+
+    switch()
+    return switch
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A trained drafter's folder, with things in it that must stay at home."""
+    folder = tmp_path / "run" / "drafter"
+    save_checkpoint(folder, nn.Linear(16, 8, bias=False), CONFIG)
+    (folder / "optimizer.bin").write_bytes(b"resumable state")
+    return folder
+
+
+def files(hub: HubServer, repo: str) -> dict[str, bytes]:
+    return hub.repositories[repo].commits[hub.repositories[repo].head]
+
+
+def refusal(call: Callable[..., object], *arguments: object, **options: object) -> str:
+    """The message of the ValueError that the call raises, which must be one line."""
+    with pytest.raises(ValueError) as caught:
+        call(*arguments, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_is_pushed_is_what_is_loaded(hub: HubServer, login: Login, saved: Path) -> None:
+    """Catches an upload that leaves a file out, takes the whole run folder along, or changes the weights on the way."""
+    assert push_to_hub(saved, "user/my-drafter") == f"{hub.endpoint}/user/my-drafter"
+    published = files(hub, "user/my-drafter")
+    assert sorted(published) == ["README.md", "config.json", "model.safetensors"]
+    assert published["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+
+    login(token=None, home="elsewhere")
+    config, state = load_checkpoint("user/my-drafter")
+    expected_config, expected_state = load_checkpoint(saved)
+    assert config == expected_config
+    assert state.keys() == expected_state.keys()
+    assert state["weight"].dtype == torch.bfloat16
+    assert torch.equal(state["weight"], expected_state["weight"])
+
+
+def test_a_users_own_process(hub: HubServer, saved: Path, tmp_path: Path) -> None:
+    """Catches the library's settings (HF_ENDPOINT, HF_HOME, HF_TOKEN) overridden or read too early by the toolkit."""
+    program = (
+        "from drafters.checkpoint import load_checkpoint, push_to_hub\n"
+        f"push_to_hub({str(saved)!r}, 'user/my-drafter')\n"
+        "print(load_checkpoint('user/my-drafter')[0]['training']['steps'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1200"
+    assert list((tmp_path / "home").rglob("model.safetensors"))
+
+
+def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
+    """Catches a card whose front matter the Hub cannot parse, a table broken by a bar, or figures nobody measured."""
+    push_to_hub(saved, "user/plain")
+    plain = files(hub, "user/plain")["README.md"].decode()
+    front = yaml.safe_load(plain.split("---\n")[1])
+    assert front["base_model"] == "someone/a-target"
+    assert front["tags"] == ["speculative-decoding", "eagle"]
+    assert front["library_name"] == "drafters"
+    assert "license" not in front
+    assert "| data | dialogues \\| train split |" in plain
+    assert "| versions.torch | 2.13.0 |" in plain
+    assert "load_drafter('user/plain', target)" in plain
+    assert "Measured" not in plain
+
+    push_to_hub(saved, "user/full", license="mit", figures={"tau, greedy, held-out": 2.91})
+    full = files(hub, "user/full")["README.md"].decode()
+    assert yaml.safe_load(full.split("---\n")[1])["license"] == "mit"
+    assert "| tau, greedy, held-out | 2.91 |" in full
+
+
+def test_card_written_by_hand_and_older_revision_are_kept(hub: HubServer, login: Login, saved: Path) -> None:
+    """Catches a second push that overwrites a card its author edited, and a revision that is not passed on."""
+    push_to_hub(saved, "user/my-drafter")
+    first = hub.repositories["user/my-drafter"].head
+    save_checkpoint(saved, nn.Linear(16, 8, bias=False), CONFIG | {"training": {"steps": 2400}})
+    (saved / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.")
+    push_to_hub(saved, "user/my-drafter")
+    assert b"My own words." in files(hub, "user/my-drafter")["README.md"]
+    assert load_checkpoint("user/my-drafter")[0]["training"]["steps"] == 2400
+    assert load_checkpoint("user/my-drafter", revision=first)[0]["training"]["steps"] == 1200
+    assert "has no revision 'v9'" in refusal(load_checkpoint, "user/my-drafter", revision="v9")
+
+
+def test_local_target_is_not_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a card that links a local folder as if it were a Hub model, or shows the author's paths."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "my-target").mkdir(parents=True)
+    for name in ("checkpoints/my-target", str(tmp_path / "checkpoints" / "my-target")):
+        card = model_card(CONFIG | {"target": CONFIG["target"] | {"name": name}}, "user/d", parameters=128)
+        assert "base_model" not in card
+        assert "`my-target`" in card
+        assert str(tmp_path) not in card
+
+
+def test_private_repository(hub: HubServer, login: Login, saved: Path) -> None:
+    """Catches private=True that is dropped on the way: the drafter would be public."""
+    push_to_hub(saved, "user/secret", private=True)
+    assert hub.repositories["user/secret"].private
+    assert load_checkpoint("user/secret")[0]["drafter_type"] == "eagle"
+    login(token=None, home="elsewhere")
+    refused = refusal(load_checkpoint, "user/secret")
+    assert refused.startswith("no drafter 'user/secret'")
+    assert "hf auth login" in refused
+    assert load_checkpoint("user/secret", token=TOKEN)[0]["drafter_type"] == "eagle"
+
+
+def test_errors_are_one_clear_line(
+    hub: HubServer, login: Login, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback of HTTP errors where one sentence would do, and an upload of what nobody could load."""
+    monkeypatch.chdir(tmp_path)
+    missing = refusal(load_checkpoint, "user/none")
+    assert missing.startswith(f"no drafter 'user/none': there is no folder {tmp_path / 'user' / 'none'}")
+    assert "no Hub repository of that name" in missing
+    assert "not a Hub repository name" in refusal(push_to_hub, saved, "user/a/b")
+    (saved / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert "holds no model.safetensors" in refusal(push_to_hub, saved, "user/d")
+    (tmp_path / "model.safetensors").rename(saved / "model.safetensors")
+    login(token="hf_somebody_else")
+    assert "hf auth login" in refusal(push_to_hub, saved, "user/d")
+    login()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached" in refusal(load_checkpoint, "user/none")
+    assert "cannot be reached" in refusal(push_to_hub, saved, "user/d")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "cannot be reached" in refusal(load_checkpoint, "user/none")
+    assert "HF_HUB_OFFLINE" in refusal(push_to_hub, saved, "user/d")
+    assert not hub.repositories
+
+
+def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> None:
+    """Catches a fallback to pytorch_model.bin, which can run code: it must not even be downloaded."""
+    hub.repositories["user/old"] = repository = Repository(private=False)
+    repository.commit({"config.json": json.dumps(CONFIG).encode(), "pytorch_model.bin": b"\x80\x04."}, "old format")
+    message = refusal(load_checkpoint, "user/old")
+    assert "holds pytorch_model.bin but no model.safetensors" in message
+    assert "weights_only=True" in message
+    assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]

@@ -1,0 +1,193 @@
+"""The house itself: packages, imports, sizes and configs keep to what CONTRIBUTING.md promises."""
+
+import ast
+import os
+import re
+import stat
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("drafters", "data_prep", "train", "eval")
+LARGEST_FILE = 1_000_000  # bytes, outside checkpoints/
+LARGEST_CHECKPOINT_FILE = 17 * 1024**2
+LONGEST_MODULE, LONGEST_FUNCTION = 450, 100  # lines
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert found, f"no Python files under {folders}"
+    return found
+
+
+def shipped() -> list[Path]:
+    """The files under version control, or, outside a clone, nothing to check."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git clone")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file()]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+
+
+def test_every_package_is_installed() -> None:
+    """Catches a new package that works in the clone and is missing from an installed copy."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = {str(path.parent.relative_to(ROOT)).replace(os.sep, ".") for path in sources(*PACKAGES)}
+    assert listed == present
+    assert all((ROOT / name.replace(".", "/") / "__init__.py").is_file() for name in present)
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows_point_one_way(path: Path) -> None:
+    """Catches the library importing a program built on it, or the programs importing the tests."""
+    package = path.relative_to(ROOT).parts[0]
+    forbidden = {"tests", "conftest", "tiny"}
+    if package == "drafters":
+        forbidden |= {"data_prep", "train", "eval", "deepspeed", "datasets", "matplotlib", "tensorboard"}
+    roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+    assert not roots & forbidden
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unpickles(path: Path) -> None:
+    """Catches pickle in any dress: a file from a stranger could run code when it is opened."""
+    tree = ast.parse(path.read_text())
+    roots = {name.split(".")[0] for name in imports(tree)}
+    assert not roots & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, options = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called == "torch.load":
+            assert options.get("weights_only") == "True", f"line {node.lineno}: torch.load without weights_only=True"
+        if called in ("np.load", "numpy.load"):
+            assert options.get("allow_pickle", "False") == "False", f"line {node.lineno}: numpy.load with pickle"
+        assert called not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), f"line {node.lineno}: use safe_load"
+        assert options.get("trust_remote_code", "False") == "False", f"line {node.lineno}: runs a repository's code"
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_stay_readable(path: Path) -> None:
+    """Catches files and functions too long to be read at once, and modules that do not say what they are."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= LONGEST_MODULE
+    assert path.name == "__init__.py" or ast.get_docstring(tree), "no module docstring"
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION}
+
+
+def test_no_large_files() -> None:
+    """Catches a data set, a feature store or a run folder committed by accident."""
+    limits = {
+        path: LARGEST_CHECKPOINT_FILE if path.is_relative_to(ROOT / "checkpoints") else LARGEST_FILE
+        for path in shipped()
+    }
+    assert not [str(path) for path, limit in limits.items() if path.stat().st_size > limit]
+
+
+def test_no_pickled_checkpoints() -> None:
+    """Catches weights committed in a format that nothing here will read."""
+    assert not [str(path) for path in shipped() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")]
+
+
+def test_no_package_host_is_named() -> None:
+    """Catches an index address in the build files: which host serves packages is the installing machine's business."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/run"):
+        text = (ROOT / name).read_text()
+        assert not re.search(r"https?://|--(extra-)?index-url|--find-links|pypi", text), name
+
+
+def test_constraints_satisfy_the_bounds() -> None:
+    """Catches a pin outside the range that pyproject.toml promises, and a dependency that is not pinned at all."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ]
+    for requirement in map(Requirement, wanted):
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, str(requirement)
+    assert pins["torch"] == "2.13.0"  # without a local part, which would name one build
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").rglob("*.y*ml")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_configs_parse(path: Path) -> None:
+    """Catches a config that is no longer YAML, or that is a list or empty."""
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_continuous_integration_runs_the_tests() -> None:
+    """Catches a script that lost its executable bit."""
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    assert "make test" in script.read_text()
+
+
+def make(*arguments: str) -> str:
+    """What make would run, without running it."""
+    command = ["make", "--dry-run", "--no-print-directory", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_quickstart_is_five_commands_in_order(tmp_path: Path) -> None:
+    """Catches a step that is skipped or reordered on a machine where nothing was run yet."""
+    text = make("quickstart", f"RUNS={tmp_path / 'none'}")
+    steps = ["data_prep.stdlib_corpus", "data_prep.features", "train/eagle.py", "train/kangaroo.py", "eval.speed"]
+    places = [text.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "--resume" not in text
+
+
+def test_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Catches a second run that repeats finished steps, or that starts an interrupted training anew."""
+    for name in ("stdlib", "features"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".done").touch()
+    (tmp_path / "eagle").mkdir()
+    text = make("quickstart", f"RUNS={tmp_path}")
+    assert "data_prep" not in text
+    assert re.search(r"train/eagle\.py --config \S+ --resume", text)
+    assert re.search(r"train/kangaroo\.py --config \S+ *$", text, flags=re.MULTILINE)
+    for name in ("eagle", "kangaroo", "speed"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / ".done").touch()
+    assert "--config" not in make("quickstart", f"RUNS={tmp_path}")
+
+
+def test_too_old_python_is_refused(tmp_path: Path) -> None:
+    """Catches an installation that fails after minutes, deep in a build, because python3 is 3.9."""
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\ncase "$1" in --version) echo "Python 3.9.2";; *) exit 1;; esac\n')
+    old.chmod(0o755)
+    for python, message in (
+        (old, "Python 3.9.2, but 3.11 or newer is needed"),
+        ("no-such-python", "no 'no-such-python'"),
+    ):
+        command = ["make", "--no-print-directory", "setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode != 0
+        assert message in done.stderr
+        assert not (tmp_path / "venv").exists()
