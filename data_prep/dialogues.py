@@ -71,12 +71,13 @@ def read_dialogues(source: str | Path, counts: ReadCounts) -> Iterator[Dialogue]
     """Yield the usable dialogues of ``source`` in its order; ``counts`` fills as the iteration goes on.
 
     Args:
-        source: a ``.json`` (a list of records, or one per line), ``.jsonl`` or gzipped file; else a local dataset folder
-            or a Hub dataset's name, ``owner/name`` or ``owner/name:split`` (default split ``train``), read with the
-            `datasets` library.
+        source: a ``.json`` (a list of records, or one per line), ``.jsonl`` or gzipped file; else a local dataset
+            folder or a Hub dataset's name, ``owner/name`` or ``owner/name:split`` (default split ``train``), read with
+            the `datasets` library.
 
     Raises:
-        ValueError: no such file or dataset, a damaged file, or no usable dialogue at all (the message holds the counts).
+        ValueError: no such file or dataset, a damaged file, or no usable dialogue at all (the message holds the
+            counts).
     """
     seen = 0
     for position, record in enumerate(_records(str(source))):

@@ -60,7 +60,8 @@ class ChatTokenizer:
         self.name = name
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                f"{name} has no chat template; write one to its folder as chat_template.jinja, in the exact form that the "
+                f"{name} has no chat template; write one to its folder as chat_template.jinja, in the exact "
+                f"form that the "
                 "target was tuned with"
             )
         self.template: str = tokenizer.get_chat_template()
@@ -150,7 +151,8 @@ class ChatTokenizer:
         prompt = self._apply(earlier, prompt=True)
         if text.startswith(prompt):
             lead = before[len(prompt) :] if before.startswith(prompt) else ""
-            # A template without a generation prompt leaves the assistant's header after the prompt; it is not generated.
+            # A template without a generation prompt leaves the assistant's header after the prompt; it is not
+            # generated.
             if "add_generation_prompt" in self.template or not lead.strip():
                 return len(prompt)
         return len(before) if text.startswith(before) else None
@@ -158,8 +160,8 @@ class ChatTokenizer:
     def _end_of_turn(self, after: str, after_last: str) -> int:
         """Length of the end-of-turn mark at the start of ``after``.
 
-        It is the first special token there, if the dialogue's last answer is followed by the same one (else it opens the
-        next user turn, as Llama-2's ``<s>``); failing special tokens, a plain-text mark such as ``### End``.
+        It is the first special token there, if the dialogue's last answer is followed by the same one (else it opens
+        the next user turn, as Llama-2's ``<s>``); failing special tokens, a plain-text mark such as ``### End``.
         """
         found, found_last = self._special_next.match(after), self._special_next.match(after_last)
         if found and found_last and found["token"] == found_last["token"]:
@@ -205,7 +207,8 @@ class ChatTokenizer:
     def _no_answer_message(self, text: str) -> str:
         return (
             f"the loss mask is all zero: the chat template of {self.name} prints no assistant answer (template ends "
-            f"...{self.template[-160:]!r}; the text it made ends ...{text[-80:]!r}). Give a template that prints messages "
+            f"...{self.template[-160:]!r}; the text it made ends ...{text[-80:]!r}). Give a template that "
+            f"prints messages "
             "with role 'assistant', in the form that the target was tuned with"
         )
 

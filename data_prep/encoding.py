@@ -1,0 +1,105 @@
+"""One split's dialogues as masked tokens: read, filtered, truncated and counted, before the target is loaded."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from .dialogues import Dialogue, DroppedError, ReadCounts, read_dialogues
+from .loss_mask import ChatTokenizer, MaskedTokens
+
+CHUNK = 256  # dialogues tokenized in one call
+
+
+@dataclass
+class EncodedSplit:
+    """The dialogues that stay, in the order of the data file, and what became of the others."""
+
+    ids: list[str] = field(default_factory=list)
+    dialogues: list[MaskedTokens] = field(default_factory=list)
+    counts: ReadCounts = field(default_factory=ReadCounts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all dialogues together."""
+        return sum(len(dialogue.input_ids) for dialogue in self.dialogues)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> ChatTokenizer:
+    """The target's tokenizer with its chat template; remote code is never run.
+
+    Raises:
+        ValueError: no tokenizer there, or one without a chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {name!r}: it must be a folder or a Hub repository with tokenizer files "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    return ChatTokenizer(tokenizer, name)
+
+
+def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int | None = None) -> EncodedSplit:
+    """Tokens and masks of the usable dialogues of ``source``, at most ``limit``, each at most ``max_length`` long.
+
+    Raises:
+        ValueError: unreadable data, a template that prints no answers, or no dialogue left; the message holds the
+        counts.
+    """
+    split = EncodedSplit()
+    counts = split.counts
+    stream = read_dialogues(source, counts)
+    last_problem = ""
+    with tqdm(desc=f"tokenizing {source}", unit=" dialogues", mininterval=1.0, leave=False) as progress:
+        while chunk := _take(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids))):
+            for dialogue, result in zip(chunk, chat.encode([item.messages for item in chunk]), strict=True):
+                try:
+                    kept = _fit(result, max_length, counts)
+                except DroppedError as error:
+                    counts.drop(error.reason)
+                    last_problem = f"; the last: {error}"
+                    continue
+                split.ids.append(dialogue.id)
+                split.dialogues.append(kept)
+            progress.update(len(chunk))
+    counts.kept = len(split.ids)
+    if not split.ids:
+        raise ValueError(f"{source}: no dialogue is left for training: {counts.describe()}{last_problem}")
+    return split
+
+
+def _take(stream: Iterator[Dialogue], count: int) -> list[Dialogue]:
+    return list(itertools.islice(stream, count))
+
+
+def _fit(result: MaskedTokens | DroppedError, max_length: int, counts: ReadCounts) -> MaskedTokens:
+    """Truncate; a dialogue whose answers all lie beyond ``max_length`` is worth nothing."""
+    if isinstance(result, DroppedError):
+        raise result
+    if len(result.input_ids) <= max_length:
+        return result
+    short = result.cut(max_length)
+    if not short.loss_mask.any():
+        raise DroppedError("no_response_left", f"no answer begins within the first {max_length} tokens")
+    counts.changed["truncated"] += 1
+    return short
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Tells tokenizers apart: a hash of vocabulary and special tokens, the same on every machine and version."""
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    added = sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items())
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items()), added], ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def template_hash(template: str) -> str:
+    """A hash of the chat template's text."""
+    return hashlib.sha256(template.encode()).hexdigest()[:16]
