@@ -1,0 +1,93 @@
+"""A tiny feature store and run config for the tests of train/, and a training run as its own process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import yaml
+
+from data_prep.store import StoreManifest
+from data_prep.store_writer import Shard, StoreWriter
+from drafters import TargetModel
+
+ROOT = Path(__file__).resolve().parents[1]
+TAP = 2
+LENGTHS = {"train": [9, 17, 5, 23, 12, 30, 7, 14, 21, 11, 26, 8, 16, 19], "heldout": [15, 10, 22]}
+
+
+def write_stores(folder: Path, target: TargetModel, lengths: dict[str, list[int]] | None = None) -> Path:
+    """Stores ``train`` and ``heldout`` of random token dialogues of two turns, with ``target``'s own features."""
+    for split, each in (lengths or LENGTHS).items():
+        generator = torch.Generator().manual_seed(len(each))
+        tokens = [torch.randint(3, tiny.VOCAB_SIZE, (length,), generator=generator) for length in each]
+        masks = [(torch.arange(length) % (length // 2 + 1)) >= 2 for length in each]
+        outputs = [target.features(ids[None], taps=(TAP,)) for ids in tokens]
+        shard = Shard(
+            ids=[str(number) for number in range(len(each))],
+            lengths=each,
+            input_ids=torch.cat(tokens),
+            loss_mask=torch.cat(masks),
+            features=torch.cat([output.features[0] for output in outputs]),
+            taps={TAP: torch.cat([output.taps[TAP][0] for output in outputs])},
+        )
+        with StoreWriter(folder / split, header(target)) as writer:
+            writer.write(shard)
+            writer.finish({}, {})
+    return folder
+
+
+def header(target: TargetModel) -> StoreManifest:
+    """The manifest of a store that is about to be written."""
+    return StoreManifest(
+        target_name=target.name,
+        target_fingerprint=target.fingerprint(),
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        taps=[TAP],
+        target_dtype="float32",
+        dtype="float32",
+        tokenizer_hash="tokenizer",
+        template_hash="template",
+        max_length=64,
+        source="random tokens",
+        source_digest="none",
+    )
+
+
+def settings(target: str, features: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    """A run config of a few float32 steps; ``changes`` replace or add keys."""
+    values = {
+        "target": target,
+        "features": str(features),
+        "out": str(out),
+        "steps": 6,
+        "batch_tokens": 64,
+        "learning_rate": 0.01,
+        "warmup_steps": 2,
+        "schedule": "cosine",
+        "precision": "float32",
+        "threads": 1,
+        "loss_chunk_rows": 16,
+        "log_every": 1,
+        "eval_every": 100,
+        "save_every": 100,
+        "export_every": 100,
+    }
+    return {**values, **changes}
+
+
+def command(script: str, folder: Path, values: dict[str, Any], *arguments: str) -> list[str]:
+    """The command line of ``python train/<script>.py`` on ``values``, written into ``folder``."""
+    config = folder / f"{Path(values['out']).name}.yaml"
+    config.write_text(yaml.safe_dump(values))
+    return [sys.executable, str(ROOT / "train" / f"{script}.py"), "--config", str(config), *arguments]
+
+
+def run(line: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=120, check=False)

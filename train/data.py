@@ -1,0 +1,256 @@
+"""Feature store -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
+
+A global batch is a run of dialogues of the epoch's shuffle that fits ``batch_tokens``. It is dealt to
+``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
+ranks there are. A micro-batch is packed: rows as long as its longest dialogue, shorter dialogues sharing a row, each
+attending only to itself and counting its positions from 0. Short rows keep attention's square small, and sharing them
+leaves little padding.
+"""
+
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data_prep.store import FeatureStore
+
+
+class Span(NamedTuple):
+    """Where a dialogue of the store lies in a packed batch."""
+
+    row: int
+    start: int
+    length: int
+    dialogue: int
+
+
+@dataclass
+class Batch:
+    """A packed micro-batch of R rows of L tokens.
+
+    Attributes:
+        input_ids: int64 ``[R, L]``; 0 in the padding.
+        loss_mask: bool ``[R, L]``, True for tokens of assistant answers.
+        features: ``[R, L, H]``; zeros in the padding.
+        taps: ``{layer: [R, L, H]}``.
+        position_ids: int64 ``[R, L]``, from 0 in each dialogue.
+        segments: int64 ``[R, L]``, which dialogue of the row a token belongs to; -1 for padding.
+        spans: where each dialogue lies.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    features: Tensor
+    taps: dict[int, Tensor]
+    position_ids: Tensor
+    segments: Tensor
+    spans: list[Span]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without the padding."""
+        return sum(span.length for span in self.spans)
+
+    def attention_mask(self) -> Tensor | None:
+        """bool ``[R, 1, L, L]``: causal within each dialogue; None where plain causal attention does the same."""
+        if all(span.start == 0 for span in self.spans):
+            return None  # one dialogue a row, padding only on the right, where no dialogue looks
+        length = self.segments.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.segments.device).tril()
+        same = self.segments[:, :, None] == self.segments[:, None, :]  # padding sees padding: no empty row, no NaN
+        return (same & causal).unsqueeze(1)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """Copy to ``device``, the floating point tensors as ``dtype``."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            features=self.features.to(device, non_blocking=True).to(dtype),
+            taps={layer: tap.to(device, non_blocking=True).to(dtype) for layer, tap in self.taps.items()},
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            segments=self.segments.to(device, non_blocking=True),
+        )
+
+
+def shift(values: Tensor, by: int, segments: Tensor) -> Tensor:
+    """``values[i + by]`` at index i ``[R, L]``; 0 or False where i + by lies in another dialogue or outside."""
+    shifted = torch.roll(values, -by, dims=1)
+    inside = torch.roll(segments, -by, dims=1) == segments
+    inside[:, max(0, inside.shape[1] - by) :] = False
+    return torch.where(inside & (segments >= 0), shifted, torch.zeros_like(shifted))
+
+
+def pack(lengths: list[int]) -> list[list[int]]:
+    """First-fit decreasing: indices into ``lengths`` grouped into rows no longer than the longest of them."""
+    row_length = max(lengths)
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, space in enumerate(free) if space >= lengths[index]), None)
+        if row is None:
+            rows.append([])
+            free.append(row_length)
+            row = len(rows) - 1
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows
+
+
+def collate(store: FeatureStore, dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
+    """Read dialogues from the store into one packed batch. ``taps``: the layers wanted of what the store holds."""
+    items = [store[index] for index in dialogues]
+    lengths = [len(item.input_ids) for item in items]
+    rows, length = pack(lengths), max(lengths)
+    shape = (len(rows), length)
+    hidden = items[0].features.shape[-1]
+    batch = Batch(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        features=torch.zeros(*shape, hidden, dtype=items[0].features.dtype),
+        taps={layer: torch.zeros(*shape, hidden, dtype=items[0].features.dtype) for layer in taps},
+        position_ids=torch.zeros(shape, dtype=torch.int64),
+        segments=torch.full(shape, -1, dtype=torch.int64),
+        spans=[],
+    )
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(members):
+            item, end = items[index], start + lengths[index]
+            batch.input_ids[row, start:end] = item.input_ids
+            batch.loss_mask[row, start:end] = item.loss_mask
+            batch.features[row, start:end] = item.features
+            for layer in taps:
+                batch.taps[layer][row, start:end] = item.taps[layer]
+            batch.position_ids[row, start:end] = torch.arange(lengths[index])
+            batch.segments[row, start:end] = segment
+            batch.spans.append(Span(row, start, lengths[index], dialogues[index]))
+            start = end
+    return batch
+
+
+def collate_or_stand_in(
+    store: FeatureStore, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = ()
+) -> Batch:
+    """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
+
+    A rank without work still has to take part in the collectives, and must add nothing to the sums.
+    """
+    if hand:
+        return collate(store, hand, taps)
+    batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
+    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
+
+
+@dataclass(frozen=True)
+class Position:
+    """The next global batch to train on."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """The global batches of one epoch: consecutive dialogues of its shuffle, at most ``batch_tokens`` tokens each.
+
+    A longer dialogue is a batch of its own. The last, incomplete batch is left out (the next epoch's shuffle will use
+    its dialogues), unless it is the only one.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches: list[list[int]] = []
+    current: list[int] = []
+    tokens = 0
+    for index in order:
+        if current and tokens + lengths[index] > batch_tokens:
+            batches.append(current)
+            current, tokens = [], 0
+        current.append(index)
+        tokens += lengths[index]
+    if not batches or tokens >= batch_tokens:
+        batches.append(current)
+    return batches
+
+
+def deal(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:
+    """Split a global batch into ``parts`` of nearly equal token counts (longest first, to the emptiest part).
+
+    With fewer dialogues than parts, some parts are empty.
+    """
+    hands: list[list[int]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for index in sorted(dialogues, key=lambda i: (-lengths[i], i)):
+        part = tokens.index(min(tokens))
+        hands[part].append(index)
+        tokens[part] += lengths[index]
+    return hands
+
+
+@dataclass
+class StepData:
+    """One optimiser step's micro-batches of this rank, the epoch they belong to, and the position after them."""
+
+    batches: list[Batch]
+    epoch: int
+    following: Position
+
+
+class TrainData:
+    """Endless optimiser steps over a store.
+
+    Args:
+        store: the training features.
+        taps: layers whose hidden states are wanted beside the features.
+        batch_tokens: tokens of a global batch.
+        micro_batches: micro-batches a rank takes per step.
+        rank, ranks: this process and how many there are.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        taps: tuple[int, ...],
+        batch_tokens: int,
+        micro_batches: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.store, self.taps, self.batch_tokens, self.seed = store, taps, batch_tokens, seed
+        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+        self.lengths: list[int] = store.lengths.tolist()
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """The global batches of an epoch, as store indices."""
+        return epoch_batches(self.lengths, self.batch_tokens, self.seed, number)
+
+    def steps_in(self, epochs: int) -> int:
+        """Optimiser steps in the first ``epochs`` epochs (each shuffle fills its batches a little differently)."""
+        return sum(len(self.epoch(number)) for number in range(epochs))
+
+    def steps(self, position: Position) -> Generator[StepData, None, None]:
+        """Steps from ``position`` on; the next one is read by a thread while the current one is trained on."""
+        with ThreadPoolExecutor(1) as reader:
+            plan = self._plan(position)
+            waiting = reader.submit(self._read, *next(plan))
+            while True:
+                current, waiting = waiting, reader.submit(self._read, *next(plan))
+                yield current.result()
+
+    def _plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
+        epoch, start = position.epoch, position.batch
+        while True:
+            batches = self.epoch(epoch)
+            for number in range(start, len(batches)):
+                last = number + 1 == len(batches)
+                yield batches[number], epoch, Position(epoch + 1, 0) if last else Position(epoch, number + 1)
+            epoch, start = epoch + 1, 0
+
+    def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
+        hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
+        mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
+        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps) for hand in mine]
+        return StepData(batches, epoch, following)

@@ -1,0 +1,285 @@
+"""The training loop that EAGLE and Kangaroo share: batches -> loss -> DeepSpeed step -> logs, checkpoints, exports.
+
+Resuming is exact: what a step does follows from the weights, the optimiser's state and the step's position in the data
+alone. The order of the data, the noise and dropout are drawn from the seed and that position, so a checkpoint holds no
+generator's state.
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from drafters import checkpoint
+from train.data import Batch, Position, StepData, TrainData
+from train.heldout import Heldout
+from train.run_files import Metrics, StateFolder, describe_run, replace_text
+from train.runtime import Ranks, seed_step
+from train.setup import Inputs, make_engine, target_identity
+from train.tasks import Task
+
+EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient is NaN or infinite."""
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers beside DeepSpeed's own state."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def position(self) -> Position:
+        """The next global batch."""
+        return Position(self.epoch, self.batch)
+
+
+class TrainRun:
+    """One run: a task, its data, DeepSpeed's engine and the run folder."""
+
+    def __init__(self, task: Task, inputs: Inputs, ranks: Ranks, resume: bool, arguments: list[str]) -> None:
+        self.task, self.inputs, self.ranks, self.config = task, inputs, ranks, task.config
+        self.engine = make_engine(task, self.config)
+        self.dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+        self.data = TrainData(
+            inputs.train,
+            task.taps,
+            self.config.batch_tokens,
+            self.config.gradient_accumulation,
+            self.config.seed,
+            ranks.rank,
+            ranks.count,
+        )
+        self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
+        self.last_step = self._step_limit()
+        self.states = StateFolder(self.config.out)
+        self.progress = Progress()
+        self.info = describe_run(self.config, arguments, ranks.count)
+        if resume:
+            self._load()
+        self.metrics: Metrics | None = None
+        if ranks.is_first:
+            self.config.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**self.info, "resumed_at_step": self.progress.step}, indent=2)
+            replace_text(self.config.out / "run.json", text + "\n")
+            self.metrics = Metrics(self.config.out, self.progress.step)
+
+    def train(self) -> None:
+        """From the current step to the limit that comes first; evaluates, saves and exports at the end, too.
+
+        Raises:
+            TrainingDiverged: the loss or the gradient is not finite; the checkpoints stay as they were.
+        """
+        config, progress = self.config, self.progress
+        self._clock = time.monotonic() - progress.seconds
+        bar = tqdm(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, mininterval=1)
+        steps = self.data.steps(progress.position)
+        try:
+            while not self._finished():
+                self._step(next(steps), bar)
+                step = progress.step
+                if step % config.save_every == 0:
+                    self._save()
+                if self._finished():
+                    break
+                if step % config.eval_every == 0:
+                    self._evaluate(bar)
+                if step % config.export_every == 0:
+                    self._export()
+            self._evaluate(bar)
+        finally:
+            steps.close()
+            bar.close()
+        self._save()
+        self._export()
+        if self.metrics:
+            self.metrics.close()
+
+    # ------------------------------------------------------------------------------------------- one step
+
+    def _step(self, data: StepData, bar: Any) -> None:
+        began = time.monotonic()
+        config, progress, engine = self.config, self.progress, self.engine
+        seed_step(config.seed, progress.step, self.ranks)
+        rate = self._learning_rate()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        rows = [self.task.rows(batch) for batch in data.batches]
+        tokens = sum(batch.tokens for batch in data.batches)
+        counts = self.ranks.total(self._tensor([sum(len(part) for part in rows), tokens]))
+        trained, tokens = int(counts[0]), int(counts[1])
+        sums: dict[str, Tensor] = {}
+        for number, (batch, part) in enumerate(zip(data.batches, rows, strict=True)):
+            if number:
+                engine.step()  # before the accumulation boundary this only counts the micro-batch before
+            parts = self._loss(batch, part, data.epoch)
+            # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
+            engine.backward(parts["loss"] * (self.ranks.count * len(data.batches) / (trained + EPSILON)))
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0) + value.detach()
+        losses = self._means(sums, trained)
+        self._check_finite(losses)
+        norm = self._update()
+        progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
+        progress.epoch, progress.batch = data.following.epoch, data.following.batch
+        progress.seconds = time.monotonic() - self._clock
+        self._report(bar, losses, norm, rate, tokens / (time.monotonic() - began))
+
+    def _loss(self, batch: Batch, rows: Tensor, epoch: int) -> dict[str, Tensor]:
+        noise_seed = self.config.seed * 1_000_003 + epoch
+        on_device = batch.to(self.engine.device, self.dtype)
+        return self.task.loss_sums(self.engine, on_device, rows.to(self.engine.device), noise_seed)
+
+    def _update(self) -> float:
+        """The optimiser's step at the accumulation boundary; returns the gradient's norm before clipping."""
+        engine = self.engine
+        norm = None
+        if self.dtype == torch.float32 and self.config.zero_stage == 0:  # DeepSpeed clips here without telling the norm
+            norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+            self._check_finite({"grad_norm": float(norm)})
+        engine.step()
+        value = float(engine.get_global_grad_norm() if norm is None else norm)
+        self._check_finite({"grad_norm": value})
+        return value
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up from 0, then the schedule over what is left of steps, epochs or minutes."""
+        config, step = self.config, self.progress.step
+        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        if config.schedule == "constant" or warm < 1.0:
+            return config.learning_rate * warm
+        done = self._fraction_done()
+        left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
+        return config.learning_rate * left
+
+    def _fraction_done(self) -> float:
+        by_step = 0.0
+        if self.last_step is not None:
+            warmup = self.config.warmup_steps
+            by_step = (self.progress.step - warmup) / max(1, self.last_step - warmup)
+        by_clock = self.progress.seconds / (60 * self.config.minutes) if self.config.minutes else 0.0
+        if self.config.minutes and self.ranks.count > 1:
+            by_clock = float(self.ranks.total(self._tensor([by_clock], torch.float64))[0]) / self.ranks.count
+        return min(1.0, max(0.0, by_step, by_clock))
+
+    def _step_limit(self) -> int | None:
+        limits = [self.config.steps] if self.config.steps else []
+        if self.config.epochs:
+            limits.append(self.data.steps_in(self.config.epochs))
+        return min(limits) if limits else None
+
+    def _finished(self) -> bool:
+        if self.last_step is not None and self.progress.step >= self.last_step:
+            return True
+        if self.config.minutes is None:
+            return False
+        late = self._tensor([float(time.monotonic() - self._clock >= 60 * self.config.minutes)])
+        return bool(self.ranks.total(late)[0] > 0)  # one rank's clock decides for all
+
+    # ------------------------------------------------------------------------------------------- figures
+
+    def _report(self, bar: Any, losses: dict[str, float], norm: float, rate: float, speed: float) -> None:
+        bar.update(1)
+        step = self.progress.step
+        if step % self.config.log_every and step != self.last_step:
+            return
+        text = f"loss {losses['loss']:.3f}, {speed:,.0f} tokens/s, {self._time_left()} left"
+        bar.set_postfix_str(text, refresh=False)
+        if self.metrics:
+            more = {"learning_rate": rate, "grad_norm": norm, "tokens_per_second": round(speed, 1)}
+            self.metrics.add(step, {**losses, **more, "tokens": self.progress.tokens})
+
+    def _time_left(self) -> str:
+        """By the limit that comes first."""
+        progress, left = self.progress, []
+        if self.last_step is not None and progress.step:
+            left.append(progress.seconds / progress.step * (self.last_step - progress.step))
+        if self.config.minutes:
+            left.append(60 * self.config.minutes - progress.seconds)
+        minutes, seconds = divmod(int(max(0, min(left))), 60)
+        return f"{minutes}:{seconds:02d}"
+
+    def _evaluate(self, bar: Any) -> None:
+        figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.dtype)
+        if self.metrics:
+            self.metrics.add(self.progress.step, {**figures, "seconds": round(self.progress.seconds, 1)})
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            bar.write(f"step {self.progress.step}: {shown}")
+
+    def _means(self, sums: dict[str, Tensor], trained: int) -> dict[str, float]:
+        values = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
+        return {name: value / (trained + EPSILON) for name, value in zip(sums, values.tolist(), strict=True)}
+
+    def _check_finite(self, values: dict[str, float]) -> None:
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not bad:
+            return
+        latest = self.states.latest()
+        kept = f"the last good state is {self.states.path / latest}" if latest else "no checkpoint was written yet"
+        what = ", ".join(f"{name} = {value}" for name, value in bad.items())
+        raise TrainingDiverged(
+            f"step {self.progress.step + 1}: {what}; stopped, {kept}. Usually a smaller learning_rate (now "
+            f"{self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps}) helps"
+        )
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.engine.device)
+
+    # ------------------------------------------------------------------------------------------- files
+
+    def _save(self) -> None:
+        """DeepSpeed's checkpoint of every rank; `latest` names it only when it is whole."""
+        tag = self.states.tag(self.progress.step)
+        if self.states.latest() == tag:
+            return
+        client_state = {"progress": dict(vars(self.progress))}
+        self.engine.save_checkpoint(str(self.states.path), tag=tag, client_state=client_state, save_latest=False)
+        torch.distributed.barrier()
+        if self.ranks.is_first:
+            self.states.publish(tag)
+
+    def _load(self) -> None:
+        tag = self.states.latest()
+        path, client_state = self.engine.load_checkpoint(str(self.states.path), tag=tag)
+        if path is None or "progress" not in client_state:
+            raise ValueError(f"--resume: {self.states.path / str(tag)} holds no checkpoint of this toolkit")
+        self.progress = Progress(**client_state["progress"])
+
+    def _export(self) -> None:
+        """The drafter as it is now, into the run folder's top."""
+        if not self.ranks.is_first:
+            return
+        manifest, info = self.inputs.train.manifest, self.info
+        training = {
+            "data": manifest.source,
+            "feature_dtype": manifest.dtype,
+            "dialogues": manifest.dialogues,
+            "steps": self.progress.step,
+            "tokens": self.progress.tokens,
+            "epochs": self.progress.epoch,
+            "minutes": round(self.progress.seconds / 60, 2),
+            "config": info["config"],
+            "ranks": info["ranks"],
+            "versions": info["versions"],
+            "commit": info["commit"],
+        }
+        config = {
+            "drafter_type": self.task.name,
+            "format_version": checkpoint.FORMAT_VERSION,
+            "drafter": self.task.drafter_config(),
+            "target": target_identity(self.config, self.inputs.ends),
+            "training": training,
+        }
+        checkpoint.save_checkpoint(self.config.out, self.engine.module, config)
