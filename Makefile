@@ -44,6 +44,11 @@ format: $(READY)
 	ruff format .
 	ruff check --fix .
 
+# For a training run in folder $(1): --resume if it has a state to go on from.
+resume = $(if $(wildcard $(1)/state/latest),--resume)
+# Killed before its first state was written, it has nothing to go on from and starts anew.
+fresh = $(if $(and $(wildcard $(1)),$(if $(wildcard $(1)/state/latest),,yes)),rm -rf $(1))
+
 # The pipeline: every step is one plain command. A finished step leaves .done in its folder and is not run again; an
 # interrupted one goes on where it stopped.
 quickstart: $(RUNS)/speed/.done
@@ -58,12 +63,14 @@ $(RUNS)/features/.done: $(RUNS)/stdlib/.done
 	@touch $@
 
 $(RUNS)/eagle/.done: $(RUNS)/features/.done
-	deepspeed train/eagle.py --config $(CONFIGS)/eagle.yaml $(if $(wildcard $(RUNS)/eagle),--resume)
+	$(call fresh,$(RUNS)/eagle)
+	deepspeed train/eagle.py --config $(CONFIGS)/eagle.yaml $(call resume,$(RUNS)/eagle)
 	@touch $@
 
 # Kangaroo waits for EAGLE so that, under make -j too, each has the machine to itself.
 $(RUNS)/kangaroo/.done: $(RUNS)/features/.done | $(RUNS)/eagle/.done
-	deepspeed train/kangaroo.py --config $(CONFIGS)/kangaroo.yaml $(if $(wildcard $(RUNS)/kangaroo),--resume)
+	$(call fresh,$(RUNS)/kangaroo)
+	deepspeed train/kangaroo.py --config $(CONFIGS)/kangaroo.yaml $(call resume,$(RUNS)/kangaroo)
 	@touch $@
 
 $(RUNS)/speed/.done: $(RUNS)/eagle/.done $(RUNS)/kangaroo/.done

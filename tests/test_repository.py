@@ -166,8 +166,13 @@ def test_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for name in ("stdlib", "features"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".done").touch()
-    (tmp_path / "eagle").mkdir()
+    (tmp_path / "eagle" / "state").mkdir(parents=True)
     text = make("quickstart", f"RUNS={tmp_path}")
+    assert f"rm -rf {tmp_path / 'eagle'}" in text  # killed before its first state: nothing to resume, and in the way
+    assert "--resume" not in text
+    (tmp_path / "eagle" / "state" / "latest").touch()
+    text = make("quickstart", f"RUNS={tmp_path}")
+    assert "rm -rf" not in text
     assert "data_prep" not in text
     assert re.search(r"train/eagle\.py --config \S+ --resume", text)
     assert re.search(r"train/kangaroo\.py --config \S+ *$", text, flags=re.MULTILINE)
