@@ -1,0 +1,1 @@
+"""Measuring drafters: the same prompts, the same loop, one report."""

@@ -1,0 +1,71 @@
+"""Where and from what a figure was measured, so that anyone can measure it again."""
+
+import contextlib
+import os
+import platform
+import resource
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARIES = ("torch", "transformers", "numpy")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Machine, libraries, commit and date. ``load_average`` tells whether other work disturbed the timing."""
+    commit, dirty = _commit()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "load_average": load_average(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in LIBRARIES},
+        "commit": commit,
+        "dirty": dirty,
+    }
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run, averaged over the last minute; None where the system does not tell."""
+    with contextlib.suppress(OSError, AttributeError):
+        return round(os.getloadavg()[0], 2)
+    return None
+
+
+def peak_memory_bytes(device: torch.device) -> dict[str, int | None]:
+    """The most memory this process held so far, on the host and on the device."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": on_device}
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The code's commit and whether the tree differs from it; None outside of git."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = _git(here, "rev-parse", "HEAD")
+        return commit, bool(_git(here, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    ask = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return ask.stdout.strip()

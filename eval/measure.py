@@ -1,0 +1,231 @@
+"""Decode the same prompts with every method, alternating, and keep what each did and how long it took.
+
+Of stock ``generate`` a streamer notes when the first token comes out, so that its prefill is taken apart just as the
+loop takes its own: neither side's prefill, nor the first token, which the prefill gives, counts as decoding.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from drafters import Drafter, TargetModel, generate
+from drafters.decoding.trace import Trace
+from eval.prompts import Prompt
+
+STOCK = "stock generate"
+
+
+class MeasurementError(RuntimeError):
+    """A method failed on a prompt. Nothing is reused in its place: the run ends."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How every method decodes: at most ``max_new_tokens``, cut at the first EOS; batch 1."""
+
+    max_new_tokens: int
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    eos: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded once by one method. ``prompt`` is its index; ``trace`` is None for stock generate."""
+
+    method: str
+    temperature: float
+    round: int
+    prompt: int
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    wall_seconds: float
+    trace: Trace | None
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens after the first, which the prefill gives."""
+        return len(self.tokens) - 1
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Decoding alone."""
+        return self.decode_seconds / max(self.decoded_tokens, 1)
+
+
+# (prompt ids, seed) -> tokens, prefill seconds, decode seconds, trace
+Outcome = tuple[list[int], float, float, Trace | None]
+Method = Callable[[list[int], int], Outcome]
+
+
+def measure(
+    build: Callable[[float], Mapping[str, Method]],
+    prompts: list[Prompt],
+    warmup: list[Prompt],
+    temperatures: list[float],
+    rounds: int,
+    limits: Limits,
+    journal: IO[str] | None = None,
+    on_run: Callable[[str], None] = lambda method: None,
+) -> list[Run]:
+    """Run every method on every prompt, ``rounds`` times at each temperature.
+
+    Args:
+        build: the methods of a temperature by label. Called anew for every round, so that a method that remembers
+            (a pool that outlives a prompt) has never seen the prompts it is measured on.
+        warmup: decoded first by every method of a round; not measured.
+        journal: gets one JSON line a run as soon as it is done.
+        on_run: called before each run with its method's label.
+
+    Raises:
+        MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
+    """
+    runs = []
+    for temperature in temperatures:
+        for round_ in range(rounds):
+            methods = build(temperature)
+            for number, prompt in enumerate(warmup):
+                for method in methods:
+                    on_run(method)
+                    _run(methods, method, prompt, limits, temperature, round_, -1 - number)
+            for index, prompt in enumerate(prompts):
+                for method in method_order(list(methods), index, limits.seed + round_):
+                    on_run(method)
+                    runs.append(_run(methods, method, prompt, limits, temperature, round_, index))
+                    if journal is not None:
+                        journal.write(json.dumps(_journal_line(runs[-1], prompt), allow_nan=False) + "\n")
+                        journal.flush()
+    return runs
+
+
+def method_order(methods: list[str], index: int, seed: int) -> list[str]:
+    """The order of methods on prompt ``index``: shuffled once per ``len(methods)`` prompts and rotated in between.
+
+    Within such a block every method stands once in every place, so that none always runs first, when the caches are
+    cold; between blocks it changes who runs before whom.
+    """
+    block, shift = divmod(index, len(methods))
+    order = random.Random(f"{seed}/{block}").sample(methods, len(methods))
+    return order[shift:] + order[:shift]
+
+
+def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, limits: Limits) -> Method:
+    """Decode in the shared loop."""
+    sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
+
+    def decode(ids: list[int], seed: int) -> Outcome:
+        result = generate(
+            target,
+            drafter,
+            [ids],
+            max_new_tokens=limits.max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            **sampled,  # type: ignore[arg-type]
+        )
+        tokens = result.tokens[0, : result.lengths[0]].tolist()
+        trace = result.trace
+        if trace.decoded_tokens != len(tokens) - 1:
+            raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {len(tokens) - 1}")
+        return tokens, trace.prefill_seconds, trace.decode_seconds, trace
+
+    return decode
+
+
+def stock_method(target: TargetModel, limits: Limits) -> Method:
+    """Decode greedily with transformers' own ``generate``, as its users call it."""
+    pad = target.model.generation_config.pad_token_id
+    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+
+    def decode(ids: list[int], seed: int) -> Outcome:
+        input_ids = torch.tensor([ids], device=target.device)
+        streamer = _Timestamps()
+        start = time.perf_counter()
+        output = target.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=limits.max_new_tokens,
+            pad_token_id=0 if pad is None else pad,
+            streamer=streamer,
+            **options,
+        )
+        tokens = output[0, len(ids) :].tolist()  # waits for the device
+        end = time.perf_counter()
+        return tokens, streamer.first_token - start, end - streamer.first_token, None
+
+    return decode
+
+
+class _Timestamps:
+    """A streamer that keeps the time of the first new token.
+
+    ``generate`` hands it the prompt, then each token, on the host.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.first_token = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            self.first_token = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def _run(
+    methods: Mapping[str, Method],
+    method: str,
+    prompt: Prompt,
+    limits: Limits,
+    temperature: float,
+    round_: int,
+    index: int,
+) -> Run:
+    start = time.perf_counter()
+    try:
+        # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
+        tokens, prefill, decode, trace = methods[method](prompt.ids, limits.seed + index)
+        wall = time.perf_counter() - start
+        _check_tokens(tokens, limits)
+    except Exception as error:
+        raise MeasurementError(
+            f"{method} failed at temperature {temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} tokens): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return Run(method, temperature, round_, index, tokens, prefill, decode, wall, trace)
+
+
+def _check_tokens(tokens: list[int], limits: Limits) -> None:
+    """Every method is counted alike, whatever its own code believes."""
+    if not 1 <= len(tokens) <= limits.max_new_tokens:
+        raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
+    if any(token in limits.eos for token in tokens[:-1]):
+        raise ValueError(f"tokens after EOS are counted: {tokens}")
+
+
+def _journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "method": run.method,
+        "temperature": run.temperature,
+        "round": run.round,
+        "prompt": prompt.id,
+        "prompt_tokens": len(prompt.ids),
+        "new_tokens": len(run.tokens),
+        "prefill_seconds": run.prefill_seconds,
+        "decode_seconds": run.decode_seconds,
+        "wall_seconds": run.wall_seconds,
+    }
+    if run.trace is not None:
+        line["steps"] = len(run.trace.steps)
+        line["committed"] = [step.committed for step in run.trace.steps]
+    return line

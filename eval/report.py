@@ -1,0 +1,259 @@
+"""The report: rows for ``report.json``, the same as Markdown, and the table on the screen."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from drafters import TargetModel
+from eval.divergence import TOLERANCE, exact_share, find_divergences, summary
+from eval.measure import STOCK, Run
+from eval.metrics import acceptance, ends_in_loop, paired_speedup, times, tokens_per_second, typical_run
+from eval.prompts import Prompt
+
+EXPLANATION = """\
+- **tau**: tokens committed per target forward, bonus token included; plain decoding is 1.0 by definition.
+  *tau, no loops*: the same without the prompts on which plain decoding ends in a loop.
+- **tokens/s**: decoding alone, batch 1: without the prefill's time and without the first token, which it gives.
+  *end to end*: all new tokens over the whole call, prefill included.
+- **speedup**: tokens/s over the autoregressive drafter in the same loop, from totals over the same prompts; in brackets
+  the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios.
+- **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
+  sampled.
+- **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on, the prompt
+  included), the target's forward with the acceptance rule, the rest.
+- **drafted**: nodes proposed a step. **lossy** methods change the target's output distribution; all others preserve it.
+"""
+
+
+def make_rows(
+    runs: list[Run],
+    lossless: dict[str, bool],
+    baseline_label: str,
+    prompts: list[Prompt],
+    target: TargetModel,
+    seed: int,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The report's ``baseline`` and ``rows``. ``lossless`` names the methods in the order of the rows."""
+    by_key: dict[tuple[float, str], list[list[Run]]] = {}
+    for run in runs:
+        rounds = by_key.setdefault((run.temperature, run.method), [[] for _ in prompts])
+        rounds[run.prompt].append(run)
+    rows, baselines = [], []
+    for temperature in dict.fromkeys(run.temperature for run in runs):
+        plain = [typical_run(rounds) for rounds in by_key[temperature, baseline_label]]
+        looping = {run.prompt for run in plain if ends_in_loop(run.tokens)}
+        baselines.append(_baseline(temperature, plain, looping, by_key.get((temperature, STOCK))))
+        for label in lossless:
+            if (temperature, label) in by_key:
+                rounds = by_key[temperature, label]
+                row = {"drafter": label, "temperature": temperature, "lossless": lossless[label]}
+                row |= _row(rounds, plain, looping, prompts, seed)
+                row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}
+                rows.append(row)
+    return {**baselines[0], "temperatures": baselines}, rows
+
+
+def _baseline(temperature: float, plain: list[Run], looping: set[int], stock: list[list[Run]] | None) -> dict[str, Any]:
+    typical_stock = [typical_run(rounds) for rounds in stock] if stock else None
+    return {
+        "temperature": temperature,
+        "tokens_per_second": tokens_per_second(plain),
+        "stock_generate_tokens_per_second": tokens_per_second(typical_stock) if typical_stock else None,
+        "over_stock_generate": paired_speedup(plain, typical_stock).total if typical_stock else None,
+        "stock_generate_exact_match": exact_share(stock, plain) if stock else None,
+        "loop_share": len(looping) / len(plain),
+    }
+
+
+def _row(
+    rounds: list[list[Run]], plain: list[Run], looping: set[int], prompts: list[Prompt], seed: int
+) -> dict[str, Any]:
+    typical = [typical_run(of_prompt) for of_prompt in rounds]
+    speedup = paired_speedup(typical, plain, seed)
+    steady = [run for run in typical if run.prompt not in looping]
+    row = acceptance(typical, looping) | times(typical)
+    row |= {
+        "speedup": speedup.total,
+        "speedup_ci": speedup.total_interval,
+        "speedup_median": speedup.median,
+        "speedup_median_ci": speedup.median_interval,
+        "speedup_without_loops": paired_speedup(steady, [plain[run.prompt] for run in steady], seed).total,
+        "prompts": len(typical),
+        "new_tokens": sum(len(run.tokens) for run in typical),
+        "decoded_tokens": sum(run.decoded_tokens for run in typical),
+    }
+    categories = sorted({prompt.category for prompt in prompts if prompt.category is not None})
+    if categories:
+        row["categories"] = {name: _category(name, typical, plain, prompts) for name in categories}
+    return row
+
+
+def _category(name: str, typical: list[Run], plain: list[Run], prompts: list[Prompt]) -> dict[str, Any]:
+    chosen = [run for run in typical if prompts[run.prompt].category == name]
+    total = paired_speedup(chosen, [plain[run.prompt] for run in chosen]).total
+    return {"prompts": len(chosen), "tau": acceptance(chosen, set())["tau"], "speedup": total}
+
+
+def _exactness(rounds: list[list[Run]], plain: list[Run], prompts: list[Prompt], target: TargetModel) -> dict[str, Any]:
+    found = find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
+    return {"exact_match": exact_share(rounds, plain), "divergences": summary(found, len(prompts))}
+
+
+def unexplained(report: dict[str, Any]) -> list[str]:
+    """One line for each lossless row whose output differs from plain decoding's by more than rounding."""
+    lines = []
+    for row in report["rows"]:
+        count = row.get("divergences", {}).get("unexplained", 0)
+        if count and row["lossless"]:
+            lines.append(
+                f"{row['drafter']} is lossless, but {count} of {row['prompts']} greedy outputs differ from plain "
+                "decoding's by more than rounding explains: a fault in the method or in the loop"
+            )
+    return lines
+
+
+COLUMNS = (
+    "drafter", "T", "tau", "tau, no loops", "tokens/s", "end to end", "speedup", "median", "exact",
+    "draft ms", "verify ms", "other ms", "drafted",
+)  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    interval = row["speedup_ci"]
+    return [
+        shown_name(row),
+        f"{row['temperature']:g}",
+        _number(row["tau"], 2),
+        _number(row["tau_without_loops"], 2),
+        _number(row["tokens_per_second"], 1),
+        _number(row["end_to_end_tokens_per_second"], 1),
+        _number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""),
+        _number(row["speedup_median"], 2, "x"),
+        _number(row["exact_match"], 3),
+        _number(row["draft_ms"], 2),
+        _number(row["verify_ms"], 2),
+        _number(row["other_ms"], 2),
+        _number(row["drafted_per_step"], 1),
+    ]
+
+
+def shown_name(row: dict[str, Any]) -> str:
+    """The label, with its mark where the method is lossy."""
+    return row["drafter"] if row["lossless"] else f"{row['drafter']} (lossy)"
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """The table on the screen."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    last = None
+    for row in report["rows"]:
+        if last is not None and row["temperature"] != last:
+            table.add_section()
+        last = row["temperature"]
+        table.add_row(*_cells(row), style=None if row["lossless"] else "yellow")
+    console.print(table)
+    for line in _statements(report):
+        console.print(line, highlight=False)
+    for line in unexplained(report):
+        console.print(f"[bold red]{line}")
+
+
+def markdown(report: dict[str, Any], picture: Path) -> str:
+    """``report.md``."""
+    lines = ["# Speed of drafters", "", *_setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in report["rows"]]
+    lines += ["", *(f"- {line}" for line in _statements(report))]
+    lines += [f"- **{line}**" for line in unexplained(report)]
+    lines += ["", "## Columns", "", EXPLANATION]
+    lines += _categories(report)
+    lines += ["## To run it again", "", f"    {' '.join(report['environment']['argv'])}", ""]
+    return "\n".join(lines)
+
+
+def _setting(report: dict[str, Any]) -> list[str]:
+    """What was measured, where."""
+    facts = report["environment"]
+    target, prompts, limits = facts["target"], facts["prompt_set"], facts["limits"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
+    skipped = ", ".join(f"{reason} {count:,}" for reason, count in prompts["skipped"].items()) or "none"
+    revision = f" at revision {target['revision']}" if target["revision"] else ""
+    return [
+        f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
+        "batch 1",
+        f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
+        f"load average {_number(facts['load_average'], 1)} before, {_number(facts['load_average_after'], 1)} after",
+        f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}), "
+        f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}; "
+        f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
+        f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
+        f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
+        f"- software: Python {facts['python']}, {versions}; commit {commit}; {facts['date']}",
+    ]
+
+
+def _statements(report: dict[str, Any]) -> list[str]:
+    """The baseline's speed beside stock generate's, the loops, and the divergences."""
+    lines = []
+    for baseline in report["baseline"]["temperatures"]:
+        at = f"T = {baseline['temperature']:g}"
+        if baseline["stock_generate_tokens_per_second"] is not None:
+            lines.append(
+                f"{at}: plain decoding in this loop makes {_number(baseline['tokens_per_second'], 1)} tokens/s, "
+                f"{_number(baseline['over_stock_generate'], 2)} times stock generate's "
+                f"{baseline['stock_generate_tokens_per_second']:.1f}"
+            )
+        lines.append(
+            f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
+            "drafter; tau without them stands beside tau over all)"
+        )
+    facts = report["environment"]
+    if facts["load_average"] is not None and facts["load_average"] > facts["cpu_cores"]:
+        lines.append(
+            f"the machine was busy before the first run (load average {facts['load_average']:.1f}): times are rough"
+        )
+    for row in report["rows"]:
+        found = row.get("divergences", {"count": 0})
+        if row["lossless"] and found["count"]:
+            lines.append(
+                f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
+                f"{found['count'] - found['unexplained']} of them where rounding in {report['environment']['dtype']} "
+                f"explains it (largest top-2 margin there: {_number(found['largest_margin'], 3)} logits)"
+            )
+    return lines
+
+
+def _categories(report: dict[str, Any]) -> list[str]:
+    rows = [row for row in report["rows"] if "categories" in row]
+    if not rows:
+        return []
+    names = list(rows[0]["categories"])
+    lines = [
+        "## Speedup (tau) by category",
+        "",
+        f"| drafter | T | {' | '.join(names)} |",
+        "| --- |" + " ---: |" * (len(names) + 1),
+    ]
+    for row in rows:
+        cells = [f"{_number(c['speedup'], 2, 'x')} ({c['tau']:.2f})" for c in row["categories"].values()]
+        lines.append(f"| {shown_name(row)} | {row['temperature']:g} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def tolerance_note(target: TargetModel) -> dict[str, Any]:
+    """What divergence is accepted, for the report."""
+    return {
+        "relative_to_largest_logit": TOLERANCE[target.dtype],
+        "rule": "accepted where the logits of both tokens lie less than this share of the largest absolute logit below "
+        "the best one",
+    }
