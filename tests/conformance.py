@@ -1,0 +1,306 @@
+"""The conformance suite: what every drafter must hold, whatever it proposes. One line puts a drafter under it:
+
+    TestMyDrafter = conformance.suite(lambda target: MyDrafter(target, depth=5))
+
+The name must begin with ``Test``. Give several factories to cover a drafter's options, and rig at least one of them so
+that drafts are accepted (a copy of the target as draft model, an oracle as head): a drafter whose every token is
+rejected passes much of what follows by default. ``accepts`` makes the suite check that the rig works.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from drafters import Drafter, GenerateResult, TargetModel, generate
+from drafters.decoding import loop
+from drafters.decoding.loop import DecodeState
+
+Make = Callable[[TargetModel], Drafter]
+Build = Callable[[str], PreTrainedModel]
+NO_EOS: list[int] = []
+
+
+@lru_cache(maxsize=32)
+def target_of(family: str, build: Build = tiny.build) -> TargetModel:
+    """The suite's target, shared by every test: do not change it."""
+    return TargetModel(build(family), name=f"tiny-{family}")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Ids without the special ones."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, tiny.VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+@lru_cache(maxsize=256)
+def _greedy(target: TargetModel, ids: tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
+    tokens = list(ids)
+    with torch.inference_mode():
+        for _ in range(new_tokens):
+            tokens.append(int(target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(tokens[len(ids) :])
+
+
+def plain_greedy(target: TargetModel, ids: list[int], new_tokens: int) -> list[int]:
+    """The argmax continuation by whole forwards of the stock model: no cache, no loop of ours."""
+    return list(_greedy(target, tuple(ids), new_tokens))
+
+
+def rows_of(result: GenerateResult) -> list[list[int]]:
+    """Token ids of each row without the filling."""
+    return [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
+
+
+@contextmanager
+def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
+    """After every commit, compare the target's cache with a fresh prefill by the stock model. Yields a count."""
+    seen = SimpleNamespace(commits=0, accepted=0)
+    commit = loop._commit
+
+    def check(state: DecodeState, draft: Any, depths: Any, verdict: Any) -> Any:
+        steps = commit(state, draft, depths, verdict)
+        seen.commits += 1
+        seen.accepted += sum(step.accepted for step in steps)
+        for row, tokens in enumerate(state.tokens):
+            known = len(tokens) - 1
+            assert state.cache.lengths[row] == known, "the cache must hold every token but the last"
+            fresh = DynamicCache()
+            state.target.model(torch.tensor([tokens[:known]]), past_key_values=fresh, use_cache=True)
+            for layer in range(state.target.num_layers):
+                for ours, theirs in (
+                    (state.cache.keys, fresh.layers[layer].keys),
+                    (state.cache.values, fresh.layers[layer].values),
+                ):
+                    found = ours[layer, row, :, :known]
+                    torch.testing.assert_close(found, theirs[0], atol=tolerance, rtol=tolerance)
+        return steps
+
+    with mock.patch.object(loop, "_commit", check):
+        yield seen
+
+
+def suite(
+    make: Make,
+    *,
+    accepts: str | None = None,
+    build: Build = tiny.build,
+    families: tuple[str, ...] = tiny.FAMILIES,
+    longest_draft: int = 6,
+    remembers: bool = False,
+) -> type:
+    """The suite for one factory; bind it to a name that begins with ``Test``.
+
+    Args:
+        make: the drafter for a target. Called afresh by every test.
+        accepts: what greedy steps on llama must do: "all" (all of each draft), "some", "none"; None: anything.
+        build: family -> HF model, where the rig needs a target of its own.
+        longest_draft: tokens the longest accepted path may have.
+        remembers: the drafter learns across prompts on purpose, so a second prompt may go otherwise than a fresh start.
+    """
+    fields: dict[str, Any] = {"make": staticmethod(make), "build": staticmethod(build), "accepts": accepts}
+    fields |= {"families": families, "longest_draft": longest_draft, "remembers": remembers}
+    return type("ConformanceSuite", (Conformance,), fields)
+
+
+class Conformance:
+    """See ``suite``. Lossy drafters are held to everything but equality with plain decoding."""
+
+    make: Make
+    build: Build
+    accepts: str | None
+    families: tuple[str, ...]
+    longest_draft: int
+    remembers: bool
+
+    def target(self, family: str = "llama") -> TargetModel:
+        return target_of(family, self.build)
+
+    def run(
+        self, target: TargetModel, ids: list[int], drafter: Drafter | None = None, **options: Any
+    ) -> GenerateResult:
+        options = {"eos_token_id": NO_EOS, "max_new_tokens": 16} | options
+        return generate(target, drafter or self.make(target), [ids], **options)
+
+    def expected(self, target: TargetModel, drafter: Drafter, ids: list[int], new_tokens: int) -> list[int] | None:
+        """The only right greedy output; None for lossy drafters, who may choose."""
+        return plain_greedy(target, ids, new_tokens) if drafter.lossless else None
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if metafunc.function.__name__ == "test_greedy_is_plain_decoding":
+            metafunc.parametrize("family", metafunc.cls.families)
+
+    def test_greedy_is_plain_decoding(self, family: str) -> None:
+        """Catches any wrong mask, position, cache row or window: a shifted row soon changes the argmax."""
+        target = self.target(family)
+        drafter = self.make(target)
+        for length in (5, 19):
+            ids = prompt(length)
+            result = self.run(target, ids, drafter, max_new_tokens=24)
+            assert result.lengths == [24]
+            assert rows_of(result)[0] == (self.expected(target, drafter, ids, 24) or rows_of(result)[0])
+
+    def test_greedy_is_stock_generate(self) -> None:
+        """Catches stop rules unlike stock `generate`'s: EOS from the generation config, kept in the output."""
+        target = self.target()
+        drafter = self.make(target)
+        if not drafter.lossless:
+            pytest.skip("lossy: need not equal stock generate")
+        for seed in range(2):
+            ids = torch.tensor([prompt(9, seed)])
+            stock = target.model.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+            assert generate(target, drafter, ids, max_new_tokens=20).tokens.tolist() == stock[:, 9:].tolist()
+
+    def test_eos_at_every_index(self) -> None:
+        """Catches tokens kept, counted or streamed after an EOS inside a draft, at its end, or on the bonus."""
+        target = self.target()
+        drafter, ids = self.make(target), prompt(9)
+        free = rows_of(self.run(target, ids, drafter))[0]
+        expected = self.expected(target, drafter, ids, 16)
+        for eos in dict.fromkeys(free):
+            streamed: list[int] = []
+            result = self.run(
+                target, ids, drafter, eos_token_id=eos, on_tokens=lambda row, new, into=streamed: into.extend(new)
+            )
+            tokens = rows_of(result)[0]
+            assert eos not in tokens[:-1] and (tokens[-1] == eos or len(tokens) == 16)
+            assert expected is None or tokens == expected[: expected.index(eos) + 1]
+            assert streamed == tokens
+            assert 1 + result.trace.decoded_tokens == len(tokens)
+
+    def test_every_max_new_tokens(self) -> None:
+        """Catches a limit overrun or undershot inside a draft, and drafters that crash with no room left."""
+        target = self.target()
+        drafter, ids = self.make(target), prompt(7)
+        expected = self.expected(target, drafter, ids, self.longest_draft + 4)
+        for limit in range(1, self.longest_draft + 4):
+            for temperature in (0.0, 1.0):
+                result = self.run(target, ids, drafter, max_new_tokens=limit, temperature=temperature)
+                assert result.lengths == [limit] and result.tokens.shape == (1, limit)
+                assert 1 + result.trace.decoded_tokens == limit
+                if temperature == 0 and expected is not None:
+                    assert rows_of(result)[0] == expected[:limit]
+
+    def test_edge_of_the_context(self) -> None:
+        """Catches buffers a few rows short for a draft past the context, and a bound that is off by one."""
+        target = self.target()
+        drafter, ids = self.make(target), prompt(target.max_context - 8)
+        tokens = rows_of(self.run(target, ids, drafter, max_new_tokens=8))[0]
+        assert tokens == (self.expected(target, drafter, ids, 8) or tokens) and len(tokens) == 8
+        with pytest.raises(ValueError, match=str(target.max_context)):
+            self.run(target, ids, drafter, max_new_tokens=9)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+    def test_cache_equals_fresh_prefill(self, family: str, temperature: float) -> None:
+        """Catches rejected rows left in the cache, accepted ones at the wrong slot, keys at a wrong position."""
+        target = self.target(family)
+        with checked_commits() as seen:
+            self.run(target, prompt(11), temperature=temperature, max_new_tokens=20, seed=3)
+        assert seen.commits >= 1
+        assert seen.accepted > 0 or self.accepts in (None, "none") or temperature > 0
+
+    def test_no_state_leaks_between_prompts(self) -> None:
+        """Catches a drafter's cache, features or path of the first prompt surviving into the second."""
+        target = self.target()
+        used = self.make(target)
+        for seed, temperature in ((0, 0.0), (1, 0.0), (2, 1.0), (0, 0.0)):
+            ids = prompt(8 + 3 * seed, seed)
+            again, fresh = (self.run(target, ids, d, temperature=temperature) for d in (used, self.make(target)))
+            if self.remembers and temperature > 0:
+                continue
+            assert again.tokens.tolist() == fresh.tokens.tolist()
+            assert self.remembers or again.trace.steps == fresh.trace.steps
+
+    def test_seeds(self) -> None:
+        """Catches random numbers from outside the generator (same seed differs) and a seed that is ignored."""
+        target = self.target()
+        for options in ({}, {"top_k": 20, "top_p": 0.9}):
+            runs = [
+                rows_of(self.run(target, prompt(6), temperature=1.0, seed=seed, **options))[0] for seed in (5, 5, 6, 7)
+            ]
+            assert runs[0] == runs[1]
+            assert runs[0] != runs[2] or runs[0] != runs[3]
+            assert all(len(run) == 16 and min(run) >= 0 and max(run) < target.vocab_size for run in runs)
+
+    def test_sampled_run_stops_at_eos(self) -> None:
+        """Catches a stop rule that only the greedy path has, or that knows one EOS of several."""
+        target = self.target()
+        eos = list(range(0, target.vocab_size, 6))
+        lengths = set()
+        for seed in range(8):
+            tokens = rows_of(self.run(target, prompt(6), temperature=1.0, seed=seed, eos_token_id=eos))[0]
+            lengths.add(len(tokens))
+            assert not set(eos) & set(tokens[:-1])
+            assert tokens[-1] in eos or len(tokens) == 16
+        assert len(lengths) > 1
+
+    def test_low_temperature_is_greedy(self) -> None:
+        """Catches a sampled path that verifies against another node's logits: near T = 0 it must follow the argmax."""
+        target = self.target()
+        drafter, ids = self.make(target), prompt(9)
+        if not drafter.lossless:
+            pytest.skip("lossy: need not equal plain decoding")
+        tokens = rows_of(self.run(target, ids, drafter, temperature=1e-5))[0]
+        assert tokens == plain_greedy(target, ids, 16)
+
+    def test_prompt_of_one_token(self) -> None:
+        """Catches drafters that look back further than the prompt goes."""
+        target = self.target()
+        drafter = self.make(target)
+        tokens = rows_of(self.run(target, [5], drafter))[0]
+        assert tokens == (self.expected(target, drafter, [5], 16) or tokens) and len(tokens) == 16
+        assert self.run(target, [5], drafter, temperature=1.0).lengths == [16]
+
+    def test_batch(self) -> None:
+        """Catches garbage above a drafter's batch, and rows that see each other's or padding's keys."""
+        target = self.target()
+        drafter = self.make(target)
+        prompts = [prompt(4), prompt(11), prompt(7)]
+        options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": NO_EOS}
+        if drafter.max_batch is not None:
+            too_many = [prompt(4)] * (drafter.max_batch + 1)
+            with pytest.raises(ValueError, match=f"at most {drafter.max_batch} .*found {drafter.max_batch + 1}"):
+                generate(target, drafter, too_many, **options)
+            return
+        rows = rows_of(generate(target, drafter, prompts, **options))
+        for ids, row in zip(prompts, rows, strict=True):
+            assert row == (self.expected(target, drafter, ids, 12) or row) and len(row) == 12
+
+    def test_other_target_is_refused(self) -> None:
+        """Catches a drafter silently run with a target it was not built for."""
+        with pytest.raises(ValueError, match="built for target"):
+            self.run(self.target("qwen3"), prompt(4), self.make(self.target()))
+
+    def test_bfloat16(self) -> None:
+        """Catches float32 probabilities or features meeting bfloat16 weights: a dtype error on every real model."""
+        model = copy.deepcopy(self.target().model).to(torch.bfloat16)
+        target = TargetModel(model, name="tiny-bf16")
+        for temperature in (0.0, 1.0):
+            assert self.run(target, prompt(6), temperature=temperature, max_new_tokens=10).lengths == [10]
+
+    def test_trace_and_acceptance(self) -> None:
+        """Catches miscounted steps, and a rig that no longer accepts what the other tests need accepted."""
+        target = self.target()
+        drafter = self.make(target)
+        trace = self.run(target, prompt(9), drafter, max_new_tokens=24).trace
+        steps = trace.steps
+        assert sum(step.committed for step in steps) == 23 and trace.forwards == len(steps)
+        assert trace.tau == pytest.approx(23 / len(steps))
+        assert all(step.accepted <= step.depth <= step.drafted <= drafter.max_draft for step in steps)
+        assert all(step.committed == step.accepted + 1 for step in steps[:-1])
+        assert max(step.accepted for step in steps) <= self.longest_draft
+        if self.accepts == "all":
+            assert all(step.accepted == step.depth for step in steps) and trace.tau > 2
+        elif self.accepts == "some":
+            assert any(step.accepted > 1 for step in steps) and any(step.accepted < step.depth for step in steps)
+        elif self.accepts == "none":
+            assert all(step.accepted == 0 for step in steps) and trace.tau == 1.0

@@ -1,0 +1,99 @@
+"""Rigs that make random weights accept drafts: without them every draft is rejected and half the loop is never run."""
+
+import copy
+from collections.abc import Callable
+
+import tiny
+import torch
+from transformers import PreTrainedModel
+
+from drafters import TargetModel
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.eagle import EagleDrafter, EagleHead
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+
+EXIT_LAYER = 2
+
+
+def perturbed(target: TargetModel, noise: float, seed: int = 0) -> TargetModel:
+    """A draft model: the target with ``noise`` (relative to each weight's own spread) added to its matrices."""
+    model = copy.deepcopy(target.model)
+    generator = torch.Generator().manual_seed(seed)
+    for weights in model.parameters():
+        if weights.dim() >= 2:
+            weights.data += torch.randn(weights.shape, generator=generator) * noise * weights.std()
+    return TargetModel(model, name="perturbed")
+
+
+class OracleEagle(EagleDrafter):
+    """EAGLE whose predicted features are the target's own plus ``noise`` (relative): full or partial acceptance.
+
+    The head still runs, so its cache, masks and positions are exercised as usual; only what it predicts is replaced.
+    """
+
+    noise = 0.0
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        self._committed, self._nodes, self._primed = list(state.tokens[0]), [], False
+        return super().propose(state)
+
+    def _extend(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        see: torch.Tensor | None,
+        depths: torch.Tensor | None,
+        offset: int,
+    ) -> torch.Tensor:
+        predicted = super()._extend(features, tokens, see, depths, offset)
+        if not self._primed:  # committed tokens are taken in; only the last row's prediction is used
+            self._primed = True
+            return torch.cat([predicted[:, :-1], self._truth([self._committed])], dim=1)
+        self._nodes += tokens[0].tolist()
+        count = tokens.shape[1]
+        if see is None:
+            see = torch.ones(count, len(self._nodes), dtype=torch.bool).tril(offset)[None]
+        paths = [[self._nodes[j] for j in range(len(self._nodes)) if see[0, row, j]] for row in range(count)]
+        return self._truth([self._committed + path for path in paths]).transpose(0, 1)
+
+    def _truth(self, sequences: list[list[int]]) -> torch.Tensor:
+        """``[N, 1, H]`` features after each of N equally long sequences, with noise by length."""
+        true = self.target.features(torch.tensor(sequences)).features[:, -1:]
+        generator = torch.Generator().manual_seed(len(sequences[0]))
+        scale = self.noise * true.float().pow(2).mean().sqrt()
+        return true + (torch.randn(true.shape[-1], generator=generator) * scale).to(true.dtype)
+
+
+def eagle(target: TargetModel, noise: float | None, tree: str, **options: object) -> EagleDrafter:
+    """An EAGLE drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
+    torch.manual_seed(1)
+    kind = EagleDrafter if noise is None else OracleEagle
+    drafter = kind(target, EagleHead(target.config), tree=tree, **options)  # type: ignore[arg-type]
+    if isinstance(drafter, OracleEagle):
+        drafter.noise = noise or 0.0
+    return drafter
+
+
+def quiet_depths(scale: float) -> Callable[[str], PreTrainedModel]:
+    """family -> a model whose layers from EXIT_LAYER on add but ``scale`` times what they would."""
+
+    def build(family: str) -> PreTrainedModel:
+        model = tiny.build(family)
+        for layer in model.model.layers[EXIT_LAYER:]:
+            for name, weights in layer.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    weights.data *= scale
+        return model
+
+    return build
+
+
+def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDrafter:
+    """A Kangaroo drafter; ``rigged``: the adapter passes exit states to the target's own final norm."""
+    torch.manual_seed(2)
+    module = KangarooAdapter(target.config)
+    if rigged:
+        module.layers[0].self_attn.o_proj.weight.data.zero_()  # type: ignore[union-attr, operator]
+        module.norm.weight.data.copy_(target.body.norm.weight)
+    return KangarooDrafter(target, module, exit_layer=EXIT_LAYER, **options)  # type: ignore[arg-type]

@@ -1,0 +1,7 @@
+"""Plain decoding under the suite: the baseline of every speedup must itself be right."""
+
+import conformance
+
+from drafters.autoregressive import AutoregressiveDrafter
+
+TestAutoregressive = conformance.suite(AutoregressiveDrafter, accepts="none", longest_draft=0)
