@@ -101,7 +101,7 @@ def _clean_doc(node: ast.AST) -> str:
 
 def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
     """The module itself and its classes, methods and functions, in source order."""
-    tree, lines = ast.parse(text), text.splitlines()
+    tree, lines = ast.parse(text), text.split("\n")  # not splitlines: a form feed is no line end to ast
     yield StdlibObject(module, module, "module", module, _clean_doc(tree), "")
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for node in tree.body:
@@ -125,7 +125,7 @@ def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
 
 def read_objects(root: Path) -> list[StdlibObject]:
     """Every object of the library below `root`; files that cannot be parsed are skipped."""
-    found = []
+    found: list[StdlibObject] = []
     for module, path in source_files(root):
         try:
             found.extend(objects_of(module, path.read_text(encoding="utf-8")))

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
-from train import target
+from train import target, target_model
 from train.target import TargetConfig, load_config, lr_scale, pack_rows
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "target"
@@ -124,9 +124,9 @@ def test_rows_are_full_and_begin_with_a_dialogue():
 
 def test_blocked_attention_is_causal_attention(monkeypatch):
     """Catches a block that sees too much, too little, or the wrong shared key head."""
-    monkeypatch.setattr(target, "ATTENTION_BLOCK", 16)
+    monkeypatch.setattr(target_model, "ATTENTION_BLOCK", 16)
     q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
-    ours, _ = target.blocked_causal_attention(torch.nn.Module(), q, k, v, None, scaling=8**-0.5)
+    ours, _ = target_model.blocked_causal_attention(torch.nn.Module(), q, k, v, None, scaling=8**-0.5)
     right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(ours, right.transpose(1, 2))
 

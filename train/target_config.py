@@ -1,0 +1,91 @@
+"""The configuration of a target's training run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelShape(_Strict):
+    """Shape of the Llama model."""
+
+    vocab_size: int = Field(default=4096, ge=300)
+    hidden_size: int = Field(default=256, ge=8)
+    layers: int = Field(default=12, ge=1)
+    heads: int = Field(default=8, ge=1)
+    kv_heads: int = Field(default=4, ge=1)
+    head_dim: int = Field(default=32, ge=2, multiple_of=2)
+    intermediate_size: int = Field(default=480, ge=8)
+    max_positions: int = Field(default=2048, ge=16)
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelShape:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class TargetConfig(_Strict):
+    """One training run, complete."""
+
+    name: str
+    corpus: Path = Path("runs/stdlib")
+    run_dir: Path
+    final_dir: Path
+    model: ModelShape = Field(default_factory=ModelShape)
+    max_bytes: int = Field(default=16_000_000, description="largest allowed size of the weights in bf16")
+    steps: int = Field(ge=1)
+    warmup_steps: int = Field(default=100, ge=0)
+    decay_fraction: float = Field(default=0.2, ge=0, le=1)
+    seq_len: int = Field(default=512, ge=8)
+    batch_rows: int = Field(default=8, ge=1)
+    micro_rows: int = Field(default=1, ge=1, description="rows of one worker's forward")
+    muon_lr: float = Field(default=0.02, gt=0)
+    embed_lr: float = Field(default=3e-3, gt=0)
+    norm_lr: float = Field(default=3e-3, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    precision: Literal["float32", "autocast", "bf16"] = "bf16"
+    threads: int = Field(default=2, ge=1, description="workers, each with its own rows and one core")
+    seed: int = 0
+    eval_every: int = Field(default=200, ge=1)
+    eval_tokens: int = Field(default=40_000, ge=1)
+    save_minutes: float = Field(default=5, ge=0)
+    export_minutes: float = Field(default=10, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> TargetConfig:
+        if self.batch_rows % self.micro_rows:
+            raise ValueError(f"batch_rows ({self.batch_rows}) must be a multiple of micro_rows ({self.micro_rows})")
+        if self.seq_len > self.model.max_positions:
+            raise ValueError(f"seq_len ({self.seq_len}) exceeds model.max_positions ({self.model.max_positions})")
+        return self
+
+
+def load_config(path: Path, overrides: list[str]) -> TargetConfig:
+    """Read a YAML config and apply `key=value` overrides (`model.layers=2` reaches inside)."""
+    if not path.is_file():
+        raise ValueError(f"no config at {path}")
+    raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        if not sign:
+            raise ValueError(f"override {override!r} is not key=value")
+        *parents, last = key.split(".")
+        node = raw
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = yaml.safe_load(value)
+    try:
+        return TargetConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
+        known = ", ".join(TargetConfig.model_fields)
+        raise ValueError("\n".join([f"{path} is not a valid config:", *lines, f"known keys: {known}"])) from None

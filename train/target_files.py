@@ -1,0 +1,141 @@
+"""The files of a target's training run: checkpoints, metrics, what is needed to run it again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from train.target_config import TargetConfig
+
+if TYPE_CHECKING:
+    from train.target_model import Optimizer
+
+
+def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a temporary folder, then put it in `folder`'s place by renaming."""
+    temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write(temporary)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclasses.dataclass
+class DataPosition:
+    """Where the run is in its data; the order follows from the seed and the epoch alone."""
+
+    epoch: int = 0
+    cursor: int = 0
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a checkpoint remembers beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    position: DataPosition = dataclasses.field(default_factory=DataPosition)
+
+
+def save_checkpoint(run_dir: Path, optimizer: Optimizer, progress: Progress) -> None:
+    """Write `checkpoint-<step>` under a temporary name, rename it, then remove the older ones."""
+
+    def write(folder: Path) -> None:
+        save_file({n: p.detach().contiguous() for n, p in optimizer.master.items()}, folder / "model.safetensors")
+        torch.save([part.state_dict() for part in optimizer.parts], folder / "optimizer.pt")
+        (folder / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)))
+
+    older = checkpoints(run_dir)
+    target = run_dir / f"checkpoint-{progress.step:08d}"
+    replace_folder(target, write)
+    for folder in older:
+        if folder != target:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; half-written ones still bear a temporary name."""
+    return sorted(p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit())
+
+
+def load_checkpoint(run_dir: Path, optimizer: Optimizer) -> Progress:
+    """Restore the newest checkpoint into `optimizer` and its model."""
+    found = checkpoints(run_dir)
+    if not found:
+        raise ValueError(f"--resume: no checkpoint in {run_dir}; start without --resume")
+    weights = load_file(found[-1] / "model.safetensors")
+    shapes = {name: parameter.shape for name, parameter in optimizer.master.items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+        raise ValueError(f"{found[-1]} holds a model of another shape than the config's")
+    with torch.no_grad():
+        for name, parameter in optimizer.master.items():
+            parameter.copy_(weights[name])
+    states = torch.load(found[-1] / "optimizer.pt", weights_only=True)
+    if len(states) != len(optimizer.parts):
+        raise ValueError(f"{found[-1]} was written with threads={len(states) - 1}; resume with the same number")
+    for part, state in zip(optimizer.parts, states, strict=True):
+        part.load_state_dict(state)
+    optimizer.publish()
+    raw = json.loads((found[-1] / "progress.json").read_text())
+    return Progress(**{**raw, "position": DataPosition(**raw["position"])})
+
+
+class MetricsLog:
+    """metrics.jsonl and TensorBoard; a resumed run first drops the lines after its checkpoint."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = run_dir / "metrics.jsonl"
+        kept = [row for row in self.read() if row["step"] <= step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def read(self) -> list[dict[str, float]]:
+        """All rows so far; a line cut by a kill is ignored."""
+        rows = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+        return rows
+
+    def add(self, step: int, **values: float) -> None:
+        """Append one row."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).resolve().parent
+    return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run_info(config: TargetConfig, arguments: list[str]) -> dict[str, Any]:
+    """What is needed to run it again: config, arguments, commit, versions."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        if _git("status", "--porcelain", "--untracked-files=no"):
+            commit += " with uncommitted changes"
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["transformers"] = transformers.__version__
+    return {"config": config.model_dump(mode="json"), "arguments": arguments, "commit": commit, "versions": versions}
