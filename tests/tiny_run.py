@@ -1,4 +1,4 @@
-"""A tiny feature store and run config for the tests of train/, and a training run as its own process."""
+"""A tiny feature store and run config for the tests of train/; a training run here or as its own process."""
 
 import os
 import subprocess
@@ -13,6 +13,13 @@ import yaml
 from data_prep.store import StoreManifest
 from data_prep.store_writer import Shard, StoreWriter
 from drafters import TargetModel
+from drafters.config import validate
+from train import runtime
+from train.config import EagleConfig, KangarooConfig
+from train.loop import TrainRun
+from train.run_files import check_run_folder
+from train.setup import open_inputs
+from train.tasks import EagleTask, KangarooTask
 
 ROOT = Path(__file__).resolve().parents[1]
 TAP = 2
@@ -87,7 +94,24 @@ def command(script: str, folder: Path, values: dict[str, Any], *arguments: str) 
     return [sys.executable, str(ROOT / "train" / f"{script}.py"), "--config", str(config), *arguments]
 
 
-def run(line: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment, without what tells it that it is rank 0 of 1."""
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {**{key: value for key, value in os.environ.items() if key not in ours}, **changes}
+
+
+def run(line: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=120, check=False)
+
+
+def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
+    """What train/<kind>.py does, in this process; the process group stays for the next run."""
+    schema, task = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}[kind]
+    config = validate(schema, values, source="test")
+    check_run_folder(config, resume)
+    inputs = open_inputs(config, getattr(config, "exit_layer", None))
+    ranks = runtime.start(config)
+    made = TrainRun(task(config, inputs.ends), inputs, ranks, resume, [])
+    made.train()
+    return made

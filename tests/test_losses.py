@@ -1,0 +1,244 @@
+"""train/losses.py and the tasks' losses against naive references."""
+
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import tiny_run
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data_prep.store import FeatureStore
+from drafters import TargetModel
+from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
+from drafters.eagle import EagleHead
+from train.config import EagleConfig, KangarooConfig
+from train.data import Batch, Span, collate
+from train.losses import eagle_rows, feature_noise, kangaroo_rows, regression_sum, soft_cross_entropy_sum
+from train.tasks import EagleTask, KangarooTask, chain_alpha
+
+DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7 pack into three rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("losses")
+    model = tiny.build("llama")
+    model.save_pretrained(path / "target")
+    return tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target"))).parent
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> FeatureStore:
+    return FeatureStore.open(folder / "features" / "train")
+
+
+@pytest.fixture(scope="module")
+def ends(folder: Path) -> FrozenEnds:
+    return load_frozen_ends(str(folder / "target"), dtype="float32")
+
+
+def eagle_task(folder: Path, ends: FrozenEnds, **changes: object) -> EagleTask:
+    values = tiny_run.settings(str(folder / "target"), folder / "features", folder / "out", **changes)
+    return EagleTask(EagleConfig(**values), ends)
+
+
+def packed(lengths: list[int], masks: list[list[int]]) -> Batch:
+    """One row of dialogues and one token of padding."""
+    total = sum(lengths) + 1
+    mask = torch.tensor([[bool(value) for one in masks for value in one] + [False]])
+    segments = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)] + [-1]])
+    empty = torch.zeros(1, total, 2)
+    return Batch(segments.clone(), mask, empty, {}, segments.clone(), segments, [])
+
+
+def test_rows_of_a_hand_worked_batch() -> None:
+    """A mask shifted by the wrong number, or across the border of two packed dialogues."""
+    # dialogue A: tokens 0-4, answer = tokens 2, 3, 4; dialogue B: tokens 5-8, answer = tokens 6, 7
+    batch = packed([5, 4], [[0, 0, 1, 1, 1], [0, 1, 1, 0]])
+    # index i predicts token i+2: A: 0, 1, 2; B: token 6 is the second of its dialogue, no index predicts it; 5 -> 7
+    assert eagle_rows(batch, "shifted").tolist() == [0, 1, 2, 5]
+    # where token i is an answer's and feature_{i+1} exists: A: 2, 3 (4 is the last); B: 6, 7
+    assert eagle_rows(batch, "paper-code").tolist() == [2, 3, 6, 7]
+    # index i predicts token i+1
+    assert kangaroo_rows(batch).tolist() == [1, 2, 3, 5, 6]
+
+
+def test_regression_of_a_hand_worked_case() -> None:
+    """A squared error without its linear part, a sum over the hidden size, or a mean over rows."""
+    predicted, target = torch.tensor([[0.5, 2.0], [1.0, 1.0]]), torch.tensor([[0.0, 0.0], [1.0, 4.0]])
+    # row 0: (0.5 * 0.25 + (2 - 0.5)) / 2; row 1: (0 + (3 - 0.5)) / 2
+    assert float(regression_sum(predicted, target)) == pytest.approx(0.8125 + 1.25)
+
+
+def test_cross_entropy_of_a_hand_worked_case() -> None:
+    """Hard labels instead of the target's distribution, p and q swapped, or a mean over rows."""
+    lm_head = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    lm_head.weight.data = torch.eye(2)
+    predicted = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+    target = torch.tensor([[math.log(4), 0.0], [0.0, 0.0]])
+    # row 0: q = (1/2, 1/2), so log 2; row 1: p = (1/2, 1/2), q = (3/4, 1/4)
+    expected = math.log(2) - 0.5 * math.log(0.75) - 0.5 * math.log(0.25)
+    assert soft_cross_entropy_sum(predicted, target, lm_head).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 512])
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, bias: bool) -> None:
+    """A chunk that is left out, a gradient with the wrong sign or scale, or the LM head's bias forgotten."""
+    lm_head = nn.Linear(16, 97, bias=bias).requires_grad_(False)
+    ours = torch.randn(20, 16, requires_grad=True)
+    naive = ours.detach().clone().requires_grad_()
+    target = torch.randn(20, 16)
+    loss = soft_cross_entropy_sum(ours, target, lm_head, chunk_rows) * 0.37
+    reference = -(lm_head(target).softmax(-1) * lm_head(naive).log_softmax(-1)).sum() * 0.37
+    loss.backward()
+    reference.backward()
+    torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_noise() -> None:
+    """Noise of another width, the same for every dialogue or epoch, in the padding, or dependent on the packing."""
+    features = torch.zeros(2, 300, 8)
+    spans = [Span(0, 0, 256, 5), Span(0, 256, 20, 7), Span(1, 0, 20, 9)]
+    noise = feature_noise(features, spans, "paper", seed=1)
+    assert 0.09 < noise.abs().max() <= 0.1
+    assert noise[0, :256].mean().abs() < 0.01
+    assert noise[0, 276:].abs().max() == noise[1, 20:].abs().max() == 0
+    moved = feature_noise(features, [Span(1, 40, 20, 7)], "paper", seed=1)
+    assert torch.equal(moved[1, 40:60], noise[0, 256:276])
+    assert not torch.equal(noise[1, :20], noise[0, 256:276])
+    assert not torch.equal(noise, feature_noise(features, spans, "paper", seed=2))
+    code = feature_noise(features, spans, "code", seed=1)
+    assert 0.19 < code[0, :256].abs().max() <= 0.2  # 0.1 * 512 / 256
+    assert 2.4 < code[1, :20].abs().max() <= 2.56  # 0.1 * 512 / 20
+    assert feature_noise(features, spans, "none", seed=1).abs().max() == 0
+
+
+def naive_eagle(task: EagleTask, store: FeatureStore, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Regression and classification sums of one dialogue alone, position by position, with full logits."""
+    item, ends = store[index], task.ends
+    regression, classification, count = torch.zeros(()), torch.zeros(()), 0
+    length = len(item.input_ids)
+    embeddings = ends.embed(item.input_ids[1:])[None]
+    predicted = task.module(item.features[None, :-1], embeddings, torch.arange(length - 1)[None])[0]
+    for i in range(length - 2):
+        if item.loss_mask[i + 2]:
+            error = (predicted[i] - item.features[i + 1]).abs()
+            regression = regression + torch.where(error < 1, 0.5 * error**2, error - 0.5).mean()
+            p = ends.lm_head(item.features[i + 1]).softmax(-1)
+            classification = classification - (p * ends.lm_head(predicted[i]).log_softmax(-1)).sum()
+            count += 1
+    return regression, classification, count
+
+
+def test_packed_eagle_loss_equals_one_dialogue_at_a_time(folder: Path, store: FeatureStore, ends: FrozenEnds) -> None:
+    """Attention or positions that run on into the next packed dialogue; features or tokens off by one."""
+    task = eagle_task(folder, ends, noise="none")
+    batch = collate(store, DIALOGUES)
+    assert batch.attention_mask() is not None
+    rows = task.rows(batch)
+    sums = task.loss_sums(task.module, batch, rows, noise_seed=1)
+    sums["loss"].backward()
+    gradient = task.module.fc.weight.grad.clone()
+    parts = [naive_eagle(task, store, index) for index in DIALOGUES]
+    task.module.zero_grad()
+    reference = sum(regression + 0.1 * classification for regression, classification, _ in parts)
+    reference.backward()
+    assert len(rows) == sum(count for *_, count in parts)
+    torch.testing.assert_close(sums["regression_loss"], sum(part[0] for part in parts), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums["classification_loss"], sum(part[1] for part in parts), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gradient, task.module.fc.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_noise_changes_the_input_not_the_target(folder: Path, store: FeatureStore, ends: FrozenEnds) -> None:
+    """Noise that also lands on the regression target, or on held-out text."""
+    task = eagle_task(folder, ends)
+    batch = collate(store, DIALOGUES)
+    rows, before = task.rows(batch), batch.features.clone()
+    noisy = task.loss_sums(task.module, batch, rows, noise_seed=3)["loss"]
+    assert torch.equal(batch.features, before)
+    clean = task.loss_sums(task.module, batch, rows, noise_seed=None)["loss"]
+    assert noisy != clean
+    noise = feature_noise(batch.features, batch.spans, "paper", 3)
+    embeddings = ends.embed(torch.roll(batch.input_ids, -1, 1))
+    predicted = task.module(batch.features + noise, embeddings, batch.position_ids, batch.attention_mask())
+    target = torch.roll(before, -1, 1).flatten(0, 1)[rows]
+    expected = F.smooth_l1_loss(predicted.flatten(0, 1)[rows], target, reduction="sum") / target.shape[1]
+    got = task.loss_sums(task.module, batch, rows, noise_seed=3)["regression_loss"]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_kangaroo_loss_equals_one_dialogue_at_a_time(folder: Path, store: FeatureStore, ends: FrozenEnds) -> None:
+    """The released code's mask, off by one with position 0 dropped; another position's distribution as target."""
+    values = tiny_run.settings(str(folder / "target"), folder / "features", folder / "out", exit_layer=2)
+    task = KangarooTask(KangarooConfig(**values), ends)
+    batch = collate(store, DIALOGUES, (2,))
+    rows = task.rows(batch)
+    loss = task.loss_sums(task.module, batch, rows, noise_seed=1)["loss"]
+    figures = task.heldout(task.module, batch, rows)
+    expected, overlap, agree, count = 0.0, 0.0, 0, 0
+    for index in DIALOGUES:
+        item = store[index]
+        hidden = task.module(item.taps[2][None], torch.arange(len(item.input_ids))[None])[0]
+        for i in range(len(item.input_ids) - 1):
+            if item.loss_mask[i + 1]:
+                p, q = ends.lm_head(item.features[i]).softmax(-1), ends.lm_head(hidden[i]).softmax(-1)
+                expected -= float((p * q.log()).sum())
+                overlap += float(torch.minimum(p, q).sum())
+                agree += int(p.argmax() == q.argmax())
+                count += 1
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert len(rows) == count
+    assert float(figures["expected_acceptance"].total) == pytest.approx(overlap, rel=1e-5)
+    assert int(figures["top1_agreement"].total) == agree
+
+
+def test_chain_alpha_equals_chains_rolled_one_by_one() -> None:
+    """A chain that sees later true features, forgets its own steps, or is counted after a rejected guess."""
+    config = tiny.tiny_config("llama", vocab_size=3)
+    head = EagleHead(config).eval().requires_grad_(False)
+    ends = FrozenEnds(nn.Embedding(3, 48), nn.Linear(48, 3, bias=False), config, "")
+    ends.embed.requires_grad_(False)
+    ends.lm_head.requires_grad_(False)
+    lengths = [40, 23, 15, 31]
+    segments, position_ids = torch.full((2, 56), -1), torch.zeros(2, 56, dtype=torch.long)
+    spans, features = [], torch.randn(2, 56, 48)
+    for number, (row, start) in enumerate([(0, 0), (1, 0), (0, 40), (1, 23)]):
+        spans.append(Span(row, start, lengths[number], number))
+        segments[row, start : start + lengths[number]] = number
+        position_ids[row, start : start + lengths[number]] = torch.arange(lengths[number])
+    # A text that mostly follows the target's argmax, so that some chains get far and others leave the text.
+    input_ids = torch.roll(ends.lm_head(features).argmax(-1), 1, dims=1)
+    input_ids[:, ::9] = 0
+    loss_mask = torch.rand(2, 56) < 0.8
+    batch = Batch(input_ids, loss_mask, features, {}, position_ids, segments, spans)
+    found = [(int(ratio.total), int(ratio.count)) for ratio in chain_alpha(head, ends, batch)]
+    assert found == naive_chain_alpha(head, ends, batch)
+    assert found[0][0] > found[2][0] > 0
+
+
+def naive_chain_alpha(head: EagleHead, ends: FrozenEnds, batch: Batch) -> list[tuple[int, int]]:
+    accepted, counted = [0] * 5, [0] * 5
+    for row, start, length, _ in batch.spans:
+        cut = slice(start, start + length)
+        features, tokens, mask = batch.features[row, cut], batch.input_ids[row, cut], batch.loss_mask[row, cut]
+        for i in range(length):
+            inputs = features[: i + 1]
+            for n in range(5):
+                if i + n + 2 >= length:
+                    break
+                embeddings = ends.embed(tokens[1 : i + n + 2])
+                predicted = head(inputs[None], embeddings[None], torch.arange(i + n + 1)[None])[0, -1]
+                guess, best = ends.lm_head(predicted).argmax(), ends.lm_head(features[i + n + 1]).argmax()
+                if not mask[i + n + 2]:
+                    break
+                counted[n] += 1
+                accepted[n] += int(guess == best)
+                if guess != best or guess != tokens[i + n + 2]:
+                    break
+                inputs = torch.cat([inputs, predicted[None]])
+    return list(zip(accepted, counted, strict=True))

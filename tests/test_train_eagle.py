@@ -1,0 +1,228 @@
+"""train/eagle.py and the loop: what is trained, by how many ranks, and what is refused before."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+from safetensors.torch import load_file
+
+from drafters import TargetModel, generate, load_drafter
+from drafters.config import load_config, validate
+from train.config import EagleConfig, deepspeed_config
+from train.loop import TrainingDiverged
+from train.run_files import read_metrics
+
+CONFIGS = tiny_run.ROOT / "configs"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    path = tmp_path_factory.mktemp("target") / "target"
+    model = tiny.build("llama")
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel) -> Path:
+    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run")
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out) if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def reference(target: TargetModel, features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of six float32 steps on one rank, without accumulation."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    tiny_run.train_here("eagle", tiny_run.settings(target.name, features, out))
+    return out
+
+
+def assert_same_training(out: Path, reference: Path, tolerance: float = 1e-5) -> None:
+    assert losses(out) == pytest.approx(losses(reference), rel=tolerance)
+    ours, theirs = load_file(out / "model.safetensors"), load_file(reference / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():  # exported in bf16: 8 bits
+        torch.testing.assert_close(value.float(), theirs[name].float(), rtol=0.02, atol=1e-3)
+
+
+def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel) -> None:
+    """Gradients that do not reach the head; an export that does not load, or says nothing of its training."""
+    out = Path(settings["out"])
+    run = tiny_run.train_here("eagle", {**settings, "steps": 60, "eval_every": 30, "warmup_steps": 5})
+    rows = read_metrics(out)
+    values = losses(out)
+    assert len(values) == 60
+    assert values[-1] < 0.8 * values[0]
+    evaluations = [row for row in rows if "heldout_loss" in row]
+    assert [row["step"] for row in evaluations] == [30, 60]
+    assert "heldout_0-alpha" in evaluations[-1]
+    assert list((out / "tensorboard").iterdir())
+    drafter = load_drafter(str(out), target)
+    state = run.engine.module.state_dict()
+    for name, value in drafter.module.state_dict().items():
+        torch.testing.assert_close(value, state[name].bfloat16().to(value.dtype), rtol=0, atol=0)
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["drafter_type"] == "eagle"
+    assert saved["training"]["steps"] == 60
+    assert saved["training"]["tokens"] == rows[-2]["tokens"]
+    assert saved["training"]["config"]["learning_rate"] == 0.01
+    result = generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6)
+    assert result.tokens.shape == (1, 6)
+
+
+def test_learning_rate_and_clipping(settings: dict[str, Any]) -> None:
+    """A schedule that is a step off, that ends above zero, or a clip that is not applied."""
+    out = Path(settings["out"])
+    changes = {"steps": 8, "warmup_steps": 4, "schedule": "linear", "gradient_clipping": 0.001, "learning_rate": 1.0}
+    tiny_run.train_here("eagle", {**settings, **changes})
+    rates = [row["learning_rate"] for row in read_metrics(out) if "loss" in row]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert all(row["grad_norm"] > 0.1 for row in read_metrics(out) if "loss" in row)  # as it was before clipping
+
+
+def test_accumulation_equals_one_big_batch(settings: dict[str, Any], reference: Path) -> None:
+    """Micro-batches averaged with equal weight although they hold different numbers of answer tokens."""
+    tiny_run.train_here("eagle", {**settings, "gradient_accumulation": 3})
+    assert_same_training(Path(settings["out"]), reference)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_stages_equal_stage_0(settings: dict[str, Any], reference: Path, stage: int) -> None:
+    """A loss scaled for one ZeRO stage only, or a gradient norm that is measured after clipping there."""
+    tiny_run.train_here("eagle", {**settings, "zero_stage": stage, "gradient_accumulation": 2})
+    assert_same_training(Path(settings["out"]), reference)
+    norms = [[row["grad_norm"] for row in read_metrics(o) if "loss" in row] for o in (Path(settings["out"]), reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_two_ranks_equal_one(settings: dict[str, Any], reference: Path, tmp_path: Path) -> None:
+    """A mean of ranks' means instead of the mean over all tokens; ranks on the same data; a start that compiles."""
+    line = tiny_run.command("eagle", tmp_path, {**settings, "zero_stage": 1}, "steps=4", "heldout_tokens=20")
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29617"]
+    extensions = tmp_path / "extensions"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = tiny_run.run([*launcher, *line[1:]], TORCH_EXTENSIONS_DIR=str(extensions), PATH=path)
+    assert done.returncode == 0, done.stderr
+    out = Path(settings["out"])
+    assert losses(out)[:2] == pytest.approx(losses(reference)[:2], rel=1e-5)  # later ones follow another cosine
+    assert json.loads((out / "run.json").read_text())["ranks"] == 2
+    assert not extensions.exists()
+
+
+def test_bf16_keeps_float32_masters_and_rotary_frequencies(settings: dict[str, Any], reference: Path) -> None:
+    """Positions rounded with the weights (bf16 knows no position past 256 exactly), or updates lost in bf16."""
+    run = tiny_run.train_here("eagle", {**settings, "precision": "bf16"})
+    assert run.engine.module.fc.weight.dtype == torch.bfloat16
+    frequencies = run.engine.module.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    assert not torch.equal(frequencies, frequencies.bfloat16().float())
+    assert losses(Path(settings["out"])) == pytest.approx(losses(reference), rel=0.03)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(settings: dict[str, Any]) -> None:
+    """Hours of training on NaN, or a NaN written over the last good checkpoint."""
+    out = Path(settings["out"])
+    values = {
+        **settings,
+        "steps": 30,
+        "learning_rate": 1e30,
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "save_every": 1,
+    }
+    with pytest.raises(TrainingDiverged, match=r"step \d+: .*(nan|inf).*learning_rate \(now 1e\+30\)") as error:
+        tiny_run.train_here("eagle", values)
+    latest = (out / "state" / "latest").read_text().strip()
+    assert f"the last good state is {out / 'state' / latest}" in str(error.value)
+    state = torch.load(out / "state" / latest / "mp_rank_00_model_states.pt", weights_only=False)
+    assert all(value.isfinite().all() for value in state["module"].values())
+    assert not (out / "model.safetensors").exists()
+
+
+def test_minutes_end_a_run_in_order(settings: dict[str, Any]) -> None:
+    """A time limit that is ignored, that leaves no drafter, or that never lets the learning rate fall."""
+    out = Path(settings["out"])
+    tiny_run.train_here("eagle", {**settings, "steps": None, "minutes": 0.01, "schedule": "cosine"})
+    rates = [row["learning_rate"] for row in read_metrics(out) if "loss" in row]
+    assert rates[-1] < 0.3 * max(rates)
+    assert (out / "model.safetensors").is_file()
+
+
+def test_deepspeed_numbers_come_from_the_run_config(settings: dict[str, Any]) -> None:
+    """A learning rate, clip or accumulation that DeepSpeed has of its own."""
+    config = validate(EagleConfig, {**settings, "gradient_accumulation": 3, "zero_stage": 2}, source="test")
+    derived = deepspeed_config(config)
+    assert derived["gradient_accumulation_steps"] == 3
+    assert derived["gradient_clipping"] == 0.5
+    assert derived["zero_optimization"] == {"stage": 2}
+    assert derived["optimizer"]["params"]["lr"] == 0.01
+    assert derived["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert derived["bf16"] == {"enabled": False}
+
+
+def test_a_store_of_another_target_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Hours of training on features of another fine-tune, of the same shape."""
+    other = tmp_path / "other"
+    tiny.build("llama", seed=7).save_pretrained(other)
+    with pytest.raises(
+        ValueError, match=r"was made with target .*target'.* the config says target: .*other'.*fingerprint"
+    ):
+        tiny_run.train_here("eagle", {**settings, "target": str(other)})
+    wider = tmp_path / "wider"
+    tiny.build("llama", vocab_size=101).save_pretrained(wider)
+    with pytest.raises(ValueError, match=r"vocabulary 97 against 101.*make the features again"):
+        tiny_run.train_here("eagle", {**settings, "target": str(wider)})
+    assert not Path(settings["out"]).exists()
+
+
+def test_bad_input_is_refused_before_anything_starts(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A misspelt key that is ignored, a run without an end, a missing store, or a run folder that two runs share."""
+    file = tmp_path / "run.yaml"
+    tiny_run.command("eagle", tmp_path, settings)
+    with pytest.raises(ValueError, match="unknown key 'learning_rat'; did you mean 'learning_rate'"):
+        load_config(EagleConfig, file, ["learning_rat=1"])
+    with pytest.raises(ValueError, match="set steps, epochs or minutes"):
+        load_config(EagleConfig, file, ["steps=null"])
+    with pytest.raises(ValueError, match=r"no feature store at .*nowhere"):
+        tiny_run.train_here("eagle", {**settings, "features": str(tmp_path / "nowhere")})
+    with pytest.raises(ValueError, match="--resume: .* holds no checkpoint"):
+        tiny_run.train_here("eagle", settings, resume=True)
+    out = Path(settings["out"])
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"is not empty: pass --resume .* or another out="):
+        tiny_run.train_here("eagle", settings)
+
+
+def test_an_error_is_one_line_on_the_command_line(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A traceback in the place of the message, or an exit status of 0."""
+    line = tiny_run.command("eagle", tmp_path, settings, "--local_rank=0", "features=nowhere", "steps=3")
+    done = tiny_run.run(line)
+    assert done.returncode == 1
+    assert "error: no feature store at nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stdlib", "vicuna-7b"])
+def test_shipped_configs_are_valid(name: str) -> None:
+    """A shipped config that its own schema refuses; the paper's numbers changed by mistake."""
+    config = load_config(EagleConfig, CONFIGS / "eagle" / f"{name}.yaml")
+    assert config.betas == (0.9, 0.95)
+    assert config.gradient_clipping == 0.5
+    assert config.classification_weight == 0.1
+    if name == "vicuna-7b":
+        assert (config.learning_rate, config.warmup_steps, config.noise) == (3e-5, 2000, "paper")

@@ -1,0 +1,70 @@
+"""train/kangaroo.py: what is its own; the loop is tested with EAGLE."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+
+from drafters import TargetModel, generate, load_drafter
+from drafters.config import load_config
+from train.config import KangarooConfig
+from train.run_files import read_metrics
+
+CONFIGS = tiny_run.ROOT / "configs"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    path = tmp_path_factory.mktemp("target") / "target"
+    model = tiny.build("qwen3")
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel) -> Path:
+    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run", exit_layer=tiny_run.TAP)
+
+
+def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: TargetModel) -> None:
+    """The adapter trained on other states than it reads when drafting, or an export without its exit layer."""
+    out = Path(settings["out"])
+    tiny_run.train_here("kangaroo", {**settings, "steps": 60, "warmup_steps": 5, "precision": "bf16"})
+    rows = read_metrics(out)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < 0.9 * losses[0]
+    assert 0 < rows[-1]["heldout_expected_acceptance"] < 1
+    assert 0 <= rows[-1]["heldout_top1_agreement"] <= 1
+    assert json.loads((out / "config.json").read_text())["drafter"]["exit_layer"] == tiny_run.TAP
+    drafter = load_drafter(str(out), target)
+    assert drafter.taps == (tiny_run.TAP,)
+    assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
+
+
+def test_a_store_without_the_exit_layer_is_refused(settings: dict[str, Any]) -> None:
+    """A KeyError in the first step instead of the fix; an exit layer that the target does not have."""
+    with pytest.raises(
+        ValueError, match=r"no hidden states after layer 1 \(exit_layer\), only taps \[2\].*taps: \[1\]"
+    ):
+        tiny_run.train_here("kangaroo", {**settings, "exit_layer": 1})
+    with pytest.raises(ValueError, match="exit_layer: 4 must be below the 4 layers"):
+        tiny_run.train_here("kangaroo", {**settings, "exit_layer": 4})
+
+
+@pytest.mark.parametrize("name", ["stdlib", "vicuna-7b"])
+def test_shipped_configs_are_valid(name: str) -> None:
+    """A shipped config that its own schema refuses; the paper's numbers changed by mistake."""
+    config = load_config(KangarooConfig, CONFIGS / "kangaroo" / f"{name}.yaml")
+    assert config.betas == (0.9, 0.95)
+    assert config.exit_layer == {"stdlib": 3, "vicuna-7b": 2}[name]
+    if name == "vicuna-7b":
+        assert (config.learning_rate, config.warmup_steps, config.epochs) == (5e-5, 2000, 10)
