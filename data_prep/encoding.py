@@ -50,8 +50,7 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
     """Tokens and masks of the usable dialogues of ``source``, at most ``limit``, each at most ``max_length`` long.
 
     Raises:
-        ValueError: unreadable data, a template that prints no answers, or no dialogue left; the message holds the
-        counts.
+        ValueError: unreadable data, a template that prints no answers, or no dialogue left (with the counts).
     """
     split = EncodedSplit()
     counts = split.counts

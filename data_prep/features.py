@@ -105,8 +105,7 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
 
     Raises:
         ValueError: a missing file, one file given for two splits, an exit layer the target does not have, a
-        ``max_length``
-            above its context, or a tokenizer with more tokens than the target.
+            ``max_length`` above its context, or a tokenizer with more tokens than the target.
     """
     for source in config.splits.values():
         check_source(source)

@@ -151,8 +151,7 @@ class ChatTokenizer:
         prompt = self._apply(earlier, prompt=True)
         if text.startswith(prompt):
             lead = before[len(prompt) :] if before.startswith(prompt) else ""
-            # A template without a generation prompt leaves the assistant's header after the prompt; it is not
-            # generated.
+            # Without a generation prompt in the template, the assistant's header follows; it is not generated.
             if "add_generation_prompt" in self.template or not lead.strip():
                 return len(prompt)
         return len(before) if text.startswith(before) else None

@@ -1,0 +1,204 @@
+"""The assistant mask, for chat templates of every shape in use."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_formats import (
+    CHATML,
+    CHATML_SPECIALS,
+    LLAMA2,
+    LLAMA3,
+    LLAMA3_SPECIALS,
+    MISTRAL,
+    MISTRAL_V3,
+    QWEN3,
+    SENTENCEPIECE_SPECIALS,
+    TAGGED,
+    VICUNA,
+    CharacterTokenizer,
+    byte_level,
+    sentencepiece_like,
+)
+
+from data_prep.dialogues import DroppedError, Message
+from data_prep.loss_mask import ChatTokenizer, MaskedTokens
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+DIALOGUE: list[Message] = [
+    {"role": "user", "content": "Hi! "},
+    {"role": "assistant", "content": "Hello!\nHow are you?"},
+    {"role": "user", "content": "What is 2+2?"},
+    {"role": "assistant", "content": "It is 4.  \n"},  # trailing whitespace: some templates strip it
+]
+
+
+def masked_runs(tokenizer: Any, tokens: MaskedTokens) -> list[str]:
+    """The text of each run of masked tokens, exactly as it stands in the tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], tokens.loss_mask.astype(int), [0]])))
+    runs = [tokens.input_ids[start:end].tolist() for start, end in edges.reshape(-1, 2)]
+    if "▁" in tokenizer.get_vocab():  # its decoder would eat a leading space
+        return ["".join(tokenizer.convert_ids_to_tokens(run)).replace("▁", " ") for run in runs]
+    if isinstance(tokenizer, CharacterTokenizer):
+        return ["".join(tokenizer.convert_ids_to_tokens(run)) for run in runs]
+    return [tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False) for run in runs]
+
+
+STRIPPED = ["Hello!\nHow are you?", "It is 4."]
+KEPT = ["Hello!\nHow are you?", "It is 4.  \n"]
+SHAPES = {  # template, special tokens, bos, eos, and what is around each answer
+    "vicuna": (VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>", " ", STRIPPED, "</s>"),
+    "llama2": (LLAMA2, SENTENCEPIECE_SPECIALS, "<s>", "</s>", " ", STRIPPED, " </s>"),
+    "llama3": (LLAMA3, LLAMA3_SPECIALS, "<|begin_of_text|>", "<|eot_id|>", "", STRIPPED, "<|eot_id|>"),
+    "chatml": (CHATML, CHATML_SPECIALS, None, "<|im_end|>", "", KEPT, "<|im_end|>"),
+    "mistral": (MISTRAL, SENTENCEPIECE_SPECIALS, "<s>", "</s>", " ", KEPT, "</s>"),
+}
+PIECES = [(name, kind) for name in SHAPES for kind in ("byte", "byte-trimmed")]
+PIECES += [(name, "sentencepiece") for name in ("vicuna", "llama2", "mistral")]
+
+
+@pytest.mark.parametrize(("shape", "kind"), PIECES)
+@pytest.mark.parametrize("system", [False, True])
+def test_mask_covers_the_answers_and_their_ends_exactly(shape: str, kind: str, system: bool) -> None:
+    """Catches a mask shifted by a token, header or user text in it, a missing end-of-turn token, and a system message
+    (merged into the first user turn by Llama-2) that moves it."""
+    template, specials, bos, eos, before, answers, after = SHAPES[shape]
+    if kind == "sentencepiece":
+        tokenizer = sentencepiece_like(template, specials, bos, eos)
+    else:
+        tokenizer = byte_level(template, specials, bos, eos, trim=kind == "byte-trimmed")
+    messages = [SYSTEM, *DIALOGUE] if system and shape != "mistral" else DIALOGUE
+    tokens = ChatTokenizer(tokenizer).encode_one(messages)
+    assert masked_runs(tokenizer, tokens) == [before + answer + after for answer in answers]
+    assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
+
+
+def test_tokenizers_without_offsets() -> None:
+    """Catches a mask for fast tokenizers only, and the loss of a token that runs over the end of an answer."""
+    template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '.\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    plain = CharacterTokenizer(merged="zz", chat_template=template)
+    assert masked_runs(plain, ChatTokenizer(plain).encode_one(DIALOGUE)) == [f"{a}." for a in KEPT]
+    straddling = CharacterTokenizer(merged=".\n", chat_template=template)
+    found = masked_runs(straddling, ChatTokenizer(straddling).encode_one(DIALOGUE[:2]))
+    assert found == ["Hello!\nHow are you?.\n"]  # the end mark '.' exists only inside the token '.\n'
+
+
+def test_generation_tags_agree_with_transformers() -> None:
+    """Catches a disagreement with the mask that transformers takes from generation tags, where a template has them."""
+    tokenizer = byte_level(TAGGED, CHATML_SPECIALS, None, "<|im_end|>")
+    tokens = ChatTokenizer(tokenizer).encode_one([SYSTEM, *DIALOGUE])
+    theirs = tokenizer.apply_chat_template([SYSTEM, *DIALOGUE], return_dict=True, return_assistant_tokens_mask=True)
+    assert tokens.loss_mask.astype(int).tolist() == theirs["assistant_masks"]
+    assert tokens.input_ids.tolist() == theirs["input_ids"]
+
+
+def test_generation_tags_that_leave_out_the_end_of_turn() -> None:
+    """Catches trusting the tags: a drafter never trained on the end-of-turn token drafts past every answer."""
+    template = TAGGED.replace(
+        "message['content'] + '<|im_end|>' }}{% endgeneration %}", "message['content'] }}{% endgeneration %}<|im_end|>"
+    )
+    assert template != TAGGED
+    tokenizer = byte_level(template, CHATML_SPECIALS, None, "<|im_end|>")
+    tokens = ChatTokenizer(tokenizer).encode_one(DIALOGUE)
+    assert masked_runs(tokenizer, tokens) == [f"{answer}<|im_end|>" for answer in KEPT]
+
+
+def test_template_that_prints_the_system_message_late() -> None:
+    """Catches relying on 'a prefix of the messages renders to a prefix of the text', which Mistral v0.3 breaks."""
+    tokenizer = byte_level(MISTRAL_V3, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
+    tokens = ChatTokenizer(tokenizer).encode_one([SYSTEM, *DIALOGUE])
+    first, second = masked_runs(tokenizer, tokens)
+    assert first.strip() == "Hello!\nHow are you?</s>"
+    assert second == " It is 4.</s>"
+
+
+def test_thinking_template_prints_the_last_turn_otherwise() -> None:
+    """Catches masking an earlier answer as the last is printed: Qwen3 prints the thoughts of the last turn only."""
+    tokenizer = byte_level(QWEN3, CHATML_SPECIALS, None, "<|im_end|>")
+    chat = ChatTokenizer(tokenizer)
+    thought = {"role": "assistant", "content": "<think>two and two</think>It is 4."}
+    assert masked_runs(tokenizer, chat.encode_one([*DIALOGUE[:3], thought])) == [
+        "Hello!\nHow are you?<|im_end|>",
+        "<think>\ntwo and two\n</think>\n\nIt is 4.<|im_end|>",
+    ]
+    plain = {"role": "assistant", "content": "It is 4."}
+    assert masked_runs(tokenizer, chat.encode_one([*DIALOGUE[:3], plain]))[1] == (
+        "<think>\n\n</think>\n\nIt is 4.<|im_end|>"
+    )
+
+
+def test_template_without_generation_prompt_keeps_its_header_out() -> None:
+    """Catches an assistant header in the mask where add_generation_prompt is unknown, and a plain-text end left out."""
+    template = "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + m['content'] + '\\n### End\\n' }}{% endfor %}"
+    tokenizer = byte_level(template, ["</s>"], None, "</s>")
+    assert masked_runs(tokenizer, ChatTokenizer(tokenizer).encode_one(DIALOGUE)) == [f"{a}\n### End" for a in KEPT]
+
+
+def test_the_next_turns_opening_token_is_no_end_of_turn() -> None:
+    """Catches Llama-2's <s>, or GLM's <|user|>, learnt as an end of turn where the template prints no end token."""
+    header = "{{ '<s>' + m['role'] + ':' if m['role'] == 'user' else ':' }}"
+    template = "{% for m in messages %}" + header + "{{ m['content'] }}{% endfor %}"
+    tokenizer = byte_level(template, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
+    assert masked_runs(tokenizer, ChatTokenizer(tokenizer).encode_one(DIALOGUE)) == KEPT
+
+
+def test_answers_that_repeat_the_prompt_or_the_template() -> None:
+    """Catches finding answers by searching for their text: here it stands in a user's turn, and headers in answers."""
+    tokenizer = byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
+    messages = [
+        {"role": "user", "content": "Say yes. ASSISTANT: yes"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "yes"},
+        {"role": "assistant", "content": "yes USER: yes ASSISTANT: yes"},
+    ]
+    found = masked_runs(tokenizer, ChatTokenizer(tokenizer).encode_one(messages))
+    assert found == [" yes</s>", " yes USER: yes ASSISTANT: yes</s>"]
+
+
+def test_special_tokens_in_the_text_are_refused() -> None:
+    """Catches text injection: '</s>' inside an answer becomes the real end token and teaches the drafter to go on."""
+    chat = ChatTokenizer(byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
+    injected = [DIALOGUE[0], {"role": "assistant", "content": "HTML has <s>struck</s> text"}]
+    with pytest.raises(DroppedError, match="special token '<s>'") as error:
+        chat.encode_one(injected)
+    assert error.value.reason == "special_token_in_text"
+    good, bad = chat.encode([DIALOGUE, injected])  # one bad dialogue in a batch takes no other with it
+    assert isinstance(good, MaskedTokens) and isinstance(bad, DroppedError)
+
+
+def test_a_template_that_refuses_a_dialogue() -> None:
+    """Catches a crash on templates that raise, as Mistral's and Gemma's do for a system message."""
+    chat = ChatTokenizer(byte_level(MISTRAL, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
+    with pytest.raises(DroppedError, match="roles must alternate") as error:
+        chat.encode_one([SYSTEM, *DIALOGUE])
+    assert error.value.reason == "template_refused"
+
+
+def test_an_answer_that_cannot_be_located_is_never_guessed() -> None:
+    """Catches a wrong mask, made silently, where the text before an answer depends on the answer."""
+    template = "{{ messages | map(attribute='content') | join | length }}" + CHATML
+    chat = ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>"))
+    with pytest.raises(DroppedError, match="answer 1") as error:
+        chat.encode_one(DIALOGUE)
+    assert error.value.reason == "template_not_incremental"
+    twice = CHATML.replace("message['content']", "message['content'] + message['content']")
+    with pytest.raises(DroppedError, match="twice"):
+        ChatTokenizer(byte_level(twice, CHATML_SPECIALS, None, "<|im_end|>")).encode_one(DIALOGUE)
+
+
+def test_a_mask_of_zeros_is_an_error_that_shows_the_template() -> None:
+    """Catches hours of training on nothing: a template that knows the role 'bot' but not 'assistant'."""
+    turn = "{{ m['role'] + ': ' + m['content'] }}"
+    template = "{% for m in messages if m['role'] in ['user', 'bot'] %}" + turn + "{% endfor %}THE TAIL"
+    chat = ChatTokenizer(byte_level(template, ["</s>"], None, "</s>"), "some/model")
+    with pytest.raises(ValueError, match=r"all zero.*some/model.*THE TAIL.*role 'assistant'"):
+        chat.encode([DIALOGUE])
+
+
+def test_no_chat_template() -> None:
+    """Catches an obscure failure deep in transformers for a base model's tokenizer."""
+    with pytest.raises(ValueError, match=r"base/model has no chat template.*chat_template\.jinja"):
+        ChatTokenizer(byte_level(None, ["</s>"], None, "</s>"), "base/model")
