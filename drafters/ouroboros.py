@@ -1,0 +1,262 @@
+"""Ouroboros: longer drafts, phrase by phrase (Zhao et al. 2024, sections 3.1 to 3.4). Needs no training."""
+
+import torch
+from pydantic import Field
+
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Rule, Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.kv_cache import KVCache
+from .decoding.loop import DecodeState
+from .decoding.sampling import Sampling, draw
+from .decoding.target import FeatureOutput, TargetModel
+from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
+from .speculative import load_draft_model
+
+
+class OuroborosOptions(Config):
+    """Options.
+
+    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens the draft model
+    drafts before the target verifies (its last forward may add a few more). ``window``: W, phrases guessed by each of
+    its forwards. ``beta``: tokens of a phrase, the first included. ``k``: phrases tried after the last draft token.
+    ``guesses``: phrases that the draft model itself verifies at once. The other four switch the components of Table 4.
+    """
+
+    draft_model: str
+    gamma: int = Field(6, ge=1)
+    window: int = Field(6, ge=1)
+    beta: int = Field(5, ge=2)
+    k: int = Field(3, ge=1)
+    guesses: int = Field(3, ge=1)
+    accelerate: bool = True
+    lengthen: bool = True
+    from_verification: bool = True
+    from_history: bool = True
+
+
+class OuroborosDrafter(Drafter):
+    """A draft model that drafts by phrases, phrases appended to its draft, and a pool that learns from verification.
+
+    Drafted tokens are samples of the draft model's own distribution q (its argmaxes when greedy) and verified as such;
+    appended phrases are deterministic nodes. So the output is the target's own, greedy or sampled.
+
+    Args:
+        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
+        accelerate: the draft model guesses phrases and accepts whole ones (3.1).
+        lengthen: phrases that start with the last draft token are appended (3.2).
+        from_verification: what the target's verification agreed on or corrected becomes phrases (3.3).
+        from_history: the pool persists from prompt to prompt (3.4).
+
+    Raises:
+        ValueError: the draft model's vocabulary differs from the target's.
+    """
+
+    name = "ouroboros"
+    options = OuroborosOptions
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft_model: str | TargetModel,
+        gamma: int = 6,
+        window: int = 6,
+        beta: int = 5,
+        k: int = 3,
+        guesses: int = 3,
+        accelerate: bool = True,
+        lengthen: bool = True,
+        from_verification: bool = True,
+        from_history: bool = True,
+    ) -> None:
+        super().__init__(target)
+        self.draft_model = load_draft_model(target, draft_model)
+        self.gamma, self.beta, self.k, self.guesses = gamma, beta, k, guesses
+        self.accelerate, self.lengthen = accelerate, lengthen
+        self.from_verification, self.from_history = from_verification, from_history
+        self.pool = PhrasePool(beta - 1, per_token=2 * max(k, guesses))
+        self.window = PhraseWindow(window, beta - 1)
+        self._cache: KVCache
+        self._drafted: list[int] = []
+        self._tails: list[tuple[int, ...]] = []  # of the phrases appended to the draft
+        self._trie = Trie()
+        self._choice = torch.zeros(0)
+
+    @property
+    def max_draft(self) -> int:
+        # The forward that reaches gamma may accept a whole phrase and always adds one token of its own.
+        return self.gamma - 1 + self.beta + self.k * (self.beta - 1)
+
+    def rule(self, sampling: Sampling) -> Rule:
+        lossless = super().rule(sampling)
+        if not self.from_verification:
+            return lossless
+
+        def verify(
+            draft: DraftTree,
+            logits: torch.Tensor,
+            see: torch.Tensor,
+            sampling: Sampling,
+            generator: torch.Generator | None = None,
+        ) -> Verdict:
+            self._choice = logits[0].argmax(-1)  # what the target says after every row: phrases, not output
+            return lossless(draft, logits, see, sampling, generator)
+
+        return verify
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        if not self.from_history:
+            self.pool.clear()
+        self.window.start(state.tokens[0])
+        scratch = self.guesses * (self.beta - 1) + (self.window.width + self.beta) * self.beta
+        self._cache = self.draft_model.new_cache(1, state.cache.capacity + scratch)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        room = state.room() - 1
+        self._drafted, self._tails, self._trie = [], [], Trie()
+        if room < 1:
+            return DraftTree.empty(1, self.target.device)
+        pending = state.tokens[0][self._cache.lengths[0] :]
+        q: list[torch.Tensor] = []
+        while len(self._drafted) < min(self.gamma, room) and pending[-1] not in state.eos:
+            new = self._advance(pending, room - len(self._drafted), state, q)
+            self._drafted += new
+            pending = new[-1:]
+        last = self._drafted[-1]
+        if self.lengthen and last not in state.eos:
+            self._tails = self.pool.get(last, self.k)
+            self._trie = Trie.of(self._tails, room - len(self._drafted), state.eos)
+        return self._tree(q)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        self._cache.crop([min(self._cache.lengths[0], len(state.tokens[0]) - 1)])
+        if not self.from_verification or not self._drafted:
+            return
+        choice = self._choice.tolist()
+        accepted = [row - 1 for row in verdict.rows[0][1:]]
+        if len(accepted) < len(self._drafted):
+            self._learn_agreements(len(accepted), choice, state)
+        else:
+            self._learn_corrections(accepted[len(self._drafted) :], choice, state)
+
+    def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[torch.Tensor]) -> list[int]:
+        """One forward of the draft model: 1 to ``min(beta, longest)`` new draft tokens, each a sample of its q.
+
+        Args:
+            pending: committed tokens without a row in the draft model's cache, then what was drafted last.
+            q: gets the distribution ``[V]`` of each new token, when sampling.
+        """
+        if not self.accelerate:
+            features = self.draft_model.run(self._ids(pending), self._cache).features[0, -1:]
+            self._cache.commit([list(range(len(pending)))])
+            return [self._pick(self.draft_model.lm_head(features), 0, None, state, q)]
+        if len(pending) > self.beta + 1:  # the prompt: no mask needed, no scratch rows beside it
+            self.draft_model.run(self._ids(pending[:-1]), self._cache)
+            self._cache.commit([list(range(len(pending) - 1))])
+            pending = pending[-1:]
+        tails = self.pool.get(pending[-1], self.guesses)
+        trie = Trie.of(tails, longest - 1, state.eos)
+        root, inner = len(pending) - 1, len(trie.tokens)
+        logits, outputs = self._forward(pending, trie)
+        choice = logits.argmax(-1).tolist()
+        greedy = choice if state.sampling.greedy else None
+        at, new, path = -1, [self._pick(logits, 0, greedy, state, q)], []
+        while (node := trie.children.get((at, new[-1]))) is not None and new[-1] not in state.eos:
+            at = node
+            path.append(node)
+            new.append(self._pick(logits, node + 1, greedy, state, q))
+        self._cache.commit([[*range(root + 1), *(root + 1 + node for node in path)]])
+        for tail, nodes in zip(tails, trie.paths, strict=True):
+            if path and nodes[: len(path)] == path:
+                self._remember(pending[-1], tail, state)  # used just now
+        guessed = choice[1 + inner :]
+        assert len(guessed) == outputs
+        for first, tail in self.window.advance(pending[-1], choice[0], guessed):
+            self._remember(first, tail, state)
+        return new
+
+    def _forward(self, pending: list[int], trie: Trie) -> tuple[torch.Tensor, int]:
+        """Logits of the draft model after [the last pending token, the trie's nodes, the window's last rows]."""
+        last = len(pending) - 2  # node of the last pending token: rows are [root, nodes], the root being the first one
+        parents = [*range(-1, last), *(last + 1 + p if p >= 0 else last for p in trie.parents)]
+        parents += self.window.parents(last, len(parents))
+        see, depths = tree_mask(tuple(parents), self.target.device)
+        rows = self._ids(pending + trie.tokens + self.window.tokens)
+        features = self.draft_model.run(rows, self._cache, see=see, depths=depths).features[0]
+        outputs = self.window.outputs
+        wanted = features[last + 1 : last + 2 + len(trie.tokens)]
+        if outputs:
+            wanted = torch.cat([wanted, features[-outputs:]])
+        return self.draft_model.lm_head(wanted), outputs
+
+    def _pick(
+        self, logits: torch.Tensor, row: int, greedy: list[int] | None, state: DecodeState, q: list[torch.Tensor]
+    ) -> int:
+        """The draft model's token after a row: its argmax, or a sample of q, which phrases must match to be accepted.
+
+        Accepting a phrase's token where the sample happens to equal it leaves every token an exact sample of q.
+        """
+        if state.sampling.greedy:
+            return greedy[row] if greedy is not None else int(logits[row].argmax())
+        q.append(state.sampling.probabilities(logits[row]))
+        return int(draw(q[-1], state.generator))
+
+    def _tree(self, q: list[torch.Tensor]) -> DraftTree:
+        """The drafted chain with the phrases' trie hanging from its end."""
+        drafted, device = len(self._drafted), self.target.device
+        parents = [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)]
+        phrases = len(self._trie.tokens)
+        q_rows = torch.tensor([[*range(drafted), *[-1] * phrases]], device=device) if q else None
+        return DraftTree(
+            tokens=self._ids(self._drafted + self._trie.tokens),
+            parents=torch.tensor([parents], device=device),
+            q=torch.stack(q)[None] if q else None,
+            q_row=q_rows,
+            is_chain=phrases == 0,
+            see=tree_mask(tuple(parents), device)[0],
+        )
+
+    def _learn_agreements(self, accepted: int, choice: list[int], state: DecodeState) -> None:
+        """Runs of discarded draft tokens that the target would have said too become phrases (3.3, Figure 4)."""
+        run: list[int] = []
+        for node in range(accepted, len(self._drafted) + 1):
+            if node < len(self._drafted) and self._drafted[node] == choice[node]:
+                run.append(self._drafted[node])
+                continue
+            # Oldest first, so that of phrases with the same first token the one from the front counts as newest.
+            for start in reversed(range(len(run) - 1)):
+                self._remember(run[start], run[start + 1 : start + self.beta], state)
+            run = []
+
+    def _learn_corrections(self, chosen: list[int], choice: list[int], state: DecodeState) -> None:
+        """The draft was accepted: phrases not chosen are overwritten with what the target said in their place (3.3)."""
+        drafted, last = len(self._drafted), self._drafted[-1]
+        winner = -1
+        for index, path in enumerate(self._trie.paths):
+            if chosen and [drafted + node for node in path[: len(chosen)]] == chosen:
+                winner = index
+                break
+        for index in reversed(range(len(self._tails))):
+            tail, path = self._tails[index], self._trie.paths[index]
+            if index == winner or len(path) < len(tail):  # cut at the limit: not all of it was verified
+                continue
+            rows = [drafted, *(drafted + node + 1 for node in path[:-1])]
+            self.pool.replace(last, tail, _until([choice[row] for row in rows], state.eos))
+        if winner >= 0:
+            self._remember(last, self._tails[winner], state)
+
+    def _remember(self, first: int, tail: tuple[int, ...] | list[int], state: DecodeState) -> None:
+        if first not in state.eos:
+            self.pool.add(first, _until(tail, state.eos))
+
+    def _ids(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=self.target.device)
+
+
+def _until(tokens: tuple[int, ...] | list[int], stop: frozenset[int]) -> tuple[int, ...]:
+    """Tokens up to the first in ``stop``, that one included."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tuple(tokens[: index + 1])
+    return tuple(tokens)

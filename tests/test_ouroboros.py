@@ -1,0 +1,351 @@
+"""Ouroboros: the phrase pool and window by hand, the draft model's exactness, what is learnt, and losslessness."""
+
+import itertools
+
+import conformance
+import pytest
+import torch
+from rigged import perturbed
+from tiny import build
+
+from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.ouroboros import OuroborosDrafter
+from drafters.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
+
+SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
+
+
+def itself(target: TargetModel, **options: object) -> OuroborosDrafter:
+    """The target as its own draft model: every drafted token is accepted, so phrases are what is put to the test."""
+    return OuroborosDrafter(target, target, **(SMALL | options))  # type: ignore[arg-type]
+
+
+def near(target: TargetModel, **options: object) -> OuroborosDrafter:
+    """A draft model that is sometimes right."""
+    return OuroborosDrafter(target, perturbed(target, 0.05), **(SMALL | options))  # type: ignore[arg-type]
+
+
+class Poisoned(OuroborosDrafter):
+    """Its pool begins full of wrong phrases, and of right ones, which the text to come will bear out."""
+
+    def begin(self, state: DecodeState, output: object) -> None:
+        super().begin(state, output)  # type: ignore[arg-type]
+        prompt = state.tokens[0][: state.prompt_lengths[0]]
+        future = prompt + conformance.plain_greedy(self.target, prompt, 24)
+        for at in range(len(future) - 1):
+            self.pool.add(future[at], [(token + 1) % 90 for token in future[at + 1 : at + self.beta]])
+            self.pool.add(future[at], future[at + 1 : at + self.beta])
+
+
+def poisoned(target: TargetModel) -> OuroborosDrafter:
+    return Poisoned(target, perturbed(target, 0.05), gamma=3, window=2, beta=4, k=2, guesses=2)
+
+
+TestItself = conformance.suite(itself, families=("llama", "qwen3"), longest_draft=7, remembers=True)
+TestItselfChain = conformance.suite(
+    lambda target: itself(target, lengthen=False, from_history=False),
+    accepts="all",
+    families=("llama",),
+    longest_draft=5,
+)
+TestPoisoned = conformance.suite(poisoned, accepts="some", longest_draft=9, remembers=True)
+
+
+@pytest.mark.parametrize("off", ["accelerate", "lengthen", "from_verification", "from_history"])
+def test_each_component_off_is_exact(off: str) -> None:
+    """Catches a component that another one silently needs: the run must stay exact, and still accept drafts."""
+    target = conformance.target_of("llama")
+    drafter = near(target, **{off: False})
+    for seed in range(3):
+        ids = conformance.prompt(9, seed)
+        result = generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=[])
+        assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 24)
+    assert any(step.accepted for step in result.trace.steps)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 4, 2), (5, 2, 5), (7, 3, 4)])
+def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
+    """Catches window and phrase sizes whose masks, scratch rows or buffers were only right for the default ones."""
+    target = conformance.target_of("llama")
+    gamma, window, beta = shape
+    drafter = near(target, gamma=gamma, window=window, beta=beta)
+    ids = conformance.prompt(5)
+    for limit in range(1, gamma + beta + 3):
+        tokens = generate(target, drafter, [ids], max_new_tokens=limit, eos_token_id=[]).tokens[0].tolist()
+        assert tokens == conformance.plain_greedy(target, ids, limit)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+def test_accelerated_drafts_are_the_draft_models_own(family: str) -> None:
+    """Catches scratch rows seen by committed ones, or accepted phrase rows kept at the wrong slot, in the draft model.
+
+    The target would hide both: its output stays right while the draft model drifts and acceptance falls.
+    """
+    target = conformance.target_of(family)
+    draft_model = perturbed(target, 0.05)
+    drafter = Poisoned(target, draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)
+    drafts: list[tuple[list[int], list[int]]] = []
+    propose = drafter.propose
+
+    def record(state: DecodeState) -> DraftTree:
+        tree = propose(state)
+        drafts.append((list(state.tokens[0]), list(drafter._drafted)))
+        return tree
+
+    drafter.propose = record  # type: ignore[method-assign]
+    generate(target, drafter, [conformance.prompt(9)], max_new_tokens=30, eos_token_id=[])
+    for before, drafted in drafts:
+        assert drafted == conformance.plain_greedy(draft_model, before, len(drafted))
+    assert max(len(drafted) for _, drafted in drafts) > 4  # phrases were matched
+
+
+def test_phrases_save_draft_forwards() -> None:
+    """Catches phrases that are looked up but never matched: with a pool that knows the text, forwards must be fewer."""
+    target = conformance.target_of("llama")
+    ids = conformance.prompt(9)
+    counts = {}
+    for accelerate in (True, False):
+        drafter = Poisoned(target, target, gamma=6, window=2, beta=4, k=1, guesses=2, accelerate=accelerate)
+        calls = []
+        advance = drafter._advance
+        drafter._advance = lambda *args, go=advance, into=calls: into.append(go(*args)) or into[-1]  # type: ignore[method-assign]
+        trace = generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=[]).trace
+        counts[accelerate] = len(calls) / sum(len(new) for new in calls)
+        assert trace.tau > 6  # gamma, then a whole phrase, then the bonus
+    assert counts[False] == 1.0 and counts[True] <= 0.5
+
+
+# The joint distribution of the first three tokens, by enumeration on a vocabulary of 8.
+
+
+def toy(seed: int, **changes: object) -> TargetModel:
+    sizes = {"vocab_size": 8, "num_hidden_layers": 2, "initializer_range": 0.25, "eos_token_id": None} | changes
+    return TargetModel(build("llama", seed=seed, **sizes))
+
+
+def exact_joint(target: TargetModel, ids: list[int], sampling: Sampling, length: int) -> torch.Tensor:
+    """``[V] * length``: probability of every continuation under plain sampling."""
+    joint = torch.ones(())
+    for depth in range(length):
+        prefixes = [ids + list(tail) for tail in itertools.product(range(8), repeat=depth)]
+        logits = target.model(torch.tensor(prefixes)).logits[:, -1]
+        joint = joint[..., None] * sampling.probabilities(logits).view([8] * (depth + 1))
+    return joint
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_sampled_output_follows_the_target(top_p: float) -> None:
+    """Catches phrases accepted as if sampled from q, q of the wrong row, and samples that a matched phrase biases.
+
+    The pool persists over all runs, so most drafts contain phrases: they are counted.
+    """
+    target, draft_model = toy(0), toy(1)
+    drafter = OuroborosDrafter(target, draft_model, gamma=2, window=2, beta=3, k=2, guesses=2)
+    ids, runs, length = [3, 1, 4], 4000, 3
+    expected = exact_joint(target, ids, Sampling(1.0, 0, top_p), length)
+    counts = torch.zeros_like(expected)
+    accepted = matched = 0
+    advance = drafter._advance
+
+    def count(pending: list[int], longest: int, state: DecodeState, q: list[torch.Tensor]) -> list[int]:
+        nonlocal matched
+        new = advance(pending, longest, state, q)
+        matched += len(new) > 1
+        return new
+
+    drafter._advance = count  # type: ignore[method-assign]
+    for seed in range(runs):
+        # One token more than is counted, so that the draft reaches past the last one.
+        result = generate(target, drafter, [ids], max_new_tokens=5, temperature=1.0, top_p=top_p, seed=seed)
+        counts[tuple(result.tokens[0, :length].tolist())] += 1
+        accepted += sum(step.accepted > 2 for step in result.trace.steps)
+    assert matched > runs / 20 and accepted > runs / 50
+    # Goodness of fit over cells expected at least five times, the others pooled: mean 1, spread sqrt(2 / cells).
+    big = expected * runs >= 5
+    observed = torch.cat([counts[big], counts[~big].sum()[None]])
+    wanted = torch.cat([expected[big], expected[~big].sum()[None]]) * runs
+    cells = int(big.sum())
+    chi = float(((observed - wanted).pow(2) / wanted.clamp_min(1.0)).sum()) / cells
+    assert chi < 1 + 4 * (2 / cells) ** 0.5
+    assert counts[expected == 0].sum() == 0
+
+
+# The pool, the trie and the window, by hand.
+
+
+def test_pool_keeps_the_most_recent() -> None:
+    """Catches a pool that returns the oldest phrases first, or drops the one just used."""
+    pool = PhrasePool(tail=2, per_token=2)
+    pool.add(1, [2, 3])
+    pool.add(1, [4, 5, 6])  # cut to two tokens
+    assert pool.get(1, 5) == [(4, 5), (2, 3)]
+    pool.add(1, [2, 3])  # used again
+    pool.add(1, [7, 8])
+    assert pool.get(1, 5) == [(7, 8), (2, 3)] and pool.get(1, 1) == [(7, 8)]
+    assert pool.get(2, 5) == [] and len(pool) == 2
+    pool.add(2, [])
+    assert len(pool) == 2 and list(pool.items()) == [(1, (2, 3)), (1, (7, 8))]
+    pool.clear()
+    assert len(pool) == 0 and pool.get(1, 5) == []
+
+
+def test_pool_merges_prefixes_and_is_bounded() -> None:
+    """Catches slots wasted on a phrase that another one contains, a total that grows for ever, and miscounting."""
+    pool = PhrasePool(tail=3, per_token=3, capacity=3)
+    pool.add(1, [2])
+    pool.add(1, [2, 3])
+    pool.add(1, [2])
+    assert pool.get(1, 5) == [(2, 3)] and len(pool) == 1
+    pool.replace(1, (2, 3), (2, 9))
+    assert pool.get(1, 5) == [(2, 9)] and len(pool) == 1
+    pool.replace(1, (5, 5), (6, 6))  # nothing to overwrite any more: only added
+    pool.add(2, [1])
+    pool.add(1, [2, 9])
+    assert len(pool) == 3
+    pool.add(3, [1])  # full: token 2 was used longest ago
+    assert len(pool) == 3 and pool.get(2, 1) == [] and pool.get(1, 5) == [(2, 9), (6, 6)]
+    assert len(pool) == sum(1 for _ in pool.items())
+
+
+def test_trie_merges_and_stops() -> None:
+    """Catches shared prefixes verified twice, and nodes behind an EOS inside a phrase."""
+    trie = Trie.of([(1, 2, 3), (1, 4), (1, 2, 0, 7), (0, 5)], longest=4, stop=frozenset([0]))
+    assert trie.tokens == [1, 2, 3, 4, 0, 0] and trie.parents == [-1, 0, 1, 0, 1, -1]
+    assert trie.paths == [[0, 1, 2], [0, 3], [0, 1, 4], [5]]
+    assert trie.children[(1, 0)] == 4 and (0, 3) not in trie.children
+    assert Trie.of([(1, 2)], longest=0).tokens == [] and Trie.of([(1, 2)], longest=1).tokens == [1]
+
+
+def test_window_reads_diagonals() -> None:
+    """Catches phrases read off misaligned columns, and placeholders or half-filled columns that become phrases.
+
+    Two columns, two levels (phrases of three tokens). The root is at position P.
+    """
+    window = PhraseWindow(width=2, levels=2)
+    window.start([50, 51, 52])
+    assert window.tokens == [51, 52] and window.outputs == 2 and window.parents(0, 1) == [0, 1]
+    # Predictions after root, 51, 52 are for P+1, P+2, P+3; the next root takes P+1, column 0 of the new level 0.
+    assert window.advance(10, 20, [21, 22]) == []
+    assert window.tokens == [52, 21, 22] and window.outputs == 2
+    # Level 0 is [root, 52], level 1 [21, 22]; each guess follows its own column.
+    assert window.parents(4, 5) == [4, 4, 5]
+    # Column 1 would start with placeholder 52; column 0 starts with the root.
+    assert window.advance(11, 99, [31, 32]) == [(11, (21, 31))]
+    assert window.tokens == [22, 31, 32]
+    assert window.advance(12, 99, [41, 42]) == [(12, (31, 41)), (22, (32, 42))]
+    # One level: the root's row predicts too.
+    flat = PhraseWindow(width=2, levels=1)
+    flat.start([7])
+    assert flat.tokens == [7] and flat.outputs == 1
+    assert flat.advance(1, 2, [3]) == [(1, (2,))] and flat.tokens == [3]
+    assert flat.advance(2, 4, [5]) == [(2, (4,)), (3, (5,))]
+
+
+def test_tree_mask() -> None:
+    """Catches a node that sees its sibling or misses its grandparent."""
+    see, depths = tree_mask((-1, 0, 0, 1), torch.device("cpu"))
+    assert depths.tolist() == [[0, 1, 2, 2, 3]]
+    assert see[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1],
+    ]
+
+
+# Phrases from verification (section 3.3).
+
+
+def state_of(target: TargetModel, eos: frozenset[int] = frozenset()) -> DecodeState:
+    sampling, generator = Sampling(), torch.Generator()
+    return DecodeState(target, target.new_cache(1, 4), [[1]], [1], sampling, generator, 99, eos, [False])
+
+
+def test_agreements_of_a_rejected_draft() -> None:
+    """Catches runs read one position off, runs that span a disagreement, and the rejected token taken along (Figure 4).
+
+    Draft 5 6 7 8 9 10 11, target's word after each prefix 5 3 7 8 4 10 11: 6 is rejected; 7 8 and 10 11 agree.
+    """
+    drafter = itself(conformance.target_of("llama"))
+    drafter._drafted = [5, 6, 7, 8, 9, 10, 11]
+    drafter._learn_agreements(1, [5, 3, 7, 8, 4, 10, 11, 60], state_of(drafter.target))
+    assert list(drafter.pool.items()) == [(7, (8,)), (10, (11,))]
+
+
+def test_long_agreements_become_all_their_phrases() -> None:
+    """Catches only the head of a long run being kept, and phrases longer than beta."""
+    drafter = itself(conformance.target_of("llama"))
+    drafter._drafted = [5, 6, 7, 8, 9]
+    drafter._learn_agreements(0, [1, 6, 7, 8, 9, 2], state_of(drafter.target))
+    assert sorted(drafter.pool.items()) == [(6, (7, 8)), (7, (8, 9)), (8, (9,))]
+    drafter.pool.clear()
+    drafter._learn_agreements(0, [1, 6, 7, 8, 9, 2], state_of(drafter.target, frozenset([7])))
+    assert sorted(drafter.pool.items()) == [(6, (7,)), (8, (9,))]  # EOS ends a phrase and begins none
+
+
+def test_corrections_of_phrases_not_chosen() -> None:
+    """Catches the chosen phrase overwritten, the others left, or corrected from another phrase's rows.
+
+    Draft 4 5; phrases 5 -> (6 7), (6 8), (9 1). Rows: root, 4, 5, then 6, 7, 8, 9, 1. The target says 6 after 5, 8
+    after 6, 3 after 9: (6 8) is chosen, (6 7) becomes (6 8) too, and (9 1) becomes (6 3).
+    """
+    drafter = itself(conformance.target_of("llama"))
+    for tail in ((9, 1), (6, 8), (6, 7)):
+        drafter.pool.add(5, tail)
+    drafter._drafted, drafter._tails = [4, 5], drafter.pool.get(5, 3)
+    drafter._trie = Trie.of(drafter._tails, 9)
+    assert drafter._trie.tokens == [6, 7, 8, 9, 1]
+    choice = [4, 5, 6, 8, 77, 55, 3, 44]
+    drafter._learn_corrections([2, 4], choice, state_of(drafter.target))
+    assert drafter.pool.get(5, 9) == [(6, 8), (6, 3)]
+
+
+def test_history() -> None:
+    """Catches a pool cleared between prompts when it should persist, and one kept when it should not."""
+    target = conformance.target_of("llama")
+    for from_history in (True, False):
+        drafter = near(target, from_history=from_history)
+        generate(target, drafter, [conformance.prompt(9)], max_new_tokens=20, eos_token_id=[])
+        assert len(drafter.pool) > 0
+        generate(target, drafter, [conformance.prompt(5)], max_new_tokens=2, eos_token_id=[])
+        assert (len(drafter.pool) > 0) is from_history
+
+
+def test_nothing_is_learnt_with_everything_off() -> None:
+    """Catches a switch without effect: without acceleration and verification there is no source of phrases."""
+    target = conformance.target_of("llama")
+    drafter = near(target, accelerate=False, from_verification=False)
+    generate(target, drafter, [conformance.prompt(9)], max_new_tokens=20, eos_token_id=[])
+    assert len(drafter.pool) == 0
+
+
+def test_drafts_end_at_eos() -> None:
+    """Catches a draft or a phrase that goes on behind an EOS, which wastes rows and, learnt, poisons the pool."""
+    target = conformance.target_of("llama")
+    ids = conformance.prompt(9)
+    free = conformance.plain_greedy(target, ids, 24)
+    for eos in free[3:12]:
+        drafter = Poisoned(target, target, gamma=4, window=3, beta=5, k=2, guesses=2)
+        trees = []
+        propose = drafter.propose
+        drafter.propose = lambda state, go=propose, into=trees: into.append(go(state)) or into[-1]  # type: ignore[method-assign]
+        generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=eos)
+        for tree in trees:
+            tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+            assert all(parent < 0 or tokens[parent] != eos for parent in parents)
+    plain = AutoregressiveDrafter(target)
+    assert generate(target, plain, [ids], max_new_tokens=24, eos_token_id=[]).tokens[0].tolist() == free
+
+
+def test_bad_options() -> None:
+    """Catches sizes that would fail deep inside decoding: phrases of one token, no window, a foreign vocabulary."""
+    target = conformance.target_of("llama")
+    for wrong in ({"beta": 1}, {"window": 0}, {"gamma": 0}, {"k": 0}, {"widow": 3}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("ouroboros", target, draft_model="x", **wrong)
+    with pytest.raises(ValueError, match="97"):
+        OuroborosDrafter(target, toy(0))
