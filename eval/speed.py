@@ -29,6 +29,7 @@ from eval.prompts import PromptsConfig, PromptSet, check_prompt_file, load_promp
 from eval.report import make_rows, markdown, print_table, tolerance_note
 
 BASELINE = "autoregressive"
+FOLDER_OPTIONS = ("checkpoint", "draft_model")
 REPORT, PAGE, PICTURE, JOURNAL = "report.json", "report.md", "speedup.png", "measurements.jsonl"
 
 
@@ -136,11 +137,24 @@ def check_paths(config: SpeedConfig) -> None:
     """What can be found out before the target is loaded.
 
     Raises:
-        ValueError: no prompt file, or unknown drafters.
+        ValueError: no prompt file, unknown drafters, or folders that are not there.
     """
     check_prompt_file(config.prompts.file)
+    folders = {"target.path": config.target.path}
     for entry in config.entries:
         drafter_class(entry.drafter)
+        folders |= {f"{entry.name}: {key}": entry.options[key] for key in FOLDER_OPTIONS if key in entry.options}
+    missing = [f"{key} {path!r}" for key, path in folders.items() if _is_missing_folder(str(path))]
+    if missing:
+        raise ValueError(
+            f"these folders do not exist: {', '.join(missing)}; train or fetch them first, or mend the path"
+        )
+
+
+def _is_missing_folder(path: str) -> bool:
+    """A name like ``checkpoints/x`` could be a Hub repository's; where ``checkpoints`` is a folder here, it is not."""
+    here = Path(path)
+    return not here.exists() and (here.is_absolute() or path.startswith(".") or Path(here.parts[0]).is_dir())
 
 
 def load_target(config: TargetConfig) -> tuple[TargetModel, Any]:
