@@ -68,7 +68,8 @@ class Drafter:
         return DraftTree.empty(state.batch, self.target.device)
 
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        """A step was committed (``output`` holds [root, nodes]): catch caches and pools up. Not called after the last."""
+        """A step was committed (``output`` holds [root, nodes]): catch caches and pools up. Not called after the
+        last."""
 
 
 class LearnedDrafter(Drafter):

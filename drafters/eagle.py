@@ -1,7 +1,9 @@
-"""EAGLE: a head that extrapolates the target's features, one decoder layer deep (Li et al. 2024; EAGLE-2's dynamic tree).
+"""EAGLE: a head that extrapolates the target's features, one decoder layer deep (Li et al. 2024; EAGLE-2's dynamic
+tree).
 
-At index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1}, whose logits are those of
-token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty (paper, section 3.1).
+At index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1}, whose logits are
+those of token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty (paper, section
+3.1).
 """
 
 from typing import Any, Literal
@@ -25,7 +27,8 @@ from .decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
 class EagleHead(nn.Module):
     """``fc`` over cat(embedding, feature), then one decoder layer of the target's kind without its input layernorm.
 
-    No final norm; the embedding and the LM head are the target's. Parameter names are those of the released checkpoints.
+    No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
+    checkpoints.
     """
 
     def __init__(self, target_config: PretrainedConfig) -> None:
@@ -50,7 +53,8 @@ class EagleHead(nn.Module):
         cache: KVCache | None = None,
         rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` -> predicted next features ``[B, T, H]``.
+        """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` -> predicted next features ``[B, T,
+        H]``.
 
         ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal. ``rope``: cos and sin, where the caller has them.
         """
@@ -66,10 +70,11 @@ class EagleHead(nn.Module):
 
 
 class EagleOptions(Config):
-    """``tree``: chain and dynamic are ``depth`` deep; static is the paper's tree of Figure 9 unless ``paths`` says else.
+    """``tree``: chain and dynamic are ``depth`` deep; static is the paper's tree of Figure 9 unless ``paths`` says
+    else.
 
-    ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it keeps.
-    ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
+    ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
+    keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
     """
 
     tree: Literal["chain", "static", "dynamic"] = "dynamic"

@@ -65,7 +65,7 @@ class KangarooAdapter(nn.Module):
 
 
 class KangarooOptions(Config):
-    """``eta``: drafting stops after a token whose top-1 probability is eta or less; 0 drafts ``max_draft_tokens`` always."""
+    """``eta``: drafting stops after a token whose top-1 probability is eta or less; 0 never stops early."""
 
     exit_layer: int = Field(ge=1)
     eta: float = Field(0.4, ge=0.0, lt=1.0)

@@ -49,7 +49,8 @@ class SpeculativeDrafter(Drafter):
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
         tokens, q = [], []
-        # The draft model catches up first: the root, after full acceptance the last draft token too, at first the prompt.
+        # The draft model catches up first: with the root, after full acceptance the last draft token, at first the
+        # prompt.
         rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         for _ in range(gamma):
             logits = self._advance(rows)
@@ -57,7 +58,7 @@ class SpeculativeDrafter(Drafter):
                 rows = logits.argmax(-1, keepdim=True)
             else:
                 q.append(state.sampling.probabilities(logits))
-                rows = draw_token(q[-1], state)
+                rows = draw(q[-1], state.generator)[:, None]
             tokens.append(rows)
         if not tokens:
             return DraftTree.empty(1, self.target.device)
@@ -73,11 +74,6 @@ class SpeculativeDrafter(Drafter):
         return self.draft_model.lm_head(features)
 
 
-def draw_token(q: torch.Tensor, state: DecodeState) -> torch.Tensor:
-    """A token from each distribution ``[B, V]`` -> ``[B, 1]``, with the generation's own random numbers."""
-    return draw(q, state.generator)[:, None]
-
-
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
     """The draft model, checked against its target.
 
@@ -88,7 +84,8 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
         draft_model = TargetModel.from_pretrained(draft_model, dtype=target.dtype, device=target.device)
     if draft_model.vocab_size != target.vocab_size:
         raise ValueError(
-            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens and target {target.name} one "
-            f"of {target.vocab_size}: they must share a tokenizer; choose a draft model of the target's family"
+            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens and "
+            f"target {target.name} one of {target.vocab_size}: they must share a tokenizer; choose a draft model of "
+            "the target's family"
         )
     return draft_model

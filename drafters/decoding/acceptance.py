@@ -64,10 +64,11 @@ def verify_sampled(
 ) -> Verdict:
     """Multi-round speculative sampling: the committed tokens are distributed as the target's own (EAGLE, Algorithm 1).
 
-    At each accepted node its children are tried in order. A child x that was the j-th draw without replacement from q is
-    accepted with probability min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised; else p becomes
-    norm(max(0, p - q_j)). A deterministic child counts as drawn from a one-hot q. When no child is left, the bonus is
-    drawn from what is left of p. With one sampled child a node this is Leviathan et al. (2023), Algorithm 1.
+    At each accepted node its children are tried in order. A child x that was the j-th draw without replacement from q
+    is accepted with probability min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised;
+    else p becomes norm(max(0, p - q_j)). A deterministic child counts as drawn from a one-hot q. When no child is
+    left, the bonus is drawn from what is left of p. With one sampled child a node this is Leviathan et al. (2023),
+    Algorithm 1.
 
     Nodes stand in topological order with siblings in drawing order, so one pass over them visits every round in turn.
     """
@@ -121,7 +122,7 @@ def _proposal(
 
 
 def collect(draft: DraftTree, see: torch.Tensor, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
-    """The verdict that accepts the path from the root to row ``best [B]``, then ``bonus [B]``; copies to the host once."""
+    """Accept the path from the root to row ``best [B]``, then ``bonus [B]``; copies to the host once."""
     batch, n = draft.tokens.shape
     if n == 0:
         return Verdict([[0] for _ in range(batch)], [[token] for token in bonus.tolist()])

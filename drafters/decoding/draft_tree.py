@@ -20,8 +20,8 @@ class DraftTree:
             which is verified as if its q were one-hot. Siblings of one row were drawn WITHOUT replacement, in order.
         valid: ``[B, N]`` False for padding nodes, which can never be accepted; None when all count.
         log_q: ``[B, N]`` the draft model's log-probability of each node given its ancestors (joint-likelihood rules).
-        hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, where those layers already
-            ran while drafting (Kangaroo): verification resumes there.
+        hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, where those layers
+            already ran while drafting (Kangaroo): verification resumes there.
         resume_layer: see ``hidden``; 0 when verification runs the whole target.
         is_chain: every node is the child of the one before it.
         see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the shape of the tree was known beforehand.

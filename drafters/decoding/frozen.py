@@ -43,7 +43,7 @@ def load_frozen_ends(
     head_name = LM_HEAD if LM_HEAD in files and not config.tie_word_embeddings else EMBEDDING
     missing = [key for key in (EMBEDDING, head_name, NORM, projection) if key not in files]
     if missing:
-        raise ValueError(f"{name}: no tensors named {missing} in its safetensors files; only Llama-like models are supported")
+        raise ValueError(f"{name}: no tensors named {missing} in its safetensors files; its names must be Llama's")
 
     def read(key: str) -> torch.Tensor:
         with safe_open(_fetch(name, files[key], revision), framework="pt") as file:

@@ -1,9 +1,9 @@
 """A preallocated key/value cache with a length per row, shared by every drafter and by the target.
 
-Two things tell it from the caches of transformers. Where new rows go is said by the caller (``KVCache.at``), not read off
-a counter, so that the shallow layers of a model may run ahead of the deep ones (Kangaroo), and a rejected draft needs no
-clean-up: its rows lie beyond the length and are overwritten. And after a draft *tree* was verified, ``commit`` keeps just
-the rows of the accepted path, wherever they lie.
+Two things tell it from the caches of transformers. Where new rows go is said by the caller (``KVCache.at``), not read
+off a counter, so that the shallow layers of a model may run ahead of the deep ones (Kangaroo), and a rejected draft
+needs no clean-up: its rows lie beyond the length and are overwritten. And after a draft *tree* was verified,
+``commit`` keeps just the rows of the accepted path, wherever they lie.
 """
 
 import torch
@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 class KVCache:
     """Keys and values of ``layers`` layers, ``[layers, batch, kv_heads, capacity, head_dim]`` each.
 
-    ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the number
-    of accepted tokens on the host anyway, once a step.
+    ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the
+    number of accepted tokens on the host anyway, once a step.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class KVCache:
         return cls(layers or config.num_hidden_layers, batch, kv_heads, capacity, head_dim, dtype, device)
 
     def at(self, rows: int, offset: int = 0) -> "KVCache":
-        """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``; returns itself."""
+        """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""
         starts = [length + offset for length in self.lengths]
         self._end = max(starts) + rows
         assert self._end <= self.capacity, f"cache of {self.capacity} rows asked for {self._end}"
@@ -68,7 +68,7 @@ class KVCache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return everything up to the last row."""
+        """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return all up to the last row."""
         keys, values = self._layer_views[layer_idx]
         if self._slots is None:
             keys[:, :, self._start : self._end] = key_states

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class DecodeState:
     """Where a generation stands.
 
-    The last committed token of a row (the root of the next draft) has no cache row yet: the cache holds one row less than
-    there are tokens.
+    The last committed token of a row (the root of the next draft) has no cache row yet: the cache holds one row less
+    than there are tokens.
 
     Attributes:
         tokens: per batch row, prompt and new token ids, on the host.
@@ -165,14 +165,19 @@ def _forward(
     state: DecodeState, drafter: "Drafter", draft: DraftTree, see: torch.Tensor, depths: torch.Tensor
 ) -> tuple[FeatureOutput, torch.Tensor]:
     """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
-    shape = {} if draft.is_chain else {"see": see, "depths": depths}
-    if draft.hidden is not None:
-        output = state.target.run(
-            None, state.cache, hidden=draft.hidden, start=draft.resume_layer, taps=drafter.taps, **shape
-        )
-    else:
-        rows = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
-        output = state.target.run(rows, state.cache, taps=drafter.taps, **shape)
+    tree_see, tree_depths = (None, None) if draft.is_chain else (see, depths)
+    tokens, hidden = None, draft.hidden
+    if hidden is None:
+        tokens = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
+    output = state.target.run(
+        tokens,
+        state.cache,
+        hidden=hidden,
+        see=tree_see,
+        depths=tree_depths,
+        start=draft.resume_layer,
+        taps=drafter.taps,
+    )
     return output, state.target.lm_head(output.features)
 
 
@@ -203,10 +208,7 @@ def _prefill(state: DecodeState, drafter: "Drafter") -> None:
     state.cache.commit([list(range(length)) for length in state.prompt_lengths])
     last = torch.tensor(state.prompt_lengths, device=device) - 1
     logits = state.target.lm_head(output.features[torch.arange(state.batch, device=device), last])
-    if state.sampling.greedy:
-        first = logits.argmax(-1)
-    else:
-        first = draw(state.sampling.probabilities(logits), state.generator)
+    first = logits.argmax(-1) if state.sampling.greedy else draw(state.sampling.probabilities(logits), state.generator)
     for row, token in enumerate(first.tolist()):
         state.append(row, [token])
     if not all(state.finished):
@@ -232,7 +234,7 @@ def _result(state: DecodeState, trace: Trace) -> GenerateResult:
 def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:
     if isinstance(input_ids, torch.Tensor):
         if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [batch, tokens], found shape {list(input_ids.shape)}; try input_ids[None]")
+            raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
         input_ids = input_ids.tolist()
     rows = [list(row) for row in input_ids]
     if prompt_lengths is not None:
@@ -267,8 +269,9 @@ def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], ma
     longest = max(len(prompt) for prompt in prompts)
     if longest + max_new_tokens > target.max_context:
         raise ValueError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the {target.max_context} positions of "
-            f"{target.name}: shorten the prompt or ask for at most {max(target.max_context - longest, 0)} new tokens"
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the "
+            f"{target.max_context} positions of {target.name}: shorten the prompt or ask for at most "
+            f"{max(target.max_context - longest, 0)} new tokens"
         )
 
 

@@ -31,7 +31,8 @@ class Sampling:
         return self.temperature == 0.0
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Warp ``logits [..., V]``: temperature, then top-k, then top-p (transformers' order); returns float32 ``[..., V]``.
+        """Warp ``logits [..., V]``: temperature, then top-k, then top-p (transformers' order); returns float32
+        ``[..., V]``.
 
         Greedy sampling gives a one-hot distribution at the argmax.
         """

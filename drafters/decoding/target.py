@@ -1,7 +1,7 @@
 """TargetModel: a stock Hugging Face causal LM run whole or by layer range, over rows of a tree, with one KV cache.
 
-Draft models are TargetModels too. Nothing of the model is copied or rewritten: the loop over its decoder layers is ours,
-the layers are transformers' own, and loading checks once that the two agree.
+Draft models are TargetModels too. Nothing of the model is copied or rewritten: the loop over its decoder layers is
+ours, the layers are transformers' own, and loading checks once that the two agree.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ class TargetModel:
         revision: the Hub revision it was loaded from.
 
     Raises:
-        ValueError: the model is not built of decoder layers that can be run one by one, or running them so does not give
-            its own output.
+        ValueError: the model is not built of decoder layers that can be run one by one, or running them so does
+            not give its own output.
     """
 
     def __init__(self, model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> None:
@@ -50,7 +50,7 @@ class TargetModel:
         parts = ("embed_tokens", "layers", "norm", "rotary_emb")
         missing = [part for part in parts if not hasattr(self.body, part)]
         if missing or not isinstance(model.get_output_embeddings(), nn.Linear):
-            raise ValueError(f"{self.name} ({type(model).__name__}) has no {missing or 'LM head'}; supported: {SUPPORTED}")
+            raise ValueError(f"{self.name} ({type(model).__name__}) has no {missing or 'LM head'}; use {SUPPORTED}")
         self._windows = _sliding_windows(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._check_layers_agree()
@@ -79,10 +79,11 @@ class TargetModel:
             )
         except (OSError, KeyError) as error:
             raise ValueError(
-                f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository with config.json and "
-                f"safetensors weights ({str(error).splitlines()[0]})"
+                f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository "
+                f"with config.json and safetensors weights ({str(error).splitlines()[0]})"
             ) from error
-        return cls(model.to(where), name=str(name), revision=revision)
+        model.to(where)  # type: ignore[arg-type]
+        return cls(model, name=str(name), revision=revision)
 
     @property
     def device(self) -> torch.device:
@@ -171,10 +172,12 @@ class TargetModel:
 
         Args:
             tokens: ``[B, R]`` ids; or None with ``hidden`` ``[B, R, H]``, the hidden states that enter layer ``start``.
-            cache: where the rows' keys and values go, at slot ``length + offset`` on; None attends within the R rows only.
+            cache: where the rows' keys and values go, at slot ``length + offset`` on; None attends within the R rows
+            only.
             see: bool ``[B, R, offset + R]``: which of the uncommitted rows each new row attends to, itself included
                 (every row sees all committed ones); None: a chain.
-            depths: ``[B, offset + R]``: positions of the uncommitted rows, counted from the cache's length; None: a chain.
+            depths: ``[B, offset + R]``: positions of the uncommitted rows, counted from the cache's length; None: a
+            chain.
             offset: uncommitted rows that earlier calls of this step wrote.
             stop: layer to stop before; None runs all, and the final norm.
             taps: hidden states to hand out, by the number of layers before them.
@@ -232,19 +235,20 @@ class TargetModel:
 
     @torch.no_grad()
     def _check_layers_agree(self) -> None:
-        """A family that scales embeddings or caps logits would decode garbage silently: compare once with its own forward."""
+        """Compare once with the model's own forward: scaled embeddings or capped logits would decode garbage."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         try:
             ours = self.lm_head(self.run(ids, cache=None).features)
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"{self.name} ({type(self.model).__name__}) cannot be run layer by layer: {error}") from error
+            kind = type(self.model).__name__
+            raise ValueError(f"{self.name} ({kind}) cannot be run layer by layer: {error}") from error
         theirs = self.model(input_ids=ids, use_cache=False).logits
         gap = (ours.float() - theirs.float()).abs().max().item()
         scale = theirs.float().abs().max().item()
         if not gap <= 0.05 * max(scale, 1.0):
             raise ValueError(
-                f"{self.name} ({type(self.model).__name__}) run layer by layer differs from its own forward by {gap:.3g} "
-                f"(logits up to {scale:.3g}); supported: {SUPPORTED}"
+                f"{self.name} ({type(self.model).__name__}) run layer by layer differs from its own forward "
+                f"by {gap:.3g} (logits up to {scale:.3g}); supported: {SUPPORTED}"
             )
 
 
@@ -297,7 +301,7 @@ def _key_positions(
 def row_positions(
     lengths: list[int], depths: torch.Tensor | None, offset: int, rows: int, device: torch.device
 ) -> tuple[torch.Tensor, int]:
-    """Positions ``[B, R]`` of the new rows (``depths [B, offset + R]``, None: a chain), and a bound above all of them."""
+    """Positions ``[B, R]`` of the new rows (``depths [B, offset + R]``, None: a chain), and a bound above them."""
     upto = max(lengths) + offset + rows
     if depths is None and all(length == lengths[0] for length in lengths):
         return torch.arange(lengths[0] + offset, upto, device=device).expand(len(lengths), -1), upto

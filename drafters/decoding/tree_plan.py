@@ -1,4 +1,5 @@
-"""Growing draft trees level by level: shapes fixed beforehand (EAGLE, Figure 9) and shapes chosen by confidence (EAGLE-2).
+"""Growing draft trees level by level: shapes fixed beforehand (EAGLE, Figure 9) and shapes chosen by confidence
+(EAGLE-2).
 
 Both forward only nodes that have children, and never leave the device.
 """
@@ -94,7 +95,7 @@ def _check_paths(ordered: list[tuple[int, ...]]) -> None:
         needed = [path[:-1]] if len(path) > 1 else []
         needed += [path[:-1] + (path[-1] - 1,)] if path and path[-1] > 0 else []
         if not path or min(path) < 0 or any(node not in known for node in needed):
-            raise ValueError(f"tree path {list(path)} has no parent or elder sibling among the paths; add it, or remove this one")
+            raise ValueError(f"tree path {list(path)} has no parent or elder sibling among the paths; add it")
 
 
 def grow_static(
@@ -145,9 +146,9 @@ def grow_dynamic(
 ) -> DraftTree:
     """EAGLE-2: extend the ``top_k`` most confident nodes a level, then keep the ``nodes`` most confident of all.
 
-    Confidence is the cumulative log-probability, in float32. Sorting is stable and candidates stand level by level, so that
-    on a tie a parent precedes its child: no child is ever kept without its parent. Nodes are deterministic children:
-    sampled decoding accepts them with probability p.
+    Confidence is the cumulative log-probability, in float32. Sorting is stable and candidates stand level by level,
+    so that on a tie a parent precedes its child: no child is ever kept without its parent. Nodes are deterministic
+    children: sampled decoding accepts them with probability p.
     """
     scores, tokens = lm_head(predicted).float().log_softmax(-1).topk(top_k, dim=-1)  # [1, 1, k]
     scores, tokens = scores[:, 0], tokens[:, 0]
