@@ -97,7 +97,8 @@ class SpeedConfig(Config):
     def entries(self) -> list[DrafterEntry]:
         """The drafters, plain decoding (at every temperature, for it is what all are compared with) first."""
         plain = [entry for entry in self.drafters if entry.drafter == BASELINE]
-        first = DrafterEntry(drafter=BASELINE, label=plain[0].label if plain else None, temperatures=None)
+        first = plain[0] if plain else DrafterEntry.model_validate({"drafter": BASELINE})
+        first = first.model_copy(update={"temperatures": None})
         return [first, *(entry for entry in self.drafters if entry not in plain[:1])]
 
 

@@ -1,0 +1,165 @@
+"""The figures of a report: loops, alternation, paired speedups, exactness, counting."""
+
+import io
+import json
+from collections import Counter
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, build
+
+from drafters import TargetModel
+from drafters.decoding.trace import Step, Trace
+from eval.divergence import find_divergences
+from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
+from eval.metrics import acceptance, ends_in_loop, paired_speedup, typical_run
+from eval.prompts import Prompt
+
+PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
+
+
+def make_run(prompt: int, tokens: int, seconds: float, commits: tuple[int, ...] = ()) -> Run:
+    trace = Trace(steps=[Step(0, 3, 3, commit - 1, commit) for commit in commits])
+    return Run("m", 0.0, 0, prompt, list(range(tokens + 1)), 0.1, seconds, seconds + 0.2, trace)
+
+
+def trace_of(count: int) -> Trace:
+    return Trace([Step(0, 0, 0, 0, 1)] * count, [0.0] * count, [0.1] * count, [0.0] * count)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loops"),
+    [
+        ([1, 2, 3] + [9] * 24, True),
+        ([1, 2, 3] + [9] * 23, False),  # one token short
+        (list(range(100, 110)) * 3, True),
+        ([7] + list(range(100, 110)) * 2 + list(range(100, 109)), False),  # not quite three turns
+        (list(range(32)) * 3, True),
+        (list(range(33)) * 3, False),  # a longer cycle than the definition takes
+        ([9] * 40 + [1], False),  # it stopped by itself
+        ([4, 5] * 20 + [4], True),  # ends in the middle of a turn
+        ([], False),
+        (list(range(64)), False),
+    ],
+)
+def test_loop_definition(tokens: list[int], loops: bool) -> None:
+    """Catches a detector that calls short repeats loops, or misses cycles cut in the middle of a turn."""
+    assert ends_in_loop(tokens) is loops
+
+
+def test_every_method_stands_in_every_place() -> None:
+    """Catches a method that always runs first (on a cold cache), or always after the same other one."""
+    methods = ["a", "b", "c", "d"]
+    orders = [method_order(methods, index, seed=0) for index in range(40)]
+    for place in range(4):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(methods, 10)
+    before = Counter((a, b) for order in orders for a, b in zip(order, order[1:], strict=False))
+    assert len(before) >= 10  # of 12 pairs
+
+
+def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
+    """Catches one method running over all prompts before the next, and drafters kept from one round to the next."""
+    calls: list[tuple[str, int]] = []
+    builds: list[float] = []
+
+    def method(name: str) -> Method:
+        def decode(ids: list[int], seed: int) -> Outcome:
+            calls.append((name, ids[1]))
+            return [1, 2], 0.0, 0.1, trace_of(1)
+
+        return decode
+
+    def make(temperature: float) -> dict[str, Method]:
+        builds.append(temperature)
+        return {name: method(name) for name in "abc"}
+
+    runs = measure(make, PROMPTS[1:4], PROMPTS[:1], [0.0, 1.0], 2, Limits(8))
+    assert builds == [0.0, 0.0, 1.0, 1.0]
+    assert len(runs) == 3 * 3 * 4  # warm-up left out
+    for start in range(0, len(calls), 3):
+        assert len({name for name, _ in calls[start : start + 3]}) == 3
+        assert len({prompt for _, prompt in calls[start : start + 3]}) == 1
+
+
+def test_a_failure_names_method_and_prompt_and_keeps_the_journal() -> None:
+    """Catches an error that is swallowed while an earlier time is reused."""
+
+    def fine(ids: list[int], seed: int) -> Outcome:
+        return [1, 2], 0.0, 0.1, trace_of(1)
+
+    def breaks(ids: list[int], seed: int) -> Outcome:
+        if ids == PROMPTS[2].ids:
+            raise RuntimeError("out of memory")
+        return fine(ids, seed)
+
+    journal = io.StringIO()
+    with pytest.raises(MeasurementError, match="bad failed at temperature 0 on prompt 'p2'.*out of memory"):
+        measure(lambda _: {"good": fine, "bad": breaks}, PROMPTS[:4], PROMPTS[4:5], [0.0], 1, Limits(8), journal)
+    lines = [json.loads(line) for line in journal.getvalue().splitlines()]
+    assert {line["prompt"] for line in lines} >= {"p0", "p1"}
+    assert not [line for line in lines if line["prompt"] == "p2" and line["method"] == "bad"]
+
+
+@pytest.mark.parametrize(("tokens", "message"), [([4, 1, 5], "after EOS"), ([4] * 9, "9 new tokens"), ([], "0 new")])
+def test_overcounting_is_refused(tokens: list[int], message: str) -> None:
+    """Catches tokens after EOS, or past the limit, that would count as speed."""
+
+    def decode(ids: list[int], seed: int) -> Outcome:
+        return tokens, 0.0, 0.1, None
+
+    with pytest.raises(MeasurementError, match=message):
+        measure(lambda _: {"m": decode}, PROMPTS[:1], [], [0.0], 1, Limits(8, eos=frozenset([1])))
+
+
+def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
+    """Catches a ratio over unlike prompts, and prefill or its first token counted; by hand: 60/4 against 60/12."""
+    baseline = [make_run(0, 20, 4.0), make_run(1, 40, 8.0), make_run(2, 0, 0.0)]
+    faster = [make_run(0, 20, 1.0), make_run(1, 40, 3.0), make_run(2, 0, 0.0)]
+    speedup = paired_speedup(faster, baseline)
+    assert speedup.total == pytest.approx(3.0)
+    assert speedup.median == pytest.approx((4 + 8 / 3) / 2)
+    assert speedup.total_interval is not None
+    assert speedup.total_interval[0] == pytest.approx(8 / 3)
+    assert speedup.total_interval[1] == pytest.approx(4.0)
+    same = paired_speedup(baseline, baseline)
+    assert (same.total, same.total_interval) == (1.0, (1.0, 1.0))
+
+
+def test_tau_without_loops_leaves_only_those_prompts_out() -> None:
+    """Catches loops counted in both figures, and tau averaged over prompts instead of steps."""
+    runs = [make_run(0, 5, 1.0, (1, 2, 2)), make_run(1, 8, 1.0, (4, 4))]
+    figures = acceptance(runs, looping={1})
+    assert figures["tau"] == pytest.approx(13 / 5)
+    assert figures["tau_without_loops"] == pytest.approx(5 / 3)
+    assert figures["ctar"] == [pytest.approx(4 / 5), pytest.approx(2 / 5), pytest.approx(2 / 5)]
+    assert acceptance(runs, looping={0, 1})["tau_without_loops"] is None
+
+
+def test_the_median_round_counts() -> None:
+    """Catches best-of: the fastest of several rounds."""
+    rounds = [make_run(0, 10, seconds) for seconds in (3.0, 1.0, 2.0)]
+    assert typical_run(rounds).decode_seconds == 2.0
+
+
+def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
+    """Catches a wrong token waved through because the target's top two happened to lie close together."""
+    target = TargetModel(build("llama").to(torch.bfloat16))
+    ids = list(range(3, 13))
+    logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
+    best, worst = int(logits.argmax()), int(logits.argmin())
+
+    def diverge(token: int) -> tuple[bool, float | None]:
+        plain, other = [[Run("m", 0.0, 0, 0, [t, 7], 0, 1, 1, None)] for t in (best, token)]
+        (found,) = find_divergences(target, [ids], ["p"], [other], plain)
+        assert found.position == 0
+        assert found.margin == pytest.approx((logits.topk(2).values[0] - logits.topk(2).values[1]).item())
+        return found.accepted, found.gap
+
+    accepted, gap = diverge(worst)
+    assert not accepted
+    assert gap == pytest.approx((logits.max() - logits.min()).item())
+    head = target.model.lm_head.weight
+    twin = (best + 1) % VOCAB_SIZE
+    head.data[twin] = head.data[best]  # now the target cannot tell the two apart
+    logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
+    assert diverge(twin) == (True, 0.0)
