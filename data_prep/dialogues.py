@@ -7,6 +7,7 @@ A record holds its turns under ``conversations`` (or ``conversation``, ``message
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -202,7 +203,7 @@ def _records(source: str) -> Iterator[Any]:
     try:
         with opener(path, "rb") as file:
             yield from _json_records(file, path)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is a damaged gzip file ({error}); fetch it again") from error
 
 

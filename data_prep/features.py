@@ -273,8 +273,9 @@ def run_shard(
                 "and run again: finished shards are kept"
             ) from error
         for source, destination in [(output.features, features), *((output.taps[k], tapped[k]) for k in taps)]:
+            values = source.to(dtype).cpu()
             for position, row in enumerate(rows):
-                destination[starts[row] : starts[row + 1]] = source[position, : lengths[row]].to(dtype).cpu()
+                destination[starts[row] : starts[row + 1]] = values[position, : lengths[row]]
         progress.update(sum(row_lengths))
     return Shard(
         ids=work.encoded.ids[first:last],
@@ -317,8 +318,13 @@ def _commit() -> str | None:
         return None
 
 
-if __name__ == "__main__":
+def program() -> None:
+    """`main` for the command line: what the user can mend ends in one line instead of a stack trace."""
     try:
         main()
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    program()

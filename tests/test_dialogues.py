@@ -107,7 +107,7 @@ def test_broken_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl", "lines.jsonl.gz", "list.json.gz"])
 def test_file_forms(tmp_path: Path, name: str) -> None:
-    """Catches a form of ShareGPT file that is not read: one list, indented or not, or a record a line, gzipped or not."""
+    """Catches a form of ShareGPT file that is not read: one list, indented, or a record a line, gzipped or not."""
     records = [GOOD, turns(("human", "1"), ("gpt", "2"), ("human", "3"), ("gpt", "4"))]
     text = json.dumps(records, indent=1) if name.startswith("list") else "\n".join(map(json.dumps, records))
     data = text.encode()
@@ -132,10 +132,12 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
     """Catches using the first half of a download that broke off as if it were all of it."""
     whole = gzip.compress(("\n".join([json.dumps(GOOD)] * 2000)).encode())
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "flipped.gz").write_bytes(whole[:30] + b"\xff" * 20 + whole[50:])
     (tmp_path / "not.gz").write_bytes(b"plain text")
     (tmp_path / "cut.json").write_text(json.dumps([GOOD, GOOD])[:-20])
     for name, said in (
         ("cut.jsonl.gz", "damaged gzip"),
+        ("flipped.gz", "damaged gzip"),
         ("not.gz", "damaged gzip"),
         ("cut.json", "JSON list but is broken"),
     ):

@@ -1,0 +1,282 @@
+"""python -m data_prep.features: what is stored is what the target computes, also after a kill -9."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+
+from data_prep import features
+from data_prep.encoding import encode_split, template_hash, tokenizer_hash
+from data_prep.features import plan_batches, plan_shards
+from data_prep.loss_mask import ChatTokenizer
+from data_prep.store import FeatureStore
+from drafters.decoding.target import TargetModel
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB = 300
+
+
+@pytest.fixture(scope="session")
+def target_folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a ChatML template."""
+    folder = tmp_path_factory.mktemp("target") / "llama"
+    shutil.copytree(tiny_checkpoint("llama", vocab_size=VOCAB), folder)
+    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+def dialogue(index: int) -> dict[str, Any]:
+    """Dialogues of different lengths, so that batching has something to sort."""
+    words = " ".join(["four", "is", "what", "it"][: 1 + index % 4] * (1 + index % 3))
+    pairs = [("human", f"Question {index}?"), ("gpt", f"It is {words}.")] * (1 + index % 2)
+    return {"id": f"d{index}", "conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+def write_data(path: Path, count: int, first: int = 0, extra: list[str] | None = None) -> Path:
+    lines = [json.dumps(dialogue(index)) for index in range(first, first + count)]
+    path.write_text("\n".join([*(extra or []), *lines]))
+    return path
+
+
+def write_config(folder: Path, target: Path, count: int = 12, **changes: Any) -> Path:
+    write_data(folder / "train.jsonl", count, extra=["not json", json.dumps({"conversations": []})])
+    write_data(folder / "heldout.jsonl", 3, first=1000)
+    settings = {
+        "target": str(target),
+        "dtype": "float32",
+        "device": "cpu",
+        "splits": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+        "out": str(folder / "out"),
+        "exit_layers": [2],
+        "max_length": 128,
+        "batch_tokens": 256,
+        "shard_tokens": 200,
+    }
+    file = folder / "features.yaml"
+    file.write_text(yaml.safe_dump({**settings, **changes}))
+    return file
+
+
+def run(config: Path, *overrides: str) -> None:
+    features.main(["--config", str(config), *overrides])
+
+
+def test_the_store_holds_what_the_target_computes(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches padding that leaks into features, rows in the wrong order, taps off by a layer, a mask off its tokens."""
+    run(write_config(tmp_path, target_folder))
+    store = FeatureStore.open(tmp_path / "out" / "train")
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    expected = encode_split(str(tmp_path / "train.jsonl"), chat, 128)
+    assert len(store) == len(expected.dialogues) == 12
+    assert len(store.manifest.shards) > 2
+    for stored, tokens in zip(store, expected.dialogues, strict=True):
+        assert stored.input_ids.tolist() == tokens.input_ids.tolist()
+        assert stored.loss_mask.tolist() == tokens.loss_mask.tolist()
+        output = target.model(input_ids=stored.input_ids[None], output_hidden_states=True)
+        torch.testing.assert_close(stored.features, output.hidden_states[-1][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(target.lm_head(stored.features), output.logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(stored.taps[2], output.hidden_states[2][0], atol=1e-5, rtol=1e-4)
+    manifest = store.manifest
+    assert manifest.dropped == {"broken_json": 1, "empty_dialogue": 1}
+    assert manifest.target_fingerprint == target.fingerprint()
+    assert (manifest.hidden_size, manifest.vocab_size, manifest.taps) == (target.hidden_size, VOCAB, [2])
+    assert manifest.response_tokens == sum(int(tokens.loss_mask.sum()) for tokens in expected.dialogues)
+    assert len(FeatureStore.open(tmp_path / "out" / "heldout")) == 3
+    printed = capsys.readouterr().out
+    assert "train: " in printed and "12 kept, dropped 2 (" in printed and "broken_json 1" in printed
+
+
+def test_a_finished_store_is_skipped(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a second run that loads the target or writes again when all is there, or mixes in another template."""
+    config = write_config(tmp_path, target_folder)
+    run(config)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*.safetensors")}
+    capsys.readouterr()
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(features.TargetModel, "from_pretrained", never)
+    run(config)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("is finished already: " in line for line in lines)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*.safetensors")} == before
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    template = CHATML.replace("user", "human") + " "
+    (other / "chat_template.jinja").write_text(template)
+    with pytest.raises(
+        ValueError, match=rf"template_hash '{template_hash(CHATML)}' there, '{template_hash(template)}' here"
+    ):
+        run(config, f"target={other}")
+
+
+def test_bfloat16_on_disk(tmp_path: Path, target_folder: Path) -> None:
+    """Catches store_dtype being ignored, or applied to the target instead of the files."""
+    run(write_config(tmp_path, target_folder, store_dtype="bfloat16", exit_layers=[]))
+    run(write_config(tmp_path, target_folder, out=str(tmp_path / "exact"), exit_layers=[]))
+    rounded, exact = FeatureStore.open(tmp_path / "out/train")[4], FeatureStore.open(tmp_path / "exact/train")[4]
+    assert rounded.taps == {}
+    assert torch.equal(rounded.features, exact.features.bfloat16())
+
+
+def test_long_dialogues_are_cut_and_counted(tmp_path: Path, target_folder: Path) -> None:
+    """Catches dialogues above max_length kept whole, dropped, or kept with no answer left in them."""
+    config = write_config(tmp_path, target_folder, exit_layers=[])
+    question = {"from": "human", "value": "Why? " * 40}
+    records = [
+        {"id": "cut", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes " * 90}]},
+        {"id": "nothing left", "conversations": [question, {"from": "gpt", "value": "No."}]},
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    run(config, "max_length=64")
+    store = FeatureStore.open(tmp_path / "out" / "train")
+    assert store.lengths.tolist() == [64] and bool(store[0].loss_mask[-1])
+    assert store.manifest.changed == {"truncated": 1} and store.manifest.dropped == {"no_response_left": 1}
+    (tmp_path / "train.jsonl").write_text(json.dumps(records[1]))
+    with pytest.raises(
+        ValueError, match="no dialogue is left for training: 0 kept, dropped 1 \\(no_response_left 1\\)"
+    ):
+        run(config, "max_length=64", f"out={tmp_path / 'none'}")
+
+
+def test_limit_takes_the_first_dialogues(tmp_path: Path, target_folder: Path) -> None:
+    """Catches a limit that counts dropped records, reads past itself, or takes other dialogues than the first."""
+    run(write_config(tmp_path, target_folder, exit_layers=[]))
+    run(write_config(tmp_path, target_folder, exit_layers=[]), "limit=2", f"out={tmp_path / 'few'}")
+    few, every = FeatureStore.open(tmp_path / "few/train"), FeatureStore.open(tmp_path / "out/train")
+    assert len(few) == 2 and len(FeatureStore.open(tmp_path / "few/heldout")) == 2
+    assert [d.input_ids.tolist() for d in few] == [every[i].input_ids.tolist() for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("splits.train=none.jsonl", r"no data file at none\.jsonl"),
+        ("exit_layers=[4]", r"exit_layers \[4\]: .* has 4 layers; choose from 1 to 3"),
+        ("exit_layers=[0]", "choose from 1 to 3"),
+        ("exit_layers=[2,2]", "each layer at most once"),
+        ("max_length=512", r"max_length is 512, .* made for 256 tokens; set max_length=256"),
+        ("target=/nowhere/model", "no tokenizer could be loaded from '/nowhere/model'"),
+        ("splits={}", "splits"),
+        ('splits={"../up": "x.jsonl"}', "a split's name becomes a folder"),
+        ("exit_layer=[2]", "unknown key 'exit_layer'; did you mean 'exit_layers'"),
+        ("dtype=int4", "dtype"),
+        ("splits.heldout=TRAIN", "splits '.*' and '.*' are the same data"),
+    ],
+)
+def test_mistakes_are_found_before_the_target_is_loaded(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    """Catches an hour of loading and tokenizing before a message that could have come at once."""
+    config = write_config(tmp_path, target_folder)
+    override = override.replace("TRAIN", str(tmp_path / "train.jsonl"))
+    monkeypatch.setattr(features, "encode_split", None)
+    monkeypatch.setattr(features, "TargetModel", None)
+    with pytest.raises(ValueError, match=message):
+        run(config, override)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path, target_folder: Path) -> None:
+    """Catches an index error inside the embedding after an hour."""
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    big = byte_level(CHATML, [*CHATML_SPECIALS, *(f"<{i}>" for i in range(60))], None, "<|im_end|>", vocab_size=330)
+    big.save_pretrained(other)
+    with pytest.raises(ValueError, match=rf"has {len(big)} tokens, the model {VOCAB}"):
+        run(write_config(tmp_path, other))
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a dump that dies of a full disk after hours though its size was known from the start."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
+    with pytest.raises(ValueError, match=r"features need .* GB, but only 0\.00 GB are free"):
+        run(write_config(tmp_path, target_folder))
+
+
+def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: Path) -> None:
+    """Catches dialogues lost, doubled or computed otherwise after a kill -9 in the middle of the dump."""
+    config = write_config(tmp_path, target_folder, count=200, shard_tokens=40)
+    command = [sys.executable, "-m", "data_prep.features", "--config", str(config)]
+    manifest = tmp_path / "out" / "train" / "manifest.json"
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if manifest.is_file() and len(json.loads(manifest.read_text())["shards"]) >= 3:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    assert process.wait() == -signal.SIGKILL
+    state = json.loads(manifest.read_text())
+    assert not state["complete"] and len(state["shards"]) >= 3
+    first = manifest.parent / "shard-00000.safetensors"
+    written = first.stat().st_mtime_ns
+    resumed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"process {process.pid} on" in resumed.stdout and "died here; going on after its" in resumed.stdout
+    assert first.stat().st_mtime_ns == written
+    run(config, f"out={tmp_path / 'whole'}")
+    for split in ("train", "heldout"):
+        whole = sorted((tmp_path / "whole" / split).glob("shard-*"))
+        assert [p.name for p in whole] == [p.name for p in sorted((tmp_path / "out" / split).glob("shard-*"))]
+        assert all(p.read_bytes() == (tmp_path / "out" / split / p.name).read_bytes() for p in whole)
+        stores = [FeatureStore.open(tmp_path / out / split) for out in ("whole", "out")]
+        stores[1].verify()
+        assert stores[0].manifest.model_copy(update={"commit": stores[1].manifest.commit}) == stores[1].manifest
+    assert len(FeatureStore.open(tmp_path / "out" / "train")) == 200
+
+
+def test_errors_end_the_program_with_one_line(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a stack trace in place of the message, and an exit status of zero."""
+    config = write_config(tmp_path, target_folder)
+    monkeypatch.setattr(sys, "argv", ["data_prep.features", "--config", str(config), "max_lenght=64"])
+    with pytest.raises(SystemExit, match=r"^error: .*unknown key 'max_lenght'; did you mean 'max_length'\?$") as stop:
+        features.program()
+    assert isinstance(stop.value.code, str)  # printed to stderr, with status 1
+
+
+def test_plans() -> None:
+    """Catches dialogues left out, doubled or in oversized batches, and a resumed plan that differs from the first."""
+    lengths = [5, 9, 1, 7, 7, 30, 2, 4]
+    batches = list(plan_batches(lengths, 14))
+    assert sorted(index for batch in batches for index in batch) == list(range(8))
+    assert all(len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= 14 for batch in batches)
+    shards = list(plan_shards(lengths, 0, 10))
+    assert shards == [(0, 2), (2, 5), (5, 6), (6, 8)]
+    assert list(plan_shards(lengths, 5, 10)) == shards[2:]
+    assert list(plan_shards(lengths, 8, 10)) == []
+
+
+def test_tokenizer_hash() -> None:
+    """Catches a hash that changes between loads, or that two tokenizers of the same vocabulary size share."""
+    one = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>")
+    assert tokenizer_hash(one) == tokenizer_hash(byte_level(None, CHATML_SPECIALS, None, "<|im_end|>"))
+    assert tokenizer_hash(one) != tokenizer_hash(byte_level(CHATML, CHATML_SPECIALS, None, "<|endoftext|>"))
+    assert tokenizer_hash(one) != tokenizer_hash(byte_level(CHATML, ["<a>", *CHATML_SPECIALS[1:]], None, "<|im_end|>"))
+
+
+@pytest.mark.parametrize("file", ["stdlib.yaml", "vicuna-7b-sharegpt.yaml"])
+def test_shipped_configs_fit_the_schema(file: str) -> None:
+    """Catches a shipped config with a key that the schema no longer has."""
+    loaded = features.load_config(features.FeaturesConfig, ROOT / "configs" / "features" / file)
+    assert {"train", "heldout"} == set(loaded.splits)
