@@ -22,10 +22,12 @@ class Verdict:
     Attributes:
         rows: per batch row, the accepted rows of the forward in order: 0 (the root), then nodes + 1.
         tokens: per batch row, the accepted draft tokens and the bonus token, one for each entry of ``rows``.
+        depths: per batch row, the depth of the draft's deepest node.
     """
 
     rows: list[list[int]]
     tokens: list[list[int]]
+    depths: list[int]
 
 
 def verify_greedy(
@@ -88,15 +90,13 @@ def verify_sampled(
         if draft.valid is not None:
             turn = turn & draft.valid[:, node]
         token = draft.tokens[:, node : node + 1]
-        q, q_left, q_left_row = _proposal(draft, node, token, q_left, q_left_row)
+        q, q_left, q_left_row = _proposal(draft, node, token, turn, q_left, q_left_row)
         p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
         accept = turn & (uniform[:, node] * q_x < p_x)
         reject = turn & ~accept
         p = torch.where(reject[:, None], residual(p, q), p)
-        used = q_left.scatter(1, token, 0.0)
-        used = used / used.sum(-1, keepdim=True).clamp_min(torch.finfo(used.dtype).tiny)
-        q_left = torch.where(turn[:, None], used, q_left)
         at = torch.where(accept, node + 1, at)
+        q_left_row = torch.where(accept, -2, q_left_row)  # the next level draws anew, even from the same row of q
         if on_host:
             if not bool(accept.any()):
                 continue
@@ -106,34 +106,46 @@ def verify_sampled(
 
 
 def _proposal(
-    draft: DraftTree, node: int, token: torch.Tensor, q_left: torch.Tensor, q_left_row: torch.Tensor
+    draft: DraftTree,
+    node: int,
+    token: torch.Tensor,
+    turn: torch.Tensor,
+    q_left: torch.Tensor,
+    q_left_row: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The distribution a node was drawn from, and what is left of its row of q once earlier siblings are taken out."""
+    """The distribution a node was drawn from, and what is left of its row of q for the siblings drawn after it.
+
+    Only rows whose ``turn`` it is take note of the draw: between two siblings there may stand other nodes' children.
+    """
     one_hot = torch.zeros_like(q_left).scatter_(1, token, 1.0)
     if draft.q is None or draft.q_row is None:
         return one_hot, q_left, q_left_row
     row = draft.q_row[:, node]
     sampled = row >= 0
-    fresh = sampled & (row != q_left_row)
+    fresh = turn & sampled & (row != q_left_row)
     full = draft.q[torch.arange(len(row), device=row.device), row.clamp_min(0)]
     q_left = torch.where(fresh[:, None], full, q_left)
-    q_left_row = torch.where(sampled, row, q_left_row)
-    return torch.where(sampled[:, None], q_left, one_hot), q_left, q_left_row
+    q_left_row = torch.where(fresh, row, q_left_row)
+    q = torch.where(sampled[:, None], q_left, one_hot)
+    used = q_left.scatter(1, token, 0.0)
+    used = used / used.sum(-1, keepdim=True).clamp_min(torch.finfo(used.dtype).tiny)
+    return q, torch.where((turn & sampled)[:, None], used, q_left), q_left_row
 
 
 def collect(draft: DraftTree, see: torch.Tensor, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
     """Accept the path from the root to row ``best [B]``, then ``bonus [B]``; copies to the host once."""
     batch, n = draft.tokens.shape
     if n == 0:
-        return Verdict([[0] for _ in range(batch)], [[token] for token in bonus.tolist()])
+        return Verdict([[0] for _ in range(batch)], [[token] for token in bonus.tolist()], [0] * batch)
     on_path = see[torch.arange(batch, device=best.device), best][:, 1:].long()
-    packed = torch.cat([on_path, draft.tokens, bonus[:, None]], dim=1).tolist()
+    depth = see.sum(-1).amax(1) - 1
+    packed = torch.cat([on_path, draft.tokens, bonus[:, None], depth[:, None]], dim=1).tolist()
     rows, tokens = [], []
     for line in packed:
         path = [node for node in range(n) if line[node]]
         rows.append([0] + [node + 1 for node in path])
-        tokens.append([line[n + node] for node in path] + [line[-1]])
-    return Verdict(rows, tokens)
+        tokens.append([line[n + node] for node in path] + [line[2 * n]])
+    return Verdict(rows, tokens, [line[-1] for line in packed])
 
 
 def rule_for(sampling: Sampling) -> Rule:
