@@ -1,9 +1,11 @@
 """train/eagle.py and the loop: what is trained, by how many ranks, and what is refused before."""
 
+import itertools
 import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config, validate
+from train import loop
 from train.config import EagleConfig, deepspeed_config
 from train.loop import TrainingDiverged
 from train.run_files import read_metrics
@@ -130,7 +133,7 @@ def test_bf16_keeps_float32_masters_and_rotary_frequencies(settings: dict[str, A
     frequencies = run.engine.module.rotary_emb.inv_freq
     assert frequencies.dtype == torch.float32
     assert not torch.equal(frequencies, frequencies.bfloat16().float())
-    assert losses(Path(settings["out"])) == pytest.approx(losses(reference), rel=0.03)
+    assert losses(Path(settings["out"])) == pytest.approx(losses(reference), rel=0.08)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(settings: dict[str, Any]) -> None:
@@ -153,12 +156,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings: dict[str, Any]) -> No
     assert not (out / "model.safetensors").exists()
 
 
-def test_minutes_end_a_run_in_order(settings: dict[str, Any]) -> None:
+def test_minutes_end_a_run_in_order(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit that is ignored, that leaves no drafter, or that never lets the learning rate fall."""
+    ticks = itertools.count()
+    monkeypatch.setattr(
+        loop, "time", SimpleNamespace(monotonic=lambda: 0.05 * next(ticks))
+    )  # a clock without surprises
     out = Path(settings["out"])
-    tiny_run.train_here("eagle", {**settings, "steps": None, "minutes": 0.01, "schedule": "cosine"})
+    tiny_run.train_here("eagle", {**settings, "steps": None, "minutes": 0.1, "schedule": "cosine"})
     rates = [row["learning_rate"] for row in read_metrics(out) if "loss" in row]
-    assert rates[-1] < 0.3 * max(rates)
+    assert 10 < len(rates) < 120
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[-1] < 0.05 * max(rates)
     assert (out / "model.safetensors").is_file()
 
 

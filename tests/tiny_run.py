@@ -102,7 +102,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def run(line: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=300, check=False)
 
 
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:

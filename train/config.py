@@ -34,7 +34,7 @@ class TrainConfig(Config):
     precision: Literal["bf16", "float32"] = Field("bf16", description="bf16 keeps float32 master weights")
     zero_stage: Literal[0, 1, 2] = 0
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: the cores shared out")
-    loss_chunk_rows: int = Field(512, ge=1, description="rows of [rows, vocabulary] logits that exist at once")
+    loss_chunk_rows: int = Field(256, ge=1, description="rows of [rows, vocabulary] logits that exist at once")
     seed: int = 0
 
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")

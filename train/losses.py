@@ -59,7 +59,7 @@ def regression_sum(predicted: Tensor, target: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1).sum()
 
 
-def soft_cross_entropy_sum(predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int = 512) -> Tensor:
+def soft_cross_entropy_sum(predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int = 256) -> Tensor:
     """Cross-entropy over the full vocabulary at temperature 1 against the target's own distribution, summed over rows.
 
     ``- sum_rows sum_x p(x) log q(x)``, p = softmax(lm_head(target)), q = softmax(lm_head(predicted)).
