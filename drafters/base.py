@@ -61,7 +61,10 @@ class Drafter:
         return rule_for(sampling)
 
     def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
-        """The prompt was prefilled (``output`` holds its rows) and the first token sampled; reset per-prompt state."""
+        """The prompt was prefilled (``output`` holds its rows) and the first token sampled: reset per-prompt state.
+
+        A drafter's own prefill belongs here, where the clock counts it as prefill.
+        """
 
     def propose(self, state: "DecodeState") -> DraftTree:
         """The draft that follows the last committed token of every row."""

@@ -127,7 +127,11 @@ class EagleDrafter(LearnedDrafter):
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         target = self.target
         self._cache = KVCache.for_config(target.config, 1, state.cache.capacity, target.dtype, target.device, layers=1)
-        self._features = output.features
+        prompt = torch.tensor([state.tokens[0][1:-1]], device=target.device)
+        if prompt.shape[1]:
+            self._extend(output.features[:, :-1], prompt, None, None, 0)
+            self._cache.commit([list(range(prompt.shape[1]))])
+        self._features = output.features[:, -1:]
 
     def propose(self, state: DecodeState) -> DraftTree:
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.

@@ -118,7 +118,9 @@ class KangarooDrafter(LearnedDrafter):
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         target = self.target
         self._cache = KVCache.for_config(target.config, 1, state.cache.capacity, target.dtype, target.device, layers=1)
-        self._behind = output.taps[self.exit_layer]
+        prompt = output.taps[self.exit_layer]
+        self._adapt(prompt)
+        self._behind = prompt[:, :0]
 
     def propose(self, state: DecodeState) -> DraftTree:
         limit = min(self.max_draft_tokens, state.room() - 1)

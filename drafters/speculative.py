@@ -45,12 +45,12 @@ class SpeculativeDrafter(Drafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._cache = self.draft_model.new_cache(1, state.cache.capacity)
+        self._advance(torch.tensor([state.tokens[0][:-1]], device=self.target.device))
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
         tokens, q = [], []
-        # The draft model catches up first: with the root, after full acceptance the last draft token, at first the
-        # prompt.
+        # The draft model catches up first: with the root, and after full acceptance with the last draft token.
         rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         for _ in range(gamma):
             logits = self._advance(rows)

@@ -154,7 +154,7 @@ def _step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock) -> l
     output, logits = _forward(state, drafter, draft, see, depths)
     verdict = rule(draft, logits, see, state.sampling, state.generator)
     clock.lap()
-    steps = _commit(state, draft, depths, verdict)
+    steps = _commit(state, draft, verdict)
     if not all(state.finished):
         drafter.observe(state, draft, output, verdict)
     clock.lap()
@@ -181,10 +181,9 @@ def _forward(
     return output, state.target.lm_head(output.features)
 
 
-def _commit(state: DecodeState, draft: DraftTree, depths: torch.Tensor, verdict: Verdict) -> list[Step]:
+def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step]:
     """Append the accepted tokens and keep the cache rows of all but the last of them."""
     steps = []
-    deepest = depths.amax(1).tolist() if draft.size and depths.device.type == "cpu" else [draft.size] * state.batch
     for row in range(state.batch):
         if state.finished[row]:
             verdict.rows[row], verdict.tokens[row] = [], []
@@ -194,7 +193,7 @@ def _commit(state: DecodeState, draft: DraftTree, depths: torch.Tensor, verdict:
         # The root and the kept draft tokens have rows; the last kept token is the next root. Cut short by EOS or the
         # limit, the last kept one is a draft token, whose row is dropped for the invariant's sake.
         verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
-        steps.append(Step(row, draft.size, deepest[row], accepted, kept))
+        steps.append(Step(row, draft.size, verdict.depths[row], accepted, kept))
     state.cache.commit(verdict.rows)
     return steps
 
