@@ -66,8 +66,8 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
     seen = SimpleNamespace(commits=0, accepted=0)
     commit = loop._commit
 
-    def check(state: DecodeState, draft: Any, depths: Any, verdict: Any) -> Any:
-        steps = commit(state, draft, depths, verdict)
+    def check(state: DecodeState, *args: Any) -> Any:
+        steps = commit(state, *args)
         seen.commits += 1
         seen.accepted += sum(step.accepted for step in steps)
         for row, tokens in enumerate(state.tokens):

@@ -1,0 +1,220 @@
+"""Draft trees: ancestors, fixed plans, and EAGLE-2's dynamic tree against a plain reference."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drafters.decoding.draft_tree import ROOT, DraftTree, static_ancestors
+from drafters.decoding.sampling import Sampling
+from drafters.decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+
+CPU = torch.device("cpu")
+VOCAB = 13
+Logits = Callable[[tuple[int, ...]], torch.Tensor]
+
+
+def brute_ancestors(parents: list[int]) -> torch.Tensor:
+    see = torch.zeros(len(parents) + 1, len(parents) + 1, dtype=torch.bool)
+    for row in range(len(parents) + 1):
+        node = row - 1
+        while node != ROOT:
+            see[row, node + 1] = True
+            node = parents[node]
+        see[row, 0] = True
+    return see
+
+
+def test_ancestors_equal_brute_force() -> None:
+    """Catches a reach that stops at a power of two, and a mask transposed or mixed between batch rows."""
+    for n in (1, 2, 3, 7, 8, 9, 25, 64):
+        batch = [[random.randint(max(ROOT, node - spread), node - 1) for node in range(n)] for spread in (1, 3, 70)]
+        draft = DraftTree(torch.zeros(3, n, dtype=torch.long), torch.tensor(batch))
+        expected = torch.stack([brute_ancestors(parents) for parents in batch])
+        assert torch.equal(draft.ancestors(), expected)
+        assert torch.equal(draft.depths(draft.ancestors()), expected.sum(-1) - 1)
+        assert all(torch.equal(static_ancestors(p), e) for p, e in zip(batch, expected, strict=True))
+
+
+def test_chain_and_empty() -> None:
+    """Catches a chain whose shortcut mask differs from the one its parents give."""
+    chain = DraftTree.chain(torch.tensor([[4, 5, 6], [7, 8, 9]]))
+    assert torch.equal(chain.ancestors(), DraftTree(chain.tokens, chain.parents).ancestors())
+    empty = DraftTree.empty(2, CPU)
+    assert empty.size == 0 and empty.ancestors().tolist() == [[[True]], [[True]]]
+
+
+def test_eagle_tree_is_the_papers() -> None:
+    """Catches a wrong shape: EAGLE (Li et al. 2024), Figure 9 has 25 nodes, 4/8/8/3/2 a level, drafted in 5 passes."""
+    plan = TreePlan(EAGLE_TREE, CPU)
+    assert plan.size == 25 and len(plan.levels) == 5
+    assert [len(level.rank) for level in plan.levels] == [4, 8, 8, 3, 2]
+    assert torch.equal(plan.see[0], brute_ancestors(plan.parents[0].tolist()))
+
+
+@pytest.mark.parametrize(
+    "paths", [[[0], [0, 0, 0]], [[1]], [[0], [0, 1]], [[0], [0]], [[]], [[0], [-1]], [[0], [0, 0], [1, 0]]]
+)
+def test_paths_that_are_no_tree_are_refused(paths: list[list[int]]) -> None:
+    """Catches orphans, gaps among siblings and doubles, which would be drafted from another node's logits."""
+    with pytest.raises(ValueError, match="tree path"):
+        TreePlan(paths, CPU)
+
+
+class FakeHead:
+    """A drafter whose logits are a function of the path alone; features carry the path, so misrouted rows show."""
+
+    def __init__(self, logits_of: Logits) -> None:
+        self.logits_of = logits_of
+        self.paths: list[tuple[int, ...]] = [()]  # a feature is the index of its path
+        self.nodes: list[int] = []
+        self.forwards: list[int] = []
+
+    @property
+    def root(self) -> torch.Tensor:
+        return torch.zeros(1, 1, 1)
+
+    def lm_head(self, features: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.logits_of(self.paths[int(f)]) for f in features[0, :, 0]])[None]
+
+    def extend(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        see: torch.Tensor | None,
+        depths: torch.Tensor | None,
+        offset: int,
+    ) -> torch.Tensor:
+        assert offset == len(self.nodes), "rows must go where the last level's ended"
+        self.nodes += tokens[0].tolist()
+        self.forwards.append(tokens.shape[1])
+        made = []
+        for row, token in enumerate(tokens[0].tolist()):
+            path = (*self.paths[int(features[0, row, 0])], token)
+            if see is not None and depths is not None:
+                seen = tuple(self.nodes[j] for j in range(len(self.nodes)) if see[0, row, j])
+                assert seen == path, "a row must attend to its own path"
+                assert depths[0, offset + row] == len(path) - 1
+            self.paths.append(path)
+            made.append(len(self.paths) - 1)
+        return torch.tensor(made, dtype=torch.float32)[None, :, None]
+
+
+def random_logits(path: tuple[int, ...], scale: float = 2.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash(path) % (1 << 31))
+    return scale * torch.randn(VOCAB, generator=generator)
+
+
+def path_of(draft: DraftTree, node: int) -> tuple[int, ...]:
+    if node == ROOT:
+        return ()
+    return (*path_of(draft, int(draft.parents[0, node])), int(draft.tokens[0, node]))
+
+
+PLANS = [
+    EAGLE_TREE,
+    [[0], [0, 0], [0, 0, 0]],
+    [[0], [1], [2], [1, 0], [2, 0], [2, 1], [2, 1, 0], [1, 0, 0], [1, 0, 1]],
+    [[0]],
+]
+
+
+@pytest.mark.parametrize("paths", PLANS)
+def test_static_greedy_takes_top_children(paths: list[list[int]]) -> None:
+    """Catches children taken from another node's logits, and leaves forwarded for nothing."""
+    head = FakeHead(random_logits)
+    plan = TreePlan(paths, CPU)
+    draft = grow_static(head.root, head.extend, head.lm_head, plan, Sampling(), None)
+    ranks: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    for path in sorted(map(tuple, paths), key=lambda path: (len(path), path)):
+        before = ranks[path[:-1]]
+        ranks[path] = (*before, int(random_logits(before).topk(path[-1] + 1).indices[-1]))
+    found = [path_of(draft, node) for node in range(draft.size)]
+    assert sorted(found) == sorted(path for path in ranks.values() if path)
+    assert sum(head.forwards) == len({path[:-1] for path in map(tuple, paths)} - {()})
+
+
+@pytest.mark.parametrize("paths", PLANS)
+def test_static_sampled_names_the_q_it_drew_from(paths: list[list[int]]) -> None:
+    """Catches a q_row that points at another node's distribution: the output would be biased, and only at T > 0."""
+    sampling = Sampling(temperature=1.5, top_k=6)
+    head = FakeHead(random_logits)
+    draft = grow_static(
+        head.root, head.extend, head.lm_head, TreePlan(paths, CPU), sampling, torch.Generator().manual_seed(3)
+    )
+    assert draft.q is not None and draft.q_row is not None and draft.valid is not None and bool(draft.valid.all())
+    for node in range(draft.size):
+        parent = int(draft.parents[0, node])
+        expected = sampling.probabilities(random_logits(path_of(draft, parent)))
+        assert torch.equal(draft.q[0, draft.q_row[0, node]], expected)
+        siblings = [other for other in range(draft.size) if int(draft.parents[0, other]) == parent]
+        assert len({int(draft.tokens[0, other]) for other in siblings}) == len(siblings)
+
+
+def test_static_marks_exhausted_support() -> None:
+    """Catches zero-probability children handed to verification when top-k leaves fewer tokens than the tree wants."""
+    head = FakeHead(random_logits)
+    plan = TreePlan([[0], [1], [2], [3], [0, 0], [0, 1], [0, 2]], CPU)
+    draft = grow_static(head.root, head.extend, head.lm_head, plan, Sampling(1.0, top_k=2), torch.Generator())
+    assert draft.valid is not None
+    assert draft.valid[0].tolist() == [True, True, False, False, True, True, False]
+
+
+def reference_dynamic(logits_of: Logits, depth: int, top_k: int, nodes: int) -> dict[tuple[int, ...], float]:
+    """EAGLE-2 (Li et al. 2024b), section 4, written with dictionaries: expansion by confidence, then reranking."""
+    scores: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for _ in range(depth):
+        level: list[tuple[tuple[int, ...], float]] = []
+        for path, score in frontier:
+            best = logits_of(path).float().log_softmax(-1).topk(top_k)
+            level += [
+                ((*path, int(token)), score + float(step))
+                for step, token in zip(best.values, best.indices, strict=True)
+            ]
+        scores |= dict(level)
+        frontier = sorted(level, key=lambda item: -item[1])[:top_k]
+    return dict(sorted(scores.items(), key=lambda item: -item[1])[:nodes])
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "nodes"), [(5, 10, 59), (1, 4, 10), (2, 3, 7), (4, 2, 3), (3, 5, 1000), (6, 1, 6)]
+)
+def test_dynamic_equals_reference(depth: int, top_k: int, nodes: int) -> None:
+    """Catches a parent read off the wrong level, scores that are not cumulative, and a rerank that loses the best."""
+    for seed in range(3):
+
+        def logits_of(path: tuple[int, ...], seed: int = seed) -> torch.Tensor:
+            return random_logits((seed, *path))
+
+        head = FakeHead(logits_of)
+        draft = grow_dynamic(head.root, head.extend, head.lm_head, depth, top_k, nodes)
+        found = {path_of(draft, node) for node in range(draft.size)}
+        assert len(found) == draft.size
+        assert found == set(reference_dynamic(logits_of, depth, top_k, nodes))
+        assert head.forwards == [top_k] * (depth - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["constant", "certain", "coarse"])
+def test_dynamic_is_closed_under_ties(kind: str, dtype: torch.dtype) -> None:
+    """Catches a child kept without its parent on an exact tie of scores (18 of 400 trees of EAGLE's released code)."""
+
+    def logits_of(path: tuple[int, ...]) -> torch.Tensor:
+        if kind == "constant":
+            return torch.ones(VOCAB, dtype=dtype)
+        if kind == "certain":  # log-probability 0 in floating point: child and parent tie
+            return torch.nn.functional.one_hot(torch.tensor(len(path)), VOCAB).to(dtype) * 1000
+        return (random_logits(path, 1.0) * 1.5).round().to(dtype)
+
+    for depth, top_k, nodes in ((5, 10, 59), (6, 4, 9), (5, 3, 5), (4, 5, 2), (5, 10, 14)):
+        head = FakeHead(logits_of)
+        draft = grow_dynamic(head.root, head.extend, head.lm_head, depth, top_k, nodes)
+        parents = draft.parents[0].tolist()
+        assert all(ROOT <= parent < node for node, parent in enumerate(parents))
+        paths = [path_of(draft, node) for node in range(draft.size)]
+        assert len(set(paths)) == draft.size and all(path[:-1] in paths for path in paths if len(path) > 1)
+        for path in paths:  # every token is one of its parent's top children, or ties with one
+            logits = logits_of(path[:-1]).float()
+            assert logits[path[-1]] >= logits.topk(top_k).values[-1]

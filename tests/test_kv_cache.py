@@ -1,0 +1,92 @@
+"""The cache: rows of an accepted path, rows of batches of unequal length, slots beyond the length."""
+
+import random
+
+import pytest
+import torch
+from conformance import NO_EOS, checked_commits, plain_greedy, prompt, rows_of, target_of
+
+from drafters import generate
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.decoding.kv_cache import KVCache
+
+
+def make(batch: int, capacity: int = 32) -> KVCache:
+    return KVCache(2, batch, 3, capacity, 4, torch.float32, "cpu")
+
+
+def numbered(batch: int, rows: int, first: float) -> torch.Tensor:
+    """``[batch, 3, rows, 4]`` with a value of its own for each batch row and row."""
+    values = first + 100 * torch.arange(batch)[:, None] + torch.arange(rows)
+    return values[:, None, :, None].expand(-1, 3, -1, 4).float()
+
+
+def test_commit_of_scattered_rows() -> None:
+    """Catches a path copied over itself: row 4 moved to slot 1 before row 1 was read, or values left behind."""
+    random.seed(1)
+    for _ in range(30):
+        cache = make(2)
+        expected: list[list[float]] = [[], []]
+        for step in range(4):
+            rows = 6
+            new = numbered(2, rows, 10.0 * (step + 1))
+            for layer in range(2):
+                cache.at(rows).update(new + 1000 * layer, -new - 1000 * layer, layer)
+            kept = [sorted(random.sample(range(rows), random.randint(0, rows))) for _ in range(2)]
+            cache.commit(kept)
+            for b in range(2):
+                expected[b] += [float(new[b, 0, row, 0]) for row in kept[b]]
+        assert cache.lengths == [len(row) for row in expected]
+        for b, row in enumerate(expected):
+            for layer in range(2):
+                want = torch.tensor(row)[None, :, None].expand(3, -1, 4) + 1000 * layer
+                assert torch.equal(cache.keys[layer, b, :, : len(row)], want)
+                assert torch.equal(cache.values[layer, b, :, : len(row)], -want)
+
+
+def test_offset_writes_follow_uncommitted_rows() -> None:
+    """Catches a second drafting pass that overwrites the first, and an update that hands out stale or too many rows."""
+    cache = make(1)
+    cache.at(3).update(numbered(1, 3, 0), numbered(1, 3, 0), 0)
+    cache.commit([[0, 1, 2]])
+    cache.at(2).update(numbered(1, 2, 50), numbered(1, 2, 50), 0)
+    keys, values = cache.at(1, offset=2).update(numbered(1, 1, 60), numbered(1, 1, 60), 0)
+    assert keys[0, 0, :, 0].tolist() == values[0, 0, :, 0].tolist() == [0, 1, 2, 50, 51, 60]
+    keys, _ = cache.at(1).update(numbered(1, 1, 70), numbered(1, 1, 70), 0)
+    assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 70]
+
+
+def test_crop_forgets_only_the_end() -> None:
+    """Catches a crop that grows the cache back over rows that were never committed."""
+    cache = make(2)
+    cache.at(4).update(numbered(2, 4, 0), numbered(2, 4, 0), 0)
+    cache.commit([[0, 1, 2, 3], [0, 1]])
+    cache.crop([2, 2])
+    assert cache.lengths == [2, 2]
+    with pytest.raises(AssertionError):
+        cache.crop([3, 2])
+
+
+def test_capacity_is_checked() -> None:
+    """Catches a write past the end, which on slices is silently cut short."""
+    with pytest.raises(AssertionError, match="cache of 4 rows asked for 5"):
+        make(1, capacity=4).at(5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "mixtral"])
+def test_ragged_batch_equals_each_row_alone(family: str) -> None:
+    """Catches rows that see padding or another row's keys, and a row that ends early and then disturbs the others."""
+    target = target_of(family)
+    prompts = [prompt(3), prompt(14), prompt(8)]
+    expected = [plain_greedy(target, ids, 14) for ids in prompts]
+    eos = expected[0][4]  # ends the first row early, maybe others too
+    with checked_commits() as seen:
+        drafter = AutoregressiveDrafter(target)
+        assert rows_of(generate(target, drafter, prompts, max_new_tokens=14, eos_token_id=NO_EOS)) == expected
+        padded = torch.tensor([ids + [9] * (14 - len(ids)) for ids in prompts])
+        lengths = [len(ids) for ids in prompts]
+        result = generate(target, drafter, padded, prompt_lengths=lengths, max_new_tokens=14, eos_token_id=eos)
+    cut = [row[: row.index(eos) + 1] if eos in row else row for row in expected]
+    assert rows_of(result) == cut and result.lengths == [len(row) for row in cut]
+    assert all((row[length:] == eos).all() for row, length in zip(result.tokens, result.lengths, strict=True))
+    assert seen.commits > 13

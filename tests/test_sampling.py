@@ -1,0 +1,100 @@
+"""Sampling: warps as in transformers, draws without replacement, residuals."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from drafters.decoding.sampling import Sampling, draw, draw_without_replacement, residual
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.3, 0, 1.0), (1.7, 5, 1.0), (1.0, 0, 0.8), (0.7, 20, 0.9), (1.0, 1, 1.0), (1.3, 500, 0.01)],
+)
+def test_warps_equal_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    """Catches another order of the warps, an off-by-one in top-k or top-p, and top-p that can empty the support."""
+    logits = 3 * torch.randn(64, 97)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    found = Sampling(temperature, top_k, top_p).probabilities(logits)
+    torch.testing.assert_close(found, expected.softmax(-1), atol=1e-6, rtol=1e-5)
+    assert torch.equal(found > 0, expected.softmax(-1) > 0)
+
+
+def test_ties_at_the_kth_logit_stay() -> None:
+    """Catches top-k by index, which drops tied tokens that transformers keeps."""
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    found = Sampling(1.0, top_k=2).probabilities(logits)
+    torch.testing.assert_close(found, TopKLogitsWarper(2)(None, logits).softmax(-1))
+
+
+def test_probabilities_are_float32_and_greedy_is_one_hot() -> None:
+    """Catches bfloat16 probabilities, whose sums are off by a percent and whose residuals are noise."""
+    logits = torch.randn(3, 11, dtype=torch.bfloat16)
+    found = Sampling(0.5).probabilities(logits)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.sum(-1), torch.ones(3))
+    assert torch.equal(Sampling().probabilities(logits).argmax(-1), logits.argmax(-1))
+    assert Sampling().probabilities(logits).sum().item() == 3.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1}]
+    + [{"top_p": value} for value in (0.0, 1.1, -0.5, float("nan"))],
+)
+def test_out_of_range_is_refused(options: dict[str, float]) -> None:
+    """Catches a NaN or a percentage that is silently taken as a probability."""
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+def test_draw_follows_the_distribution() -> None:
+    """Catches an exponential race run the wrong way round, and tokens of probability zero."""
+    p = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    found = draw(p.expand(200_000, -1), torch.Generator().manual_seed(0)).bincount(minlength=5) / 200_000
+    assert (found - p).abs().sum() / 2 < 0.004
+    assert found[1] == 0
+
+
+def test_draws_without_replacement_in_order() -> None:
+    """Catches draws that are distinct but not sequential: P(a then b) must be q(a) q(b) / (1 - q(a)), exactly."""
+    q = torch.tensor([0.55, 0.25, 0.15, 0.05])
+    tokens, valid = draw_without_replacement(q.expand(300_000, -1), 2, torch.Generator().manual_seed(0))
+    assert bool(valid.all())
+    found = (tokens[:, 0] * 4 + tokens[:, 1]).bincount(minlength=16) / len(tokens)
+    expected = torch.zeros(16)
+    for a, b in itertools.permutations(range(4), 2):
+        expected[a * 4 + b] = q[a] * q[b] / (1 - q[a])
+    assert (found - expected).abs().sum() / 2 < 0.004
+    included = torch.stack([(tokens == token).any(-1).float().mean() for token in range(4)])
+    torch.testing.assert_close(included, expected.view(4, 4).sum(0) + expected.view(4, 4).sum(1), atol=0.004, rtol=0)
+
+
+def test_draws_beyond_the_support_are_marked() -> None:
+    """Catches zero-probability tokens returned as real draws (torch.multinomial does that silently)."""
+    q = torch.tensor([[0.0, 0.7, 0.0, 0.3], [1.0, 0.0, 0.0, 0.0]])
+    tokens, valid = draw_without_replacement(q.repeat(1000, 1), 3, torch.Generator().manual_seed(0))
+    assert valid.tolist() == [[True, True, False], [True, False, False]] * 1000
+    assert set(tokens[0::2, :2].flatten().tolist()) == {1, 3} and set(tokens[1::2, 0].tolist()) == {0}
+
+
+def test_residual() -> None:
+    """Catches 0/0 where p equals q, and a residual that is not renormalised. By hand."""
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.2, 0.5, 0.3]])
+    torch.testing.assert_close(residual(p, q), torch.tensor([[1.0, 0.0, 0.0]]))
+    assert torch.equal(residual(p, p), p)
+    rest = residual(torch.tensor([0.4, 0.4, 0.2]), torch.tensor([0.3, 0.2, 0.5]))
+    torch.testing.assert_close(rest, torch.tensor([1 / 3, 2 / 3, 0.0]))
+
+
+def test_residual_of_one_hot_zeroes_the_token() -> None:
+    """Catches a deterministic child that can still be drawn after its rejection."""
+    p = torch.tensor([[0.5, 0.3, 0.2]])
+    found = residual(p, torch.tensor([[0.0, 1.0, 0.0]]))
+    torch.testing.assert_close(found, torch.tensor([[5 / 7, 0.0, 2 / 7]]))
