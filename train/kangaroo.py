@@ -36,3 +36,5 @@ if __name__ == "__main__":
         main()
     except (ValueError, TrainingDiverged) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; --resume continues from the last checkpoint")

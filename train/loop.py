@@ -8,6 +8,7 @@ generator's state.
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class TrainRun:
         self.last_step = self._step_limit()
         self.states = StateFolder(self.config.out)
         self.progress = Progress()
+        self._clock = time.monotonic()
         self.info = describe_run(self.config, arguments, ranks.count)
         if resume:
             self._load()
@@ -86,31 +88,31 @@ class TrainRun:
         self._clock = time.monotonic() - progress.seconds
         bar = tqdm(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, mininterval=1)
         steps = self.data.steps(progress.position)
+        finished = self._finished()
+        if finished:
+            bar.write(f"{config.out} is already finished at step {progress.step}; a higher limit continues it")
         try:
-            while not self._finished():
-                self._step(next(steps), bar)
-                step = progress.step
-                if step % config.save_every == 0:
-                    self._save()
-                if self._finished():
-                    break
-                if step % config.eval_every == 0:
+            while not finished:
+                self._step(steps, bar)
+                finished = self._finished()
+                # The state comes last: a run resumed at this step need not wonder whether the rest was done.
+                if finished or progress.step % config.eval_every == 0:
                     self._evaluate(bar)
-                if step % config.export_every == 0:
+                if finished or progress.step % config.export_every == 0:
                     self._export()
-            self._evaluate(bar)
+                if finished or progress.step % config.save_every == 0:
+                    self._save()
         finally:
             steps.close()
             bar.close()
-        self._save()
-        self._export()
         if self.metrics:
             self.metrics.close()
 
     # ------------------------------------------------------------------------------------------- one step
 
-    def _step(self, data: StepData, bar: Any) -> None:
+    def _step(self, steps: Iterator[StepData], bar: Any) -> None:
         began = time.monotonic()
+        data = next(steps)
         config, progress, engine = self.config, self.progress, self.engine
         seed_step(config.seed, progress.step, self.ranks)
         rate = self._learning_rate()
@@ -242,8 +244,6 @@ class TrainRun:
     def _save(self) -> None:
         """DeepSpeed's checkpoint of every rank; `latest` names it only when it is whole."""
         tag = self.states.tag(self.progress.step)
-        if self.states.latest() == tag:
-            return
         client_state = {"progress": dict(vars(self.progress))}
         self.engine.save_checkpoint(str(self.states.path), tag=tag, client_state=client_state, save_latest=False)
         torch.distributed.barrier()
