@@ -7,7 +7,7 @@ import tiny
 import torch
 from transformers import PreTrainedModel
 
-from drafters import TargetModel
+from drafters import FeatureOutput, TargetModel
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.eagle import EagleDrafter, EagleHead
@@ -33,6 +33,10 @@ class OracleEagle(EagleDrafter):
     """
 
     noise = 0.0
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._committed, self._primed = list(state.tokens[0]), False
+        super().begin(state, output)
 
     def propose(self, state: DecodeState) -> DraftTree:
         self._committed, self._nodes, self._primed = list(state.tokens[0]), [], False

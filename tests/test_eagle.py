@@ -1,0 +1,170 @@
+"""EAGLE: what the loop drafts through caches and tree masks equals the head run from scratch on each path."""
+
+from unittest import mock
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, target_of
+from rigged import eagle
+from torch import nn
+
+from drafters import TargetModel, generate
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.eagle import EagleDrafter, EagleHead
+
+
+def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int]) -> torch.Tensor:
+    """Logits ``[V]`` for the children of ``path``: no cache, true features up to the root, predicted ones beyond."""
+    target = drafter.target
+    tokens = known + path
+    features = target.features(torch.tensor([known[:-1]])).features
+    for _ in range(len(path) + 1):
+        count = features.shape[1]
+        embeddings = target.embed(torch.tensor([tokens[1 : count + 1]]))
+        predicted = drafter.module(features, embeddings, torch.arange(count)[None])
+        features = torch.cat([features, predicted[:, -1:]], dim=1)
+    return target.lm_head(features[0, -1])
+
+
+def path_of(draft: DraftTree, node: int) -> list[int]:
+    if node == ROOT:
+        return []
+    return [*path_of(draft, int(draft.parents[0, node])), int(draft.tokens[0, node])]
+
+
+def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree) -> None:
+    nodes: dict[int, list[int]] = {}
+    for node in range(draft.size):
+        nodes.setdefault(int(draft.parents[0, node]), []).append(node)
+    for parent, children in nodes.items():
+        logits = from_scratch(drafter, state.tokens[0], path_of(draft, parent))
+        tokens = draft.tokens[0, children]
+        if draft.q is None:
+            assert tokens.tolist() == logits.topk(len(children)).indices.tolist()
+        else:
+            assert draft.q_row is not None
+            expected = state.sampling.probabilities(logits)
+            for node in children:
+                torch.testing.assert_close(draft.q[0, draft.q_row[0, node]], expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_drafts_equal_the_head_from_scratch(family: str, tree: str, temperature: float) -> None:
+    """Catches a head fed feature_i with token_i, stale rows in its cache, siblings that see each other, positions.
+
+    None of these changes the output, only tau: conformance cannot see them. A random head accepts little, so the first
+    draft tokens of a chain are replaced by the target's own.
+    """
+    target = target_of(family)
+    drafter = eagle(target, None, tree, depth=4, top_k=3, nodes=9)
+    continuation = (
+        generate(target, drafter, [prompt(9)], max_new_tokens=16, eos_token_id=NO_EOS, temperature=temperature)
+        .tokens[0]
+        .tolist()
+    )
+    propose, checked = drafter.propose, []
+
+    def forced(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        check_draft(drafter, state, draft)
+        done = len(state.tokens[0]) - 9
+        path = list(range(1 + len(checked) % 2))
+        checked.append(draft.size)
+        if temperature == 0 and draft.is_chain and state.room() > 4:  # make one or two draft tokens right
+            draft.tokens = draft.tokens.clone()
+            draft.tokens[0, path] = torch.tensor(continuation[done : done + len(path)])
+        return draft
+
+    with mock.patch.object(drafter, "propose", forced):
+        generate(target, drafter, [prompt(9)], max_new_tokens=16, eos_token_id=NO_EOS, temperature=temperature)
+    assert len(checked) > 3
+
+
+def trained_head(target: TargetModel) -> EagleHead:
+    """A head overfitted for a moment on the target's own greedy text: its drafts are accepted in part."""
+    torch.manual_seed(0)
+    head = EagleHead(target.config)
+    ids = generate_text(target)
+    features = target.features(ids).features.clone()
+    embeddings = target.embed(ids).clone()
+    positions = torch.arange(ids.shape[1] - 1)[None]
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    with torch.enable_grad():
+        for _ in range(150):
+            predicted = head(features[:, :-1], embeddings[:, 1:], positions)
+            loss = nn.functional.smooth_l1_loss(predicted, features[:, 1:])
+            truth = target.lm_head(features[:, 1:]).softmax(-1)
+            loss = loss + nn.functional.cross_entropy(target.lm_head(predicted).flatten(0, 1), truth.flatten(0, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return head
+
+
+def generate_text(target: TargetModel) -> torch.Tensor:
+    ids = torch.tensor([prompt(8, seed) for seed in range(4)])
+    with torch.no_grad():
+        for _ in range(24):
+            ids = torch.cat([ids, target.model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+def test_trained_head_is_accepted(tree: str) -> None:
+    """Catches training and drafting that disagree (alignment, positions): an overfitted head must be accepted often."""
+    target = target_of("llama")
+    drafter = EagleDrafter(target, trained_head(target), tree=tree, top_k=4, nodes=20)
+    traces = [
+        generate(target, drafter, [prompt(8, seed)], max_new_tokens=24, eos_token_id=NO_EOS).trace for seed in range(4)
+    ]
+    tau = sum(trace.decoded_tokens for trace in traces) / sum(len(trace.steps) for trace in traces)
+    assert tau > 1.6, f"{tree}: tau {tau:.2f}"
+
+
+def test_features_taken_in_are_true() -> None:
+    """Catches predicted features kept after verification: the head would drift the further the better it drafts."""
+    target = target_of("llama")
+    drafter = eagle(target, 0.3, "dynamic", top_k=4, nodes=12)
+    observe, accepted = drafter.observe, []
+
+    def checked(state, draft, output, verdict) -> None:  # noqa: ANN001
+        observe(state, draft, output, verdict)
+        count = drafter._features.shape[1]
+        accepted.append(count)
+        known = state.tokens[0]
+        true = target.features(torch.tensor([known[:-1]])).features[:, -count:]
+        torch.testing.assert_close(drafter._features, true, atol=1e-4, rtol=1e-4)
+        assert drafter._cache.lengths[0] == len(known) - 1 - count
+
+    with mock.patch.object(drafter, "observe", checked):
+        generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS)
+    assert max(accepted) > 2
+
+
+def test_head_for_a_mixture_of_experts_is_dense() -> None:
+    """Catches eight experts in Mixtral's head: EAGLE (Table 2) gives 0.28B, one dense layer."""
+    target = target_of("mixtral")
+    names = dict(EagleHead(target.config).named_parameters())
+    assert names["layers.0.mlp.down_proj.weight"].shape == (target.hidden_size, target.config.intermediate_size)
+    assert names["fc.weight"].shape == (target.hidden_size, 2 * target.hidden_size)
+    assert not any("input_layernorm" in name or "expert" in name for name in names)
+
+
+def test_sampled_tree_has_the_warped_q() -> None:
+    """Catches a draft distribution without the target's warps: lossless still, but it drafts what top-p rejects."""
+    target = target_of("llama")
+    drafter = eagle(target, None, "static")
+    propose, supports = drafter.propose, []
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        if draft.q is not None:
+            supports.append(int((draft.q > 0).sum(-1).max()))
+        return draft
+
+    with mock.patch.object(drafter, "propose", checked):
+        generate(target, drafter, [prompt(9)], max_new_tokens=4, temperature=0.8, top_k=5, top_p=0.9)
+    assert supports and 1 < max(supports) <= 5

@@ -1,0 +1,92 @@
+"""Kangaroo: drafts equal the adapter run from scratch; the second early exit; shallow work is done once."""
+
+from unittest import mock
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, target_of
+from rigged import EXIT_LAYER, kangaroo, quiet_depths
+
+from drafters import generate
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.kangaroo import KangarooAdapter
+
+ETA = 0.15
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("rigged", "scale"), [(True, 0.1), (False, 1.0), (False, 0.0)])
+def test_drafts_equal_the_adapter_from_scratch(rigged: bool, scale: float, temperature: float) -> None:
+    """Catches adapter rows lost after full acceptance or kept after rejection, positions, and a wrong stop by eta.
+
+    None of these changes the output, only tau.
+    """
+    target = target_of("llama", quiet_depths(scale))
+    drafter = kangaroo(target, rigged, eta=ETA, max_draft_tokens=4)
+    propose, sizes = drafter.propose, set()
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        known, drafted = state.tokens[0], draft.tokens[0].tolist()
+        sizes.add(draft.size)
+        exits = target.features(torch.tensor([known + drafted]), taps=(EXIT_LAYER,)).taps[EXIT_LAYER]
+        assert draft.hidden is not None and draft.resume_layer == EXIT_LAYER
+        torch.testing.assert_close(draft.hidden, exits[:, len(known) - 1 :], atol=1e-3, rtol=1e-3)
+        states = drafter.module(exits, torch.arange(exits.shape[1])[None])
+        logits = target.lm_head(states)[:, len(known) - 1 : -1]
+        if temperature == 0:
+            assert torch.equal(draft.tokens, logits.argmax(-1))
+        elif drafted:
+            assert draft.q is not None
+            torch.testing.assert_close(draft.q, state.sampling.probabilities(logits), atol=1e-4, rtol=1e-3)
+        sure = logits.softmax(-1).amax(-1)[0].tolist()
+        assert all(value > ETA for value in sure[:-1]), "it must stop after the first uncertain token"
+        assert draft.size == min(4, state.room() - 1) or sure[-1] <= ETA, "it must not stop before"
+        return draft
+
+    accepted = set()
+    with mock.patch.object(drafter, "propose", checked):
+        for seed in range(2):
+            options = {"max_new_tokens": 18, "eos_token_id": NO_EOS, "seed": seed}
+            trace = generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options).trace
+            accepted |= {(step.accepted, step.depth) for step in trace.steps}
+    if rigged:
+        assert any(a == d > 0 for a, d in accepted) and any(a < d for a, d in accepted)
+        assert len(sizes) > 1
+
+
+def test_shallow_layers_run_once() -> None:
+    """Catches verification that starts at layer 0 again, which doubles the cost that Kangaroo exists to save."""
+    target = target_of("llama")
+    drafter = kangaroo(target, True, eta=0.0, max_draft_tokens=3)
+    rows = [0] * target.num_layers
+    handles = [
+        layer.register_forward_hook(
+            lambda module, args, output, index=index: rows.__setitem__(index, rows[index] + args[0].shape[1])
+        )
+        for index, layer in enumerate(target.body.layers)
+    ]
+    try:
+        trace = generate(target, drafter, [prompt(6)], max_new_tokens=10, eos_token_id=NO_EOS).trace
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(set(rows)) == 1, f"every layer must see every row once, found {rows}"
+    assert rows[0] == 6 + sum(step.drafted + 1 for step in trace.steps)
+
+
+def test_adapter_is_what_the_paper_counts() -> None:
+    """Catches an MLP, a bias or a third norm: 4 H^2 + 2 H parameters without grouped heads (Kangaroo, section 3.1)."""
+    config = target_of("llama").config
+    changed = type(config)(**{**config.to_dict(), "num_key_value_heads": 4, "head_dim": 12})
+    hidden = config.hidden_size
+    assert sum(weights.numel() for weights in KangarooAdapter(changed).parameters()) == 4 * hidden**2 + 2 * hidden
+
+
+@pytest.mark.parametrize("exit_layer", [0, 4, 7])
+def test_exit_layer_is_checked(exit_layer: int) -> None:
+    """Catches an exit after the last layer, where nothing is left to verify with."""
+    target = target_of("llama")
+    with pytest.raises(ValueError, match=f"between 1 and 3.*found {exit_layer}"):
+        type(kangaroo(target, False))(target, KangarooAdapter(target.config), exit_layer=exit_layer)
