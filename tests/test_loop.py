@@ -1,0 +1,200 @@
+"""The loop: its limits and refusals, and, end to end, output distributed as the target's own for every drafter.
+
+The distribution test enumerates a toy target's next tokens exactly and compares with thousands of `generate` calls by a
+chi-square statistic. Rules and drafts that are wrong on purpose must fail it.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, prompt, rows_of, target_of
+from rigged import eagle
+
+from drafters import Drafter, TargetModel, generate
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.decoding.acceptance import Rule, verify_sampled
+from drafters.decoding.sampling import Sampling
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.speculative import SpeculativeDrafter
+
+VOCAB, NEW, RUNS = 5, 3, 1200
+PROMPT = [1, 3]
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
+WARPS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 1.4, "top_k": 4, "top_p": 0.9}]
+
+
+@lru_cache(maxsize=4)
+def toy(seed: int = 0, layers: int = 2) -> TargetModel:
+    """A target whose distributions differ much from context to context, small enough to run thousands of times."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.35}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return TargetModel(tiny.build("llama", seed=seed, **sizes, **heads, **ids), name=f"toy-{seed}")
+
+
+def exact(target: TargetModel, sampling: Sampling) -> torch.Tensor:
+    """``[V] * NEW``: the target's own joint distribution, from whole forwards of the stock model."""
+    every = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=NEW)])
+    p = sampling.probabilities(target.model(every).logits[:, len(PROMPT) - 1 : -1])
+    return p.gather(2, every[:, len(PROMPT) :, None])[..., 0].prod(1).view((VOCAB,) * NEW)
+
+
+def deviation(drafter: Drafter, options: dict[str, Any], runs: int = RUNS) -> float:
+    """How many standard deviations the chi-square statistic of ``runs`` samples lies above its mean."""
+    target = drafter.target
+    expected = exact(target, Sampling(**options)).flatten() * runs
+    counts = torch.zeros(VOCAB**NEW)
+    for seed in range(runs):
+        result = generate(target, drafter, [PROMPT], max_new_tokens=NEW, eos_token_id=NO_EOS, seed=seed, **options)
+        a, b, c = result.tokens[0].tolist()
+        counts[(a * VOCAB + b) * VOCAB + c] += 1
+    assert counts[expected == 0].sum() == 0, "a token that top-k or top-p excludes was committed"
+    large = expected >= 4  # the rest is pooled: the statistic is no chi-square on nearly empty cells
+    observed = torch.cat([counts[large], counts[~large].sum()[None]])
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    degrees = len(expected) - 1
+    return float((((observed - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)
+
+
+def kangaroo_toy(target: TargetModel) -> KangarooDrafter:
+    torch.manual_seed(4)
+    return KangarooDrafter(target, KangarooAdapter(target.config), exit_layer=1, eta=0.3, max_draft_tokens=2)
+
+
+MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
+    "autoregressive": AutoregressiveDrafter,
+    "speculative": lambda target: SpeculativeDrafter(target, toy(1, 1), gamma=2),
+    "eagle chain": lambda target: eagle(target, None, "chain", depth=2),
+    "eagle static": lambda target: eagle(target, None, "static", paths=PATHS),
+    "eagle dynamic": lambda target: eagle(target, None, "dynamic", depth=2, top_k=3, nodes=6),
+    "kangaroo": kangaroo_toy,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "warp"),
+    [*((name, 1) for name in MAKERS), ("speculative", 0), ("eagle static", 0), ("kangaroo", 0)],
+)
+def test_output_is_distributed_as_the_targets(name: str, warp: int) -> None:
+    """Catches any bias of a method at T > 0: a q of another node or without its warps, a bonus from the wrong row."""
+    found = deviation(MAKERS[name](toy()), WARPS[warp])
+    assert found < 4.0, f"chi-square is {found:.1f} standard deviations above its mean"
+
+
+class Wrong:
+    """Mistakes in the draft's q, as a rule put around the right one."""
+
+    @staticmethod
+    def deterministic_as_sampled(draft, logits, see, sampling, generator):  # noqa: ANN001, ANN205
+        if draft.size:
+            draft.q = sampling.probabilities(logits)
+            draft.q_row = draft.parents + 1
+        return verify_sampled(draft, logits, see, sampling, generator)
+
+    @staticmethod
+    def q_of_the_next_row(draft, logits, see, sampling, generator):  # noqa: ANN001, ANN205
+        if draft.size:
+            draft.q = draft.q.roll(1, dims=1)
+        return verify_sampled(draft, logits, see, sampling, generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("eagle dynamic", Wrong.deterministic_as_sampled), ("eagle static", Wrong.q_of_the_next_row)],
+)
+def test_the_measurement_sees_wrong_rules(name: str, wrong: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a distribution test that cannot fail."""
+    drafter = MAKERS[name](toy())
+    monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
+    assert deviation(drafter, WARPS[0]) > 10.0
+
+
+def plain() -> tuple[TargetModel, Drafter]:
+    target = target_of("llama")
+    return target, AutoregressiveDrafter(target)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([[]], {}, "empty"),
+        ([], {}, "empty"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, "empty"),
+        (torch.tensor([5, 6]), {}, r"\[batch, tokens\].*\[2\]"),
+        ([[5, tiny.VOCAB_SIZE]], {}, "97"),
+        ([[-1, 5]], {}, "-1"),
+        ([[5]], {"max_new_tokens": 0}, "at least 1, found 0"),
+        ([[5]], {"temperature": -0.1}, "temperature"),
+        ([[5]], {"top_p": 0.0}, "top_p"),
+        ([[5, 6], [7]], {"prompt_lengths": [2]}, "prompt_lengths"),
+        ([[5, 6], [7]], {"prompt_lengths": [2, 0]}, "empty"),
+        ([[5] * 200], {"max_new_tokens": 57}, "200 tokens and max_new_tokens=57 exceed the 256.*at most 56"),
+    ],
+)
+def test_bad_input_is_refused(ids: Any, options: dict[str, Any], message: str) -> None:
+    """Catches an error from deep inside the model, or none at all, where the request was wrong."""
+    target, drafter = plain()
+    with pytest.raises(ValueError, match=message):
+        generate(target, drafter, ids, **options)
+
+
+def test_eos_comes_from_the_generation_config() -> None:
+    """Catches an EOS that is ignored unless it is passed, and ``[]`` that does not switch it off."""
+    target, drafter = plain()
+    free = rows_of(generate(target, drafter, [prompt(9)], max_new_tokens=30, eos_token_id=NO_EOS))[0]
+    eos = free[6]
+    before = target.model.generation_config.eos_token_id
+    try:
+        for setting in (eos, [eos, 96]):
+            target.model.generation_config.eos_token_id = setting
+            stopped = generate(target, drafter, [prompt(9)], max_new_tokens=30)
+            assert rows_of(stopped)[0] == free[: free.index(eos) + 1]
+        assert rows_of(generate(target, drafter, [prompt(9)], max_new_tokens=30, eos_token_id=NO_EOS))[0] == free
+    finally:
+        target.model.generation_config.eos_token_id = before
+
+
+def test_first_token_eos() -> None:
+    """Catches a generation that goes on after the prefill's own token ended it."""
+    target, drafter = plain()
+    first = rows_of(generate(target, drafter, [prompt(9)], max_new_tokens=1))[0]
+    result = generate(target, drafter, [prompt(9)], max_new_tokens=9, eos_token_id=first)
+    assert rows_of(result) == [first] and result.trace.steps == [] and result.trace.tau == 1.0
+
+
+def test_streaming_hands_out_each_token_once() -> None:
+    """Catches tokens streamed twice, late, or of another row."""
+    target, drafter = plain()
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    calls = []
+
+    def note(row: int, new: list[int]) -> None:
+        streamed[row] += new
+        calls.append(row)
+
+    result = generate(target, drafter, [prompt(4), prompt(7)], max_new_tokens=6, eos_token_id=NO_EOS, on_tokens=note)
+    assert [streamed[0], streamed[1]] == rows_of(result)
+    assert len(calls) == 12
+
+
+def test_callers_prompt_is_left_alone() -> None:
+    """Catches new tokens appended to the list that the caller passed."""
+    target, drafter = plain()
+    ids = [prompt(4)]
+    generate(target, drafter, ids, max_new_tokens=4, eos_token_id=NO_EOS)
+    assert ids == [prompt(4)]
+
+
+def test_global_random_state_is_untouched() -> None:
+    """Catches draws from the global generator: two methods in one process would disturb each other."""
+    target = target_of("llama")
+    before = torch.get_rng_state()
+    for drafter in (AutoregressiveDrafter(target), SpeculativeDrafter(target, target, gamma=2)):
+        generate(target, drafter, [prompt(5)], max_new_tokens=6, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), before)
