@@ -11,7 +11,7 @@ import pkgutil
 from typing import Any
 
 from .base import Drafter, LearnedDrafter
-from .checkpoint import load_checkpoint
+from .checkpoint import drafter_type
 from .decoding.frozen import FrozenEnds, load_frozen_ends
 from .decoding.loop import GenerateResult, generate
 from .decoding.sampling import Sampling
@@ -67,10 +67,10 @@ def load_drafter(path: str, target: TargetModel, revision: str | None = None, **
     Raises:
         ValueError: nothing loadable there, unsafe or incomplete weights, or a drafter of another target.
     """
-    config, _ = load_checkpoint(path, revision=revision)
-    kind = drafter_class(config["drafter_type"])
+    name = drafter_type(path, revision=revision)
+    kind = drafter_class(name)
     if not issubclass(kind, LearnedDrafter):
-        raise ValueError(f"{path}: drafter_type {config['drafter_type']!r} has no weights to load")
+        raise ValueError(f"{path}: drafter_type {name!r} has no weights to load")
     return kind.from_checkpoint(target, path, revision=revision, **options)
 
 

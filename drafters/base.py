@@ -52,6 +52,11 @@ class Drafter:
         return 0
 
     @property
+    def max_context(self) -> int:
+        """Positions that the target, and whatever else drafts, were made for."""
+        return self.target.max_context
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states wanted from every target forward, by the number of layers before them."""
         return ()
@@ -109,7 +114,7 @@ class LearnedDrafter(Drafter):
     def checkpoint_config(self) -> dict[str, Any]:
         """The checkpoint's config.json: what was loaded, or, for a module built by hand, what is known of it."""
         if self.provenance:
-            return self.provenance
+            return self.provenance | {"drafter": self.drafter_config()}
         return checkpoint.make_config(self.name, self.drafter_config(), self.target)
 
     def drafter_config(self) -> dict[str, Any]:

@@ -139,13 +139,22 @@ def load_checkpoint(
     Raises:
         ValueError: nothing is found under that name, or what is found is not a complete checkpoint of this format.
     """
-    folder = Path(path_or_repo).expanduser()
-    if not folder.is_dir():
-        if folder.exists():
-            raise ValueError(f"{folder} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
-        folder = _download(str(path_or_repo), revision, token)
+    folder = _folder(path_or_repo, revision, token)
     config = read_config(folder, source=str(path_or_repo))
     return config.model_dump(), _read_weights(folder, source=str(path_or_repo))
+
+
+def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
+    """Which method a checkpoint is of, without reading its weights; raises as ``load_checkpoint`` does."""
+    return read_config(_folder(path_or_repo, revision, None), source=str(path_or_repo)).drafter_type
+
+
+def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | None) -> Path:
+    """The local folder of a checkpoint, downloaded if need be."""
+    folder = Path(path_or_repo).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    return folder if folder.is_dir() else _download(str(path_or_repo), revision, token)
 
 
 def read_config(folder: Path, source: str | None = None) -> CheckpointConfig:

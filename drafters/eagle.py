@@ -108,6 +108,7 @@ class EagleDrafter(LearnedDrafter):
         self.tree, self.depth, self.top_k, self.nodes = tree, depth, min(top_k, target.vocab_size), nodes
         if tree == "chain":
             paths = [[0] * level for level in range(1, depth + 1)]
+        self.paths = None if tree == "chain" else paths
         self.plan = TreePlan(paths or EAGLE_TREE, target.device)
         self._cache: KVCache
         self._features: torch.Tensor  # [1, R, H] true features that the head has not taken in yet
@@ -117,7 +118,8 @@ class EagleDrafter(LearnedDrafter):
         return EagleHead(target.config)
 
     def drafter_config(self) -> dict[str, Any]:
-        return {"tree": self.tree, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
+        options = {"tree": self.tree, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
+        return options | ({"paths": self.paths} if self.paths else {})
 
     @property
     def max_draft(self) -> int:

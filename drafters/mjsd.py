@@ -20,7 +20,7 @@ from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, draw_without_replacement
 from .decoding.target import FeatureOutput, TargetModel
-from .speculative import load_draft_model
+from .speculative import load_draft_model, prefill
 
 
 class MJSDOptions(Config):
@@ -86,9 +86,14 @@ class MJSDDrafter(Drafter):
     def rule(self, sampling: Sampling) -> Rule:
         return JointLikelihood(self.threshold)
 
+    @property
+    def max_context(self) -> int:
+        return min(self.target.max_context, self.draft_model.max_context)
+
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         # Beams lie side by side in one cache, as a tree; the last level's tokens get no row.
         self._cache = self.draft_model.new_cache(1, state.cache.capacity + self.gamma * self.beams)
+        prefill(self.draft_model, self._cache, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)

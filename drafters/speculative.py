@@ -2,6 +2,7 @@
 
 import torch
 from pydantic import Field
+from transformers import AutoTokenizer
 
 from .base import Drafter
 from .config import Config
@@ -43,9 +44,13 @@ class SpeculativeDrafter(Drafter):
     def max_draft(self) -> int:
         return self.gamma
 
+    @property
+    def max_context(self) -> int:
+        return min(self.target.max_context, self.draft_model.max_context)
+
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._cache = self.draft_model.new_cache(1, state.cache.capacity)
-        self._advance(torch.tensor([state.tokens[0][:-1]], device=self.target.device))
+        prefill(self.draft_model, self._cache, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
@@ -74,6 +79,13 @@ class SpeculativeDrafter(Drafter):
         return self.draft_model.lm_head(features)
 
 
+def prefill(draft_model: TargetModel, cache: KVCache, state: DecodeState) -> None:
+    """Take the prompt into a draft model's cache, all but the root."""
+    prompt = torch.tensor([state.tokens[0][:-1]], device=draft_model.device)
+    draft_model.run(prompt, cache)
+    cache.commit([list(range(prompt.shape[1]))])
+
+
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
     """The draft model, checked against its target.
 
@@ -88,4 +100,22 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
             f"target {target.name} one of {target.vocab_size}: they must share a tokenizer; choose a draft model of "
             "the target's family"
         )
+    _check_tokenizers(target, draft_model)
     return draft_model
+
+
+def _check_tokenizers(target: TargetModel, draft_model: TargetModel) -> None:
+    """Equal sizes do not make equal vocabularies: with another tokenizer hardly a draft token would be accepted."""
+    if target.source is None or draft_model.source is None:
+        return
+    try:
+        theirs = AutoTokenizer.from_pretrained(target.source, revision=target.revision or "main").get_vocab()
+        ours = AutoTokenizer.from_pretrained(draft_model.source, revision=draft_model.revision or "main").get_vocab()
+    except (OSError, ValueError, KeyError):
+        return  # token ids in, token ids out: a model may come without a tokenizer
+    differing = [token for token, index in theirs.items() if ours.get(token) != index]
+    if differing:
+        raise ValueError(
+            f"draft model {draft_model.name} has another tokenizer than target {target.name}: {len(differing)} of "
+            f"{len(theirs)} tokens differ, for example {differing[0]!r}; choose a draft model of the target's family"
+        )

@@ -83,6 +83,8 @@ def verify_sampled(
     uniform = torch.rand(batch, n, device=logits.device, generator=generator)
     on_host = logits.device.type == "cpu"  # reading a value costs nothing there, and most nodes can be passed over
     parents, where = (draft.parents.tolist(), [0] * batch) if on_host else ([], [])
+    # Elsewhere every node costs its launches whether it is visited or not: warp all rows at once and pick.
+    warped = None if on_host else sampling.probabilities(logits)
     for node in range(n):
         if on_host and all(parents[b][node] + 1 != where[b] for b in range(batch)):
             continue
@@ -101,7 +103,8 @@ def verify_sampled(
             if not bool(accept.any()):
                 continue
             where = at.tolist()
-        p = torch.where(accept[:, None], sampling.probabilities(logits[everyone, at]), p)
+        p_at = sampling.probabilities(logits[everyone, at]) if warped is None else warped[everyone, at]
+        p = torch.where(accept[:, None], p_at, p)
     return collect(draft, see, at, draw(p, generator))
 
 

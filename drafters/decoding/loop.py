@@ -42,6 +42,7 @@ class DecodeState:
     max_new_tokens: int
     eos: frozenset[int]
     finished: list[bool]
+    _roots: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -50,8 +51,10 @@ class DecodeState:
 
     @property
     def roots(self) -> torch.Tensor:
-        """``[B, 1]`` last committed token of each row."""
-        return torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
+        """``[B, 1]`` last committed token of each row, copied to the device once a step."""
+        if self._roots is None:
+            self._roots = torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
+        return self._roots
 
     def room(self, row: int = 0) -> int:
         """Tokens a row may still commit; a draft longer than room - 1 is wasted."""
@@ -66,6 +69,7 @@ class DecodeState:
                 kept = kept[: index + 1]
                 break
         self.tokens[row].extend(kept)
+        self._roots = None
         self.finished[row] = len(kept) == room or (bool(kept) and kept[-1] in self.eos)
         return len(kept)
 
@@ -147,6 +151,7 @@ def generate(
 
 
 def _step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock) -> list[Step]:
+    _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
     draft = drafter.propose(state)
     clock.lap()
     see = draft.ancestors()
@@ -235,6 +240,8 @@ def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
         input_ids = input_ids.tolist()
+    if any(isinstance(row, int) for row in input_ids):
+        raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
     rows = [list(row) for row in input_ids]
     if prompt_lengths is not None:
         if len(prompt_lengths) != len(rows):
@@ -266,11 +273,12 @@ def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], ma
             "tokenize with the target's own tokenizer"
         )
     longest = max(len(prompt) for prompt in prompts)
-    if longest + max_new_tokens > target.max_context:
+    limit = drafter.max_context
+    if longest + max_new_tokens > limit:
+        whose = target.name if limit == target.max_context else f"{drafter.name}'s draft model"
         raise ValueError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the "
-            f"{target.max_context} positions of {target.name}: shorten the prompt or ask for at most "
-            f"{max(target.max_context - longest, 0)} new tokens"
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the {limit} positions of "
+            f"{whose}: shorten the prompt or ask for at most {max(limit - longest, 0)} new tokens"
         )
 
 

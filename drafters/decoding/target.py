@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -46,6 +47,7 @@ class TargetModel:
         self.config: PretrainedConfig = model.config
         self.name = name or model.config.name_or_path or type(model).__name__
         self.revision = revision
+        self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
         self.body: Any = getattr(model, "model", None)
         parts = ("embed_tokens", "layers", "norm", "rotary_emb")
         missing = [part for part in parts if not hasattr(self.body, part)]
@@ -53,6 +55,8 @@ class TargetModel:
             raise ValueError(f"{self.name} ({type(model).__name__}) has no {missing or 'LM head'}; use {SUPPORTED}")
         if getattr(self.config, "final_logit_softcapping", None):  # small logits would hide it from the check below
             raise ValueError(f"{self.name} ({type(model).__name__}) caps its logits after the LM head; use {SUPPORTED}")
+        if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
+            self.model.set_attn_implementation("sdpa")
         self._windows = _sliding_windows(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._check_layers_agree()
@@ -71,6 +75,10 @@ class TargetModel:
             ValueError: nothing loadable there, or an unsupported model.
         """
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use device: cpu"
+            )
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 str(name),
@@ -79,13 +87,15 @@ class TargetModel:
                 attn_implementation="sdpa",
                 use_safetensors=True,
             )
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, SafetensorError) as error:
             raise ValueError(
                 f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository "
                 f"with config.json and safetensors weights ({str(error).splitlines()[0]})"
             ) from error
         model.to(where)  # type: ignore[arg-type]
-        return cls(model, name=str(name), revision=revision)
+        target = cls(model, name=str(name), revision=revision)
+        target.source = str(name)
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -114,11 +124,22 @@ class TargetModel:
 
     @property
     def max_context(self) -> int:
-        """Positions the model was made for."""
-        return getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        """Positions the model was made for.
+
+        Where RoPE's frequencies switch beyond a length (longrope), that length: past it a block of rows and one row at
+        a time would not get the same angles.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        if _rope_depends_on_length(self.config):
+            original = self.config.rope_parameters.get("original_max_position_embeddings")
+            return min(longest, original or longest)
+        return longest
 
     def fingerprint(self) -> str:
-        """Tells targets apart: a hash of the architecture and of sampled weights, the same in bf16, fp16 and fp32."""
+        """Tells targets apart: a hash of the architecture and of sampled weights, rounded to bf16.
+
+        Weights stored in bf16 or fp16 give one fingerprint in whatever dtype they are loaded.
+        """
         last = self.body.layers[-1].self_attn.o_proj.weight
         return model_fingerprint(self.config, self.body.norm.weight, last[0])
 
@@ -295,7 +316,9 @@ def _key_positions(
 ) -> torch.Tensor:
     """``[B, max(length) + temporary]`` position of the token in each cache slot."""
     slots = torch.arange(max(lengths) + temporary, device=device).repeat(len(lengths), 1)
-    if depths is not None:
+    if depths is not None and all(length == lengths[0] for length in lengths):
+        slots[:, lengths[0] :] = lengths[0] + depths
+    elif depths is not None:
         first = torch.tensor(lengths, device=device)[:, None]
         slots.scatter_(1, first + torch.arange(temporary, device=device), first + depths)
     return slots
@@ -306,8 +329,10 @@ def row_positions(
 ) -> tuple[torch.Tensor, int]:
     """Positions ``[B, R]`` of the new rows (``depths [B, offset + R]``, None: a chain), and a bound above them."""
     upto = max(lengths) + offset + rows
-    if depths is None and all(length == lengths[0] for length in lengths):
-        return torch.arange(lengths[0] + offset, upto, device=device).expand(len(lengths), -1), upto
+    if all(length == lengths[0] for length in lengths):  # nothing to copy to the device, so nothing to wait for
+        if depths is None:
+            return torch.arange(lengths[0] + offset, upto, device=device).expand(len(lengths), -1), upto
+        return (lengths[0] + depths[:, offset:]).expand(len(lengths), -1), upto
     first = torch.tensor(lengths, device=device)[:, None]
     if depths is None:
         return first + torch.arange(offset, offset + rows, device=device), upto

@@ -73,14 +73,14 @@ class Clock:
     """Splits a step's time into laps; on CUDA by events, so that timing adds no synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         self._marks: list[float | torch.cuda.Event] = [self._now()]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def lap(self) -> None:
@@ -90,6 +90,6 @@ class Clock:
     def laps(self) -> list[float]:
         """Seconds of every lap; waits for the device."""
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         return [a.elapsed_time(b) / 1e3 if isinstance(a, torch.cuda.Event) else b - a for a, b in pairs]  # type: ignore[arg-type, operator]
