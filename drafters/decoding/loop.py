@@ -131,7 +131,7 @@ def generate(
         sampling=sampling,
         generator=generator,
         max_new_tokens=max_new_tokens,
-        eos=_eos_ids(target, eos_token_id),
+        eos=eos_ids(target, eos_token_id),
         finished=[False] * len(prompts),
     )
     trace = Trace()
@@ -282,7 +282,8 @@ def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], ma
         )
 
 
-def _eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
+def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """Where rows end: the given ids, else (None) those of the target's generation config."""
     if eos_token_id is None:
         generation = getattr(target.model, "generation_config", None)
         eos_token_id = getattr(generation, "eos_token_id", None)
