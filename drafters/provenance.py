@@ -1,0 +1,70 @@
+"""What a result was made with, and files that a kill leaves whole: shared by the library and its programs."""
+
+import contextlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+UNCOMMITTED = " with uncommitted changes"
+
+
+def git_commit(root: Path) -> str | None:
+    """The commit of the code in the folder ``root``; None where that is no checkout, or git is missing.
+
+    ``UNCOMMITTED`` is appended if a tracked file of the checkout differs from the commit, or if there is a Python file
+    that git neither tracks nor ignores: such a file can be imported. Other untracked files (data, notes) change nothing.
+    """
+
+    def git(*arguments: str) -> str:
+        ask = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        return ask.stdout.strip()
+
+    try:
+        if not git("ls-files"):  # installed inside somebody else's checkout, whose commit says nothing about this code
+            return None
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        changed = changed or git("ls-files", "--others", "--exclude-standard", "--", ":/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + UNCOMMITTED if changed else commit
+
+
+def library_versions(*names: str) -> dict[str, str]:
+    """Versions of the installed libraries ``names``, and Python's under ``python``.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: one of them is not installed.
+    """
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8 so that a kill or a power cut leaves the old file or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the renames in a folder survive a power cut; some file systems cannot, and need not."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

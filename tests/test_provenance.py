@@ -1,0 +1,79 @@
+"""Which code made a result, and files replaced as a whole."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters.provenance import UNCOMMITTED, git_commit, library_versions, replace_text
+
+
+def git(folder: Path, *arguments: str) -> str:
+    name = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *name, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A git checkout with one committed module in ``package``."""
+    package = tmp_path / "code" / "package"
+    package.mkdir(parents=True)
+    (package / "module.py").write_text("ONE = 1\n")
+    (package.parent / ".gitignore").write_text("runs/\n")
+    git(package.parent, "init", "-q")
+    git(package.parent, "add", ".")
+    git(package.parent, "commit", "-q", "-m", "first")
+    return package.parent
+
+
+def test_the_commit_tells_when_the_code_is_not_in_it(checkout: Path) -> None:
+    """Catches a result that names a commit which does not hold the code it was made with, and a false alarm."""
+    package, commit = checkout / "package", git(checkout, "rev-parse", "HEAD")
+    assert git_commit(package) == commit
+    (checkout / "notes.txt").write_text("not code")
+    (checkout / "runs").mkdir()
+    (checkout / "runs" / "ignored.py").write_text("")
+    assert git_commit(package) == commit
+    (checkout / "other").mkdir()
+    (checkout / "other" / "new.py").write_text("")  # in a new folder above the one asked about
+    assert git_commit(package) == commit + UNCOMMITTED
+    (checkout / "other" / "new.py").unlink()
+    (package / "module.py").write_text("ONE = 2\n")
+    assert git_commit(package) == commit + UNCOMMITTED
+    git(checkout, "add", ".")  # staged is not committed
+    assert git_commit(package) == commit + UNCOMMITTED
+
+
+def test_code_outside_of_its_checkout_has_no_commit(checkout: Path, tmp_path: Path) -> None:
+    """Catches a copy installed below the user's own project being given that project's commit."""
+    installed = checkout / "runs" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "module.py").write_text("")
+    assert git_commit(installed) is None
+    assert git_commit(tmp_path / "nowhere") is None
+
+
+def test_library_versions() -> None:
+    """Catches versions of the requirement instead of what is installed."""
+    versions = library_versions("torch")
+    assert versions == {"python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a full disk that leaves half a file, no file, or a temporary one behind."""
+    file = tmp_path / "state.json"
+    replace_text(file, "öld")
+    assert file.read_text(encoding="utf-8") == "öld"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_text(file, "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    assert file.read_text(encoding="utf-8") == "öld"
