@@ -54,8 +54,10 @@ class StoreManifest(BaseModel):
     """What the features were made from and what is there.
 
     ``dtype`` is that of features and taps on disk, ``target_dtype`` the one that the target ran in.
-    ``dropped`` counts the records that were left out, by reason; ``changed`` those kept in another form (``truncated``:
-    cut at ``max_length`` tokens). ``complete`` is False while dialogues are still missing.
+    ``chat_template`` is the file whose template took the place of the tokenizer's, if any; ``template_hash`` is of the
+    template used. ``dropped`` counts the records that were left out, by reason; ``changed`` those kept in another form
+    (``truncated``: cut at ``max_length`` tokens). ``consumed`` counts the encoded dialogues that the target has run on:
+    ``dialogues`` and those dropped as ``non_finite``. ``complete`` is False while dialogues are still missing.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -71,10 +73,12 @@ class StoreManifest(BaseModel):
     dtype: str
     tokenizer_hash: str
     template_hash: str
+    chat_template: str | None = None
     max_length: int
     limit: int | None = None
     source: str
     source_digest: str
+    consumed: int = 0
     dialogues: int = 0
     tokens: int = 0
     response_tokens: int = 0
@@ -121,6 +125,7 @@ def read_manifest(folder: Path) -> StoreManifest:
             raise ValueError(
                 f"{file} has format version {version}, this code reads version {FORMAT_VERSION}; remake the store"
             )
+        data.setdefault("consumed", data.get("dialogues", 0))  # stores from before dialogues could be dropped
         return StoreManifest(**data)
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ValueError(f"{file} is damaged ({error}); delete {folder} and make the features again") from error
@@ -134,7 +139,12 @@ def differences(manifest: StoreManifest, wanted: StoreManifest) -> list[str]:
 
 
 def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest) -> None:
-    """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``."""
+    """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``.
+
+    A store that holds no features yet may be started anew with any settings.
+    """
+    if not manifest.shards and not manifest.complete:
+        return
     if found := differences(manifest, wanted):
         raise ValueError(
             f"{folder} holds features made otherwise: {'; '.join(found)}. Give another `out`, or delete {folder} first"

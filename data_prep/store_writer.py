@@ -4,11 +4,8 @@ A shard is written under a temporary name, flushed to disk and renamed; then the
 What the manifest does not list does not exist: a run that died between the two writes that shard again.
 """
 
-import bisect
-import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import socket
@@ -21,10 +18,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from drafters.provenance import replace_text, sync_folder
+
 from .store import MANIFEST, ShardEntry, StoreManifest, check_same, file_sha256, read_manifest
 
 LOCK = ".lock"
 TEMPORARY = ".tmp"
+NON_FINITE = "non_finite"
+# Odd dialogues overflow one by one; so many mean that the dtype is too narrow, or the target broken.
+MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,31 @@ class Shard:
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
         named = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.bool(), "offsets": offsets}
         return {**named, "features": self.features, **{f"tap_{layer}": tap for layer, tap in self.taps.items()}}
+
+    def finite(self) -> tuple["Shard", list[str]]:
+        """The dialogues without NaN or infinite values; of each other one, its id and what is not finite."""
+        states = {"features": self.features, **{f"tap {layer}": tap for layer, tap in self.taps.items()}}
+        bad = {name: ~torch.isfinite(values).all(-1) for name, values in states.items()}
+        if not any(tokens.any() for tokens in bad.values()):
+            return self, []
+        of_dialogue = {
+            name: torch.stack([part.any() for part in tokens.split(self.lengths)]) for name, tokens in bad.items()
+        }
+        whole = ~torch.stack(list(of_dialogue.values())).any(0)
+        tokens = whole.repeat_interleave(torch.tensor(self.lengths))
+        kept = Shard(
+            ids=[name for name, good in zip(self.ids, whole, strict=True) if good],
+            lengths=[length for length, good in zip(self.lengths, whole, strict=True) if good],
+            input_ids=self.input_ids[tokens],
+            loss_mask=self.loss_mask[tokens],
+            features=self.features[tokens],
+            taps={layer: tap[tokens] for layer, tap in self.taps.items()},
+        )
+        wrong = [
+            f"{self.ids[row]} ({', '.join(name for name, rows in of_dialogue.items() if rows[row])})"
+            for row in (~whole).nonzero()[:, 0].tolist()
+        ]
+        return kept, wrong
 
 
 class StoreWriter:
@@ -77,20 +104,39 @@ class StoreWriter:
     ) -> None:
         self._release()
 
-    def write(self, shard: Shard) -> None:
-        """Check, write and list one shard.
+    def write(self, shard: Shard) -> list[str]:
+        """Write and list one shard, without the dialogues that hold NaN or infinite values; counts them.
+
+        Returns:
+            of each dialogue left out, its id and what is not finite in it.
 
         Raises:
-            ValueError: NaN or infinite values; the message names the dialogue.
+            ValueError: so many are not finite that the dtype or the target is to blame; the shard is not written.
             OSError: the disk is full or the file cannot be written; the shards before it stay.
         """
-        self._check_finite(shard)
+        kept, wrong = shard.finite()
+        consumed = self.manifest.consumed + len(shard.lengths)
+        non_finite = self.manifest.dropped.get(NON_FINITE, 0) + len(wrong)
+        if non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed:
+            raise ValueError(self._too_many(non_finite, consumed, wrong))
+        changes: dict[str, object] = {"consumed": consumed}
+        if wrong:
+            changes["dropped"] = {**self.manifest.dropped, NON_FINITE: non_finite}
+        self._write_shard(kept, changes)
+        return wrong
+
+    def _write_shard(self, shard: Shard, changes: dict[str, object]) -> None:
+        """The file first, then the manifest with it and ``changes``; a shard of no dialogue has no file."""
+        if not shard.lengths:
+            self._update_manifest(**changes)
+            return
         name = f"shard-{len(self.manifest.shards):05d}.safetensors"
         temporary = self.path / (name + TEMPORARY)
         try:
             _save(shard.tensors(), temporary)
             digest, size = file_sha256(temporary), temporary.stat().st_size
             temporary.rename(self.path / name)
+            sync_folder(self.path)
             entry = ShardEntry(
                 file=name, dialogues=len(shard.lengths), tokens=sum(shard.lengths), bytes=size, sha256=digest
             )
@@ -99,13 +145,22 @@ class StoreWriter:
                 dialogues=self.manifest.dialogues + entry.dialogues,
                 tokens=self.manifest.tokens + entry.tokens,
                 response_tokens=self.manifest.response_tokens + int(shard.loss_mask.sum()),
+                **changes,
             )
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise self._explain(error, name) from error
 
     def finish(self, dropped: dict[str, int], changed: dict[str, int]) -> StoreManifest:
-        """Mark the store complete."""
+        """Mark the store complete. ``dropped``: the records left out before the target ran, by reason.
+
+        Raises:
+            ValueError: it holds no dialogue, since none was finite.
+        """
+        non_finite = self.manifest.dropped.get(NON_FINITE, 0)
+        if non_finite and not self.manifest.dialogues:
+            raise ValueError(self._too_many(non_finite, self.manifest.consumed, []))
+        dropped = {**dropped, NON_FINITE: non_finite} if non_finite else dropped
         self._update_manifest(
             dropped=dict(sorted(dropped.items())), changed=dict(sorted(changed.items())), complete=True
         )
@@ -117,7 +172,10 @@ class StoreWriter:
         if (self.path / MANIFEST).exists():
             found = read_manifest(self.path)
             check_same(self.path, found, self.manifest)
-            self.manifest = found
+            if found.shards or found.complete:
+                self.manifest = found
+            else:  # nothing was written yet: with the settings of now
+                self._update_manifest()
             return
         foreign = sorted(item.name for item in self.path.iterdir() if item.name != LOCK)
         if foreign:
@@ -129,29 +187,21 @@ class StoreWriter:
 
     def _update_manifest(self, **changes: object) -> None:
         updated = self.manifest.model_copy(update=changes)
-        temporary = self.path / (MANIFEST + TEMPORARY)
-        with temporary.open("w") as file:
-            json.dump(updated.model_dump(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.path / MANIFEST)
-        _sync_folder(self.path)
+        replace_text(self.path / MANIFEST, json.dumps(updated.model_dump(), indent=1))
         self.manifest = updated
 
-    def _check_finite(self, shard: Shard) -> None:
-        for name, values in {"features": shard.features, **{f"tap {k}": v for k, v in shard.taps.items()}}.items():
-            finite = torch.isfinite(values).all(-1)
-            if finite.all():
-                continue
-            token = int((~finite).nonzero()[0])
-            starts = list(itertools.accumulate(shard.lengths, initial=0))
-            index = bisect.bisect_right(starts, token) - 1
-            raise ValueError(
-                f"dialogue {shard.ids[index]}: {name} at token {token - starts[index]} are NaN or infinite in "
-                f"{self.manifest.dtype}; "
-                f"float16 ends at 65,504: use dtype bfloat16, or look at that dialogue. Shards before it are "
-                f"kept in {self.path}"
-            )
+    def _too_many(self, non_finite: int, consumed: int, wrong: list[str]) -> str:
+        ran, stored = self.manifest.target_dtype, self.manifest.dtype
+        if "float16" in (ran, stored):
+            fix = "float16 ends at 65,504: set dtype (and store_dtype, if given) to bfloat16 or float32"
+        else:
+            fix = f"In {ran} no sound target overflows: look at its weights, or try dtype float32"
+        example = "".join(f"; for example {dialogue}" for dialogue in wrong[:1])
+        kept = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
+        return (
+            f"{non_finite:,} of the first {consumed:,} dialogues have NaN or infinite features (target in {ran}, "
+            f"stored as {stored}{example}). {fix}{kept}"
+        )
 
     def _explain(self, error: OSError, name: str) -> OSError:
         done = f"the {len(self.manifest.shards)} shards before it ({self.manifest.dialogues:,} dialogues) are kept"
@@ -198,13 +248,3 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Make the renames in a folder survive a power cut; some file systems cannot, and need not."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -14,7 +14,7 @@ def git_commit(root: Path) -> str | None:
     """The commit of the code in the folder ``root``; None where that is no checkout, or git is missing.
 
     ``UNCOMMITTED`` is appended if a tracked file of the checkout differs from the commit, or if there is a Python file
-    that git neither tracks nor ignores: such a file can be imported. Other untracked files (data, notes) change nothing.
+    that git neither tracks nor ignores, which could be imported. Other untracked files (data, notes) do not count.
     """
 
     def git(*arguments: str) -> str:

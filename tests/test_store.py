@@ -19,6 +19,7 @@ from data_prep.store import FeatureStore, StoreManifest
 from data_prep.store_writer import Shard, StoreWriter
 
 HIDDEN, TAPS = 6, [1, 3]
+NEWER = ("consumed", "chat_template")
 LENGTHS = [[3, 5], [1], [4, 2, 7]]
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -172,7 +173,7 @@ def test_a_store_made_otherwise_is_not_continued(tmp_path: Path, key: str, value
         pass
     assert f"{key} {there!r} there, {value!r} here" in str(error.value)
     with StoreWriter(tmp_path, header()) as writer:  # the refused one has left no lock and no change
-        assert writer.manifest.dialogues == 2
+        assert writer.manifest.dialogues == writer.manifest.consumed == 2
 
 
 def test_the_same_target_under_another_path(tmp_path: Path) -> None:
@@ -231,17 +232,86 @@ def test_opening_what_is_no_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["features", "tap"])
-def test_values_that_are_not_finite_name_the_dialogue(tmp_path: Path, bad: float, where: str) -> None:
-    """Catches a drafter trained to NaN by one overflowing activation, found only hours later."""
+@pytest.mark.parametrize("where", ["features", "tap 3"])
+def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path: Path, bad: float, where: str) -> None:
+    """Catches a drafter trained to NaN by one overflowing activation, neighbours lost with it, or a wrong count."""
     shard = make_shard(2)
-    (shard.features if where == "features" else shard.taps[3])[5, 2] = bad
+    (shard.features if where == "features" else shard.taps[3])[5, 2] = bad  # token 1 of the second dialogue
     with StoreWriter(tmp_path, header()) as writer:
-        writer.write(make_shard(0))
-        with pytest.raises(ValueError, match=rf"dialogue dialogue-2-1: {where}.* at token 1 are NaN or infinite"):
-            writer.write(shard)
-        assert writer.manifest.dialogues == 2
-    assert not (tmp_path / "shard-00001.safetensors").exists()
+        assert writer.write(make_shard(0)) == []
+        assert writer.write(shard) == [f"dialogue-2-1 ({where})"]
+        manifest = writer.manifest
+        assert (manifest.consumed, manifest.dialogues, manifest.tokens) == (5, 4, 19)
+        assert manifest.dropped == {"non_finite": 1}
+        writer.finish({"broken_json": 2}, {})
+    store, whole = FeatureStore.open(tmp_path), make_shard(2)
+    store.verify()
+    assert store.manifest.dropped == {"broken_json": 2, "non_finite": 1}
+    assert store.lengths.tolist() == [3, 5, 4, 7]
+    for stored, tokens in ((store[2], slice(0, 4)), (store[3], slice(6, 13))):
+        assert torch.equal(stored.input_ids, whole.input_ids[tokens])
+        assert torch.equal(stored.loss_mask, whole.loss_mask[tokens])
+        assert torch.equal(stored.features, whole.features[tokens])
+        assert all(torch.equal(stored.taps[layer], whole.taps[layer][tokens]) for layer in TAPS)
+
+
+def test_a_shard_without_one_finite_dialogue_has_no_file(tmp_path: Path) -> None:
+    """Catches an empty shard, which no reader opens, and a resumed run that takes its dialogues again or skips some."""
+    write_all(tmp_path, stop=1)
+    single = make_shard(1)
+    single.features[0, 0] = float("nan")
+    with StoreWriter(tmp_path, header()) as writer:
+        writer.write(single)
+    with StoreWriter(tmp_path, header()) as writer:
+        assert (writer.manifest.consumed, writer.manifest.dialogues) == (3, 2)
+        writer.write(make_shard(2))
+        assert writer.finish({}, {}).dropped == {"non_finite": 1}
+    store = FeatureStore.open(tmp_path)
+    assert [entry.file for entry in store.manifest.shards] == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    assert torch.equal(store[2].features, make_shard(2).features[:4])
+
+
+def one_token_shard(count: int, not_finite: int) -> Shard:
+    """``count`` dialogues of a token, the first ``not_finite`` of them with an overflow."""
+    features = torch.zeros(count, HIDDEN, dtype=torch.float16)
+    features[:not_finite, 0] = 70_000
+    ones = torch.ones(count, dtype=torch.int64)
+    return Shard([f"d{i}" for i in range(count)], [1] * count, ones, ones.bool(), features, {})
+
+
+def test_many_that_are_not_finite_mean_the_dtype(tmp_path: Path) -> None:
+    """Catches a store that quietly keeps the few dialogues that float16 could hold, and a refusal without a way out."""
+    settings = {"taps": [], "dtype": "float16", "target_dtype": "float16"}
+    said = r"20 of the first 399 .*in float16.*for example d0 \(features\).*set dtype .* to bfloat16 or float32"
+    with StoreWriter(tmp_path / "few", header(**settings)) as writer:
+        assert len(writer.write(one_token_shard(400, 20))) == 20  # 5 %: still odd dialogues
+    with (
+        StoreWriter(tmp_path / "many", header(**settings)) as writer,
+        pytest.raises(ValueError, match=said) as error,
+    ):
+        writer.write(one_token_shard(399, 20))
+    assert "another `out`" not in str(error.value)
+    with StoreWriter(tmp_path / "many", header(taps=[])) as writer:  # nothing was written: the advice can be followed
+        assert writer.manifest.dtype == "bfloat16" and writer.manifest.consumed == 0
+    with StoreWriter(tmp_path / "all", header(**settings)) as writer:
+        writer.write(one_token_shard(3, 3))
+        with pytest.raises(ValueError, match="3 of the first 3 dialogues"):
+            writer.finish({}, {})
+    with StoreWriter(tmp_path / "few", header(**settings)) as writer, pytest.raises(ValueError, match="another `out`"):
+        writer.write(one_token_shard(1, 1))
+
+
+def test_manifests_without_the_newer_fields_are_read(tmp_path: Path) -> None:
+    """Catches stores made before dialogues could be dropped: unreadable, or continued from the first dialogue again."""
+    write_all(tmp_path, stop=2)
+    manifest = tmp_path / "manifest.json"
+    older = {key: value for key, value in json.loads(manifest.read_text()).items() if key not in NEWER}
+    manifest.write_text(json.dumps(older))
+    with StoreWriter(tmp_path, header()) as writer:
+        assert writer.manifest.consumed == 3
+        writer.write(make_shard(2))
+        writer.finish({}, {})
+    assert len(FeatureStore.open(tmp_path)) == 6
 
 
 def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
