@@ -5,15 +5,17 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from .dialogues import Dialogue, DroppedError, ReadCounts, read_dialogues
-from .loss_mask import ChatTokenizer, MaskedTokens
+from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
 
 CHUNK = 256  # dialogues tokenized in one call
+FIRST_WITHOUT_ANSWER = 32  # so many dialogues without a printed answer, and none with one: it is the template
 
 
 @dataclass
@@ -30,12 +32,13 @@ class EncodedSplit:
         return sum(len(dialogue.input_ids) for dialogue in self.dialogues)
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> ChatTokenizer:
-    """The target's tokenizer with its chat template; remote code is never run.
+def load_tokenizer(name: str, revision: str | None = None, chat_template: str | None = None) -> ChatTokenizer:
+    """The target's tokenizer with its chat template, or the one in the file ``chat_template``; no remote code is run.
 
     Raises:
-        ValueError: no tokenizer there, or one without a chat template.
+        ValueError: no tokenizer or template there, or a tokenizer without a chat template where none is given.
     """
+    template = _read_template(chat_template) if chat_template else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
@@ -43,19 +46,32 @@ def load_tokenizer(name: str, revision: str | None = None) -> ChatTokenizer:
             f"no tokenizer could be loaded from {name!r}: it must be a folder or a Hub repository with tokenizer files "
             f"({str(error).splitlines()[0]})"
         ) from error
+    if template is not None:
+        tokenizer.chat_template = template
     return ChatTokenizer(tokenizer, name)
+
+
+def _read_template(file: str) -> str:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template {file} is no readable text file ({error})") from error
+    if not text.strip():
+        raise ValueError(f"chat_template {file} is empty; leave the key out to use the tokenizer's own template")
+    return text
 
 
 def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int | None = None) -> EncodedSplit:
     """Tokens and masks of the usable dialogues of ``source``, at most ``limit``, each at most ``max_length`` long.
 
     Raises:
-        ValueError: unreadable data, a template that prints no answers, or no dialogue left (with the counts).
+        ValueError: unreadable data, a template that prints no answers (of the first dialogues, or of all), or no
+            dialogue left (with the counts).
     """
     split = EncodedSplit()
     counts = split.counts
     stream = read_dialogues(source, counts)
-    last_problem = ""
+    details: dict[str, str] = {}  # of the last dialogue dropped for each reason
     with tqdm(desc=f"tokenizing {source}", unit=" dialogues", mininterval=1.0, leave=False) as progress:
         while chunk := _take(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids))):
             for dialogue, result in zip(chunk, chat.encode([item.messages for item in chunk]), strict=True):
@@ -63,14 +79,18 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
                     kept = _fit(result, max_length, counts)
                 except DroppedError as error:
                     counts.drop(error.reason)
-                    last_problem = f"; the last: {error}"
+                    details[error.reason] = str(error)
                     continue
                 split.ids.append(dialogue.id)
                 split.dialogues.append(kept)
             progress.update(len(chunk))
+            if not split.ids and counts.dropped[NO_ANSWER] >= FIRST_WITHOUT_ANSWER:
+                raise ValueError(f"{source}: {details[NO_ANSWER]}")
     counts.kept = len(split.ids)
     if not split.ids:
-        raise ValueError(f"{source}: no dialogue is left for training: {counts.describe()}{last_problem}")
+        detail = details.get(NO_ANSWER) or next(reversed(details.values()), "")
+        example = f"; for example: {detail}" if detail else ""
+        raise ValueError(f"{source}: no dialogue is left for training: {counts.describe()}{example}")
     return split
 
 

@@ -1,21 +1,19 @@
 """Dialogues -> token ids and loss mask -> the frozen target -> a feature store for each split.
 
-    python -m data_prep.features --config configs/features/stdlib.yaml [key=value ...]
+    python -m data_prep.features --config configs/features/stdlib.yaml [--verify] [key=value ...]
 
 Final features (EAGLE) and exit-layer states (Kangaroo) come from one pass over the target. A run that was killed goes
-on at its next shard when it is started again; a finished split is skipped.
+on at its next shard when it is started again; a finished split is skipped. --verify reads finished stores again and
+compares their checksums.
 """
 
 import argparse
 import itertools
-import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +25,7 @@ from transformers import PretrainedConfig
 from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
 from drafters.decoding.target import TargetModel, load_config_only, resolve_dtype
+from drafters.provenance import git_commit, library_versions
 
 from .dialogues import check_source, source_digest
 from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
@@ -45,6 +44,7 @@ class FeaturesConfig(Config):
     dtype: Dtype = "bfloat16"  # in which the target runs
     store_dtype: Dtype | None = None  # of features and taps on disk; default: dtype
     device: str | None = None  # default: cuda if there is one, else cpu
+    chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
     out: str  # each split's store is made in <out>/<split>
     exit_layers: list[int] = []  # also store the hidden states after this many decoder layers (Kangaroo)
@@ -86,8 +86,11 @@ class Work:
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the feature stores that a config asks for."""
-    config = _parse(arguments)
-    chat = load_tokenizer(config.target, config.revision)
+    config, verify = _parse(arguments)
+    if verify:
+        verify_stores(config)
+        return
+    chat = load_tokenizer(config.target, config.revision, config.chat_template)
     headers = make_headers(config, chat)
     missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
     work = [encode(config, chat, split, headers[split]) for split in missing]
@@ -128,13 +131,13 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
             dtype=config.store_dtype or config.dtype,
             tokenizer_hash=tokenizer_hash(chat.tokenizer),
             template_hash=template_hash(chat.template),
+            chat_template=config.chat_template,
             max_length=config.max_length,
             limit=config.limit,
             source=source,
             source_digest=digests[split],
-            versions={name: version(name) for name in ("torch", "transformers", "tokenizers", "safetensors")}
-            | {"python": platform.python_version()},
-            commit=_commit(),
+            versions=library_versions("torch", "transformers", "tokenizers", "safetensors"),
+            commit=git_commit(Path(__file__).parent),
         )
         for split, source in config.splits.items()
     }
@@ -179,6 +182,25 @@ def report_finished(path: Path, header: StoreManifest) -> bool:
     return manifest.complete
 
 
+def verify_stores(config: FeaturesConfig) -> None:
+    """Read every byte of the config's stores and compare the checksums.
+
+    Raises:
+        ValueError: a store that is missing or half written, or shards whose content is not what was written.
+    """
+    problems = []
+    for split in config.splits:
+        try:
+            store = FeatureStore.open(Path(config.out) / split)
+            store.verify()
+        except ValueError as error:  # the other splits are worth knowing about, too
+            problems.append(str(error))
+        else:
+            print(f"{store.path} is as it was written: {describe(store.manifest)}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: StoreManifest) -> Work:
     """Tokens and masks of a split, with its counts printed."""
     encoded = encode_split(config.splits[split], chat, config.max_length, config.limit)
@@ -215,14 +237,15 @@ def write_store(target: TargetModel, work: Work, config: FeaturesConfig) -> Stor
         progress = tqdm(
             desc=work.name,
             total=sum(lengths),
-            initial=writer.manifest.tokens,
+            initial=sum(lengths[: writer.manifest.consumed]),
             unit="tok",
             unit_scale=True,
             mininterval=1.0,
         )
         with progress:
-            for first, last in plan_shards(lengths, writer.manifest.dialogues, config.shard_tokens):
-                writer.write(run_shard(target, work, first, last, config.batch_tokens, progress))
+            for first, last in plan_shards(lengths, writer.manifest.consumed, config.shard_tokens):
+                for lost in writer.write(run_shard(target, work, first, last, config.batch_tokens, progress)):
+                    tqdm.write(f"warning: {work.name}: left out, NaN or infinite: dialogue {lost}", file=sys.stderr)
         return writer.finish(work.encoded.counts.dropped, work.encoded.counts.changed)
 
 
@@ -299,23 +322,13 @@ def describe(manifest: StoreManifest) -> str:
     )
 
 
-def _parse(arguments: list[str] | None) -> FeaturesConfig:
+def _parse(arguments: list[str] | None) -> tuple[FeaturesConfig, bool]:
     parser = argparse.ArgumentParser(prog="python -m data_prep.features", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", required=True, help="YAML file, see configs/features/")
+    parser.add_argument("--verify", action="store_true", help="only check the finished stores against their checksums")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 device=cuda")
     parsed = parser.parse_args(arguments)
-    return load_config(FeaturesConfig, parsed.config, parsed.overrides)
-
-
-def _commit() -> str | None:
-    """The commit of this code, if it runs from a git checkout."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return load_config(FeaturesConfig, parsed.config, parsed.overrides), parsed.verify
 
 
 def program() -> None:

@@ -21,6 +21,7 @@ from jinja2.exceptions import TemplateError
 
 from .dialogues import DroppedError, Message
 
+NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
 PLACEHOLDER = "\ue0f0\ue0f1the answer\ue0f2\ue0f3"  # private-use characters: no template strips or splits on them
 
 
@@ -60,9 +61,8 @@ class ChatTokenizer:
         self.name = name
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                f"{name} has no chat template; write one to its folder as chat_template.jinja, in the exact "
-                f"form that the "
-                "target was tuned with"
+                f"{name} has no chat template; write one to its folder as chat_template.jinja, or give a file with "
+                "one as chat_template, in the exact form that the target was tuned with"
             )
         self.template: str = tokenizer.get_chat_template()
         self.special_tokens = _special_tokens(tokenizer)
@@ -73,8 +73,7 @@ class ChatTokenizer:
     def encode(self, dialogues: Sequence[Sequence[Message]]) -> list[MaskedTokens | DroppedError]:
         """Token ids and mask of each dialogue, or why it cannot be had; tokenizes all of them in one batch.
 
-        Raises:
-            ValueError: a whole dialogue's mask is zero, which means that the template prints no answer.
+        The reasons are those of ``render``; a mask of zeros counts as ``no_answer_printed``.
         """
         results: list[Any] = []
         for messages in dialogues:
@@ -86,25 +85,13 @@ class ChatTokenizer:
         tokens = iter(self._tokenize(rendered))
         return [next(tokens) if isinstance(result, RenderedDialogue) else result for result in results]
 
-    def encode_one(self, messages: Sequence[Message]) -> MaskedTokens:
-        """Token ids and mask of one dialogue.
-
-        Raises:
-            DroppedError: (a ValueError) the dialogue cannot be masked exactly; ``reason`` says why.
-            ValueError: the mask is zero, which means that the template prints no answer.
-        """
-        (result,) = self.encode([messages])
-        if isinstance(result, DroppedError):
-            raise result
-        return result
-
     def render(self, messages: Sequence[Message]) -> RenderedDialogue:
         """The template's text with the answers' character spans.
 
         Raises:
-            DroppedError: reasons ``special_token_in_text``, ``template_refused`` (the template raised), and
-                ``template_not_incremental`` (an answer could not be located with certainty).
-            ValueError: the template prints none of the answers.
+            DroppedError: reasons ``special_token_in_text``, ``template_refused`` (the template raised),
+                ``template_not_incremental`` (an answer could not be located with certainty), and
+                ``no_answer_printed`` (the template leaves out every answer).
         """
         for message in messages:
             if found := self._special.search(message["content"]):
@@ -113,7 +100,7 @@ class ChatTokenizer:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         pieces = {turn: self._around_answer(messages, turn) for turn in turns}
         if not any(pieces.values()):
-            raise ValueError(self._no_answer_message(text))
+            raise self._no_answer(text)
         last = pieces[turns[-1]]
         spans: list[tuple[int, int]] = []
         for turn, piece in pieces.items():
@@ -168,7 +155,7 @@ class ChatTokenizer:
         mark = after_last.rstrip()
         return len(mark) if not found_last and commonprefix([after, mark]) == mark else 0
 
-    def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens]:
+    def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens | DroppedError]:
         if not rendered:
             return []
         if getattr(self.tokenizer, "is_fast", False):
@@ -182,12 +169,10 @@ class ChatTokenizer:
         else:
             every_ids = [self._ids(dialogue.text) for dialogue in rendered]
             masks = [self._mask_from_prefixes(d, ids) for d, ids in zip(rendered, every_ids, strict=True)]
-        tokens = []
-        for dialogue, ids, mask in zip(rendered, every_ids, masks, strict=True):
-            if not mask.any():
-                raise ValueError(self._no_answer_message(dialogue.text))
-            tokens.append(MaskedTokens(np.asarray(ids, dtype=np.int64), mask))
-        return tokens
+        return [
+            MaskedTokens(np.asarray(ids, dtype=np.int64), mask) if mask.any() else self._no_answer(dialogue.text)
+            for dialogue, ids, mask in zip(rendered, every_ids, masks, strict=True)
+        ]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -203,12 +188,12 @@ class ChatTokenizer:
             mask[first : shared + straddles] = True
         return mask
 
-    def _no_answer_message(self, text: str) -> str:
-        return (
+    def _no_answer(self, text: str) -> DroppedError:
+        return DroppedError(
+            NO_ANSWER,
             f"the loss mask is all zero: the chat template of {self.name} prints no assistant answer (template ends "
-            f"...{self.template[-160:]!r}; the text it made ends ...{text[-80:]!r}). Give a template that "
-            f"prints messages "
-            "with role 'assistant', in the form that the target was tuned with"
+            f"...{self.template[-160:]!r}; the text it made ends ...{text[-80:]!r}). Give a template that prints "
+            "messages with role 'assistant', in the form that the target was tuned with",
         )
 
 

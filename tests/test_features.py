@@ -179,6 +179,7 @@ def test_limit_takes_the_first_dialogues(tmp_path: Path, target_folder: Path) ->
         ('splits={"../up": "x.jsonl"}', "a split's name becomes a folder"),
         ("exit_layer=[2]", "unknown key 'exit_layer'; did you mean 'exit_layers'"),
         ("dtype=int4", "dtype"),
+        ("chat_template=none.jinja", r"chat_template none\.jinja is no readable text file"),
         ("splits.heldout=TRAIN", "splits '.*' and '.*' are the same data"),
     ],
 )
@@ -242,6 +243,93 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: P
         stores[1].verify()
         assert stores[0].manifest.model_copy(update={"commit": stores[1].manifest.commit}) == stores[1].manifest
     assert len(FeatureStore.open(tmp_path / "out" / "train")) == 200
+
+
+@pytest.fixture
+def overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target overflows on each dialogue with 'Question 5' in it."""
+    exact = TargetModel.features
+    tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB)
+
+    def features_of(self: TargetModel, input_ids: torch.Tensor, lengths: list[int], taps: tuple[int, ...]) -> Any:
+        output = exact(self, input_ids, lengths, taps)
+        for row, ids in enumerate(input_ids.tolist()):
+            if "Question 5" in tokenizer.decode(ids):
+                output.taps[2][row, 3, 0] = float("inf")
+        return output
+
+    monkeypatch.setattr(TargetModel, "features", features_of)
+
+
+@pytest.mark.usefixtures("overflow")
+def test_a_dialogue_that_overflows_is_left_out(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches one overflow that ends every attempt for good, and a resumed run that is off by what was left out."""
+    config = write_config(tmp_path, target_folder)
+    exact = features.run_shard
+
+    def dies_late(*arguments: Any) -> Any:
+        if arguments[2] > 6:  # after the overflow
+            raise KeyboardInterrupt
+        return exact(*arguments)
+
+    monkeypatch.setattr(features, "run_shard", dies_late)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    monkeypatch.setattr(features, "run_shard", exact)
+    state = json.loads((tmp_path / "out" / "train" / "manifest.json").read_text())
+    assert 5 < state["consumed"] == state["dialogues"] + 1 < 12
+    run(config)
+    printed = capsys.readouterr()
+    assert "warning: train: left out, NaN or infinite: dialogue d5 (tap 2)\n" in printed.err
+    assert "11 dialogues" in printed.out and "non_finite 1" in printed.out
+    store = FeatureStore.open(tmp_path / "out" / "train")
+    assert store.manifest.dropped == {"broken_json": 1, "empty_dialogue": 1, "non_finite": 1}
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    every = encode_split(str(tmp_path / "train.jsonl"), chat, 128)
+    kept = [tokens for name, tokens in zip(every.ids, every.dialogues, strict=True) if name != "d5"]
+    assert [stored.input_ids.tolist() for stored in store] == [tokens.input_ids.tolist() for tokens in kept]
+
+
+def test_verify_names_the_bad_shards(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a flipped byte that only training would notice, a check that stops at the first split, or that writes."""
+    config = write_config(tmp_path, target_folder, exit_layers=[])
+    with pytest.raises(ValueError, match=r"no feature store at .*heldout.*\n.*no feature store at .*train"):
+        run(config, "--verify")
+    assert not (tmp_path / "out").exists()
+    run(config)
+    capsys.readouterr()
+    monkeypatch.setattr(features, "load_tokenizer", None)  # the check needs no target
+    run(config, "--verify")
+    assert capsys.readouterr().out.count("is as it was written: ") == 2
+    shard = tmp_path / "out" / "train" / "shard-00001.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"content of shard-00001\.safetensors is not what was written"):
+        run(config, "--verify")
+    assert "heldout is as it was written" in capsys.readouterr().out
+
+
+def test_a_chat_template_from_a_file(tmp_path: Path, target_folder: Path) -> None:
+    """Catches a template file that is ignored, or that changes the store without changing its template_hash."""
+    bare = tmp_path / "bare"
+    shutil.copytree(target_folder, bare)
+    (bare / "chat_template.jinja").unlink()
+    config = write_config(tmp_path, bare, exit_layers=[])
+    with pytest.raises(ValueError, match="has no chat template"):
+        run(config)
+    template = "PREAMBLE " + CHATML
+    (tmp_path / "other.jinja").write_text(template)
+    for target in (bare, target_folder):  # in place of none, and of the tokenizer's own
+        run(config, f"target={target}", f"chat_template={tmp_path / 'other.jinja'}", f"out={tmp_path / target.name}")
+        store = FeatureStore.open(tmp_path / target.name / "train")
+        assert store.manifest.template_hash == template_hash(template)
+        assert store.manifest.chat_template == str(tmp_path / "other.jinja")
+        tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB)
+        assert tokenizer.decode(store[0].input_ids).startswith("PREAMBLE <|im_start|>user")
 
 
 def test_errors_end_the_program_with_one_line(

@@ -1,5 +1,8 @@
 """The assistant mask, for chat templates of every shape in use."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from chat_formats import (
 )
 
 from data_prep.dialogues import DroppedError, Message
+from data_prep.encoding import FIRST_WITHOUT_ANSWER, encode_split
 from data_prep.loss_mask import ChatTokenizer, MaskedTokens
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -31,6 +35,14 @@ DIALOGUE: list[Message] = [
     {"role": "user", "content": "What is 2+2?"},
     {"role": "assistant", "content": "It is 4.  \n"},  # trailing whitespace: some templates strip it
 ]
+
+
+def encode_one(chat: ChatTokenizer, messages: Sequence[Message]) -> MaskedTokens:
+    """The only dialogue's tokens; raises why it was dropped."""
+    (result,) = chat.encode([messages])
+    if isinstance(result, DroppedError):
+        raise result
+    return result
 
 
 def masked_runs(tokenizer: Any, tokens: MaskedTokens) -> list[str]:
@@ -68,7 +80,7 @@ def test_mask_covers_the_answers_and_their_ends_exactly(shape: str, kind: str, s
     else:
         tokenizer = byte_level(template, specials, bos, eos, trim=kind == "byte-trimmed")
     messages = [SYSTEM, *DIALOGUE] if system and shape != "mistral" else DIALOGUE
-    tokens = ChatTokenizer(tokenizer).encode_one(messages)
+    tokens = encode_one(ChatTokenizer(tokenizer), messages)
     assert masked_runs(tokenizer, tokens) == [before + answer + after for answer in answers]
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
 
@@ -80,16 +92,16 @@ def test_tokenizers_without_offsets() -> None:
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     plain = CharacterTokenizer(merged="zz", chat_template=template)
-    assert masked_runs(plain, ChatTokenizer(plain).encode_one(DIALOGUE)) == [f"{a}." for a in KEPT]
+    assert masked_runs(plain, encode_one(ChatTokenizer(plain), DIALOGUE)) == [f"{a}." for a in KEPT]
     straddling = CharacterTokenizer(merged=".\n", chat_template=template)
-    found = masked_runs(straddling, ChatTokenizer(straddling).encode_one(DIALOGUE[:2]))
+    found = masked_runs(straddling, encode_one(ChatTokenizer(straddling), DIALOGUE[:2]))
     assert found == ["Hello!\nHow are you?.\n"]  # the end mark '.' exists only inside the token '.\n'
 
 
 def test_generation_tags_agree_with_transformers() -> None:
     """Catches a disagreement with the mask that transformers takes from generation tags, where a template has them."""
     tokenizer = byte_level(TAGGED, CHATML_SPECIALS, None, "<|im_end|>")
-    tokens = ChatTokenizer(tokenizer).encode_one([SYSTEM, *DIALOGUE])
+    tokens = encode_one(ChatTokenizer(tokenizer), [SYSTEM, *DIALOGUE])
     theirs = tokenizer.apply_chat_template([SYSTEM, *DIALOGUE], return_dict=True, return_assistant_tokens_mask=True)
     assert tokens.loss_mask.astype(int).tolist() == theirs["assistant_masks"]
     assert tokens.input_ids.tolist() == theirs["input_ids"]
@@ -102,14 +114,14 @@ def test_generation_tags_that_leave_out_the_end_of_turn() -> None:
     )
     assert template != TAGGED
     tokenizer = byte_level(template, CHATML_SPECIALS, None, "<|im_end|>")
-    tokens = ChatTokenizer(tokenizer).encode_one(DIALOGUE)
+    tokens = encode_one(ChatTokenizer(tokenizer), DIALOGUE)
     assert masked_runs(tokenizer, tokens) == [f"{answer}<|im_end|>" for answer in KEPT]
 
 
 def test_template_that_prints_the_system_message_late() -> None:
     """Catches relying on 'a prefix of the messages renders to a prefix of the text', which Mistral v0.3 breaks."""
     tokenizer = byte_level(MISTRAL_V3, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
-    tokens = ChatTokenizer(tokenizer).encode_one([SYSTEM, *DIALOGUE])
+    tokens = encode_one(ChatTokenizer(tokenizer), [SYSTEM, *DIALOGUE])
     first, second = masked_runs(tokenizer, tokens)
     assert first.strip() == "Hello!\nHow are you?</s>"
     assert second == " It is 4.</s>"
@@ -120,12 +132,12 @@ def test_thinking_template_prints_the_last_turn_otherwise() -> None:
     tokenizer = byte_level(QWEN3, CHATML_SPECIALS, None, "<|im_end|>")
     chat = ChatTokenizer(tokenizer)
     thought = {"role": "assistant", "content": "<think>two and two</think>It is 4."}
-    assert masked_runs(tokenizer, chat.encode_one([*DIALOGUE[:3], thought])) == [
+    assert masked_runs(tokenizer, encode_one(chat, [*DIALOGUE[:3], thought])) == [
         "Hello!\nHow are you?<|im_end|>",
         "<think>\ntwo and two\n</think>\n\nIt is 4.<|im_end|>",
     ]
     plain = {"role": "assistant", "content": "It is 4."}
-    assert masked_runs(tokenizer, chat.encode_one([*DIALOGUE[:3], plain]))[1] == (
+    assert masked_runs(tokenizer, encode_one(chat, [*DIALOGUE[:3], plain]))[1] == (
         "<think>\n\n</think>\n\nIt is 4.<|im_end|>"
     )
 
@@ -134,7 +146,7 @@ def test_template_without_generation_prompt_keeps_its_header_out() -> None:
     """Catches an assistant header in the mask where add_generation_prompt is unknown, and a plain-text end left out."""
     template = "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + m['content'] + '\\n### End\\n' }}{% endfor %}"
     tokenizer = byte_level(template, ["</s>"], None, "</s>")
-    assert masked_runs(tokenizer, ChatTokenizer(tokenizer).encode_one(DIALOGUE)) == [f"{a}\n### End" for a in KEPT]
+    assert masked_runs(tokenizer, encode_one(ChatTokenizer(tokenizer), DIALOGUE)) == [f"{a}\n### End" for a in KEPT]
 
 
 def test_the_next_turns_opening_token_is_no_end_of_turn() -> None:
@@ -142,7 +154,7 @@ def test_the_next_turns_opening_token_is_no_end_of_turn() -> None:
     header = "{{ '<s>' + m['role'] + ':' if m['role'] == 'user' else ':' }}"
     template = "{% for m in messages %}" + header + "{{ m['content'] }}{% endfor %}"
     tokenizer = byte_level(template, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
-    assert masked_runs(tokenizer, ChatTokenizer(tokenizer).encode_one(DIALOGUE)) == KEPT
+    assert masked_runs(tokenizer, encode_one(ChatTokenizer(tokenizer), DIALOGUE)) == KEPT
 
 
 def test_answers_that_repeat_the_prompt_or_the_template() -> None:
@@ -154,7 +166,7 @@ def test_answers_that_repeat_the_prompt_or_the_template() -> None:
         {"role": "user", "content": "yes"},
         {"role": "assistant", "content": "yes USER: yes ASSISTANT: yes"},
     ]
-    found = masked_runs(tokenizer, ChatTokenizer(tokenizer).encode_one(messages))
+    found = masked_runs(tokenizer, encode_one(ChatTokenizer(tokenizer), messages))
     assert found == [" yes</s>", " yes USER: yes ASSISTANT: yes</s>"]
 
 
@@ -163,7 +175,7 @@ def test_special_tokens_in_the_text_are_refused() -> None:
     chat = ChatTokenizer(byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
     injected = [DIALOGUE[0], {"role": "assistant", "content": "HTML has <s>struck</s> text"}]
     with pytest.raises(DroppedError, match="special token '<s>'") as error:
-        chat.encode_one(injected)
+        encode_one(chat, injected)
     assert error.value.reason == "special_token_in_text"
     good, bad = chat.encode([DIALOGUE, injected])  # one bad dialogue in a batch takes no other with it
     assert isinstance(good, MaskedTokens) and isinstance(bad, DroppedError)
@@ -173,7 +185,7 @@ def test_a_template_that_refuses_a_dialogue() -> None:
     """Catches a crash on templates that raise, as Mistral's and Gemma's do for a system message."""
     chat = ChatTokenizer(byte_level(MISTRAL, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
     with pytest.raises(DroppedError, match="roles must alternate") as error:
-        chat.encode_one([SYSTEM, *DIALOGUE])
+        encode_one(chat, [SYSTEM, *DIALOGUE])
     assert error.value.reason == "template_refused"
 
 
@@ -182,20 +194,64 @@ def test_an_answer_that_cannot_be_located_is_never_guessed() -> None:
     template = "{{ messages | map(attribute='content') | join | length }}" + CHATML
     chat = ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>"))
     with pytest.raises(DroppedError, match="answer 1") as error:
-        chat.encode_one(DIALOGUE)
+        encode_one(chat, DIALOGUE)
     assert error.value.reason == "template_not_incremental"
     twice = CHATML.replace("message['content']", "message['content'] + message['content']")
     with pytest.raises(DroppedError, match="twice"):
-        ChatTokenizer(byte_level(twice, CHATML_SPECIALS, None, "<|im_end|>")).encode_one(DIALOGUE)
+        encode_one(ChatTokenizer(byte_level(twice, CHATML_SPECIALS, None, "<|im_end|>")), DIALOGUE)
 
 
-def test_a_mask_of_zeros_is_an_error_that_shows_the_template() -> None:
+TURN = "{{ m['role'] + ': ' + m['content'] }}"
+
+
+def write_data(path: Path, questions: list[str]) -> str:
+    def record(question: str) -> dict[str, Any]:
+        return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "Yes."}]}
+
+    path.write_text("\n".join(json.dumps(record(question)) for question in questions))
+    return str(path)
+
+
+@pytest.mark.parametrize("count", [1, FIRST_WITHOUT_ANSWER])
+def test_masks_of_zeros_throughout_are_an_error_that_shows_the_template(tmp_path: Path, count: int) -> None:
     """Catches hours of training on nothing: a template that knows the role 'bot' but not 'assistant'."""
-    turn = "{{ m['role'] + ': ' + m['content'] }}"
-    template = "{% for m in messages if m['role'] in ['user', 'bot'] %}" + turn + "{% endfor %}THE TAIL"
+    template = "{% for m in messages if m['role'] in ['user', 'bot'] %}" + TURN + "{% endfor %}THE TAIL"
     chat = ChatTokenizer(byte_level(template, ["</s>"], None, "</s>"), "some/model")
-    with pytest.raises(ValueError, match=r"all zero.*some/model.*THE TAIL.*role 'assistant'"):
-        chat.encode([DIALOGUE])
+    file = write_data(tmp_path / "data.jsonl", ["Hi"] * count)
+    with pytest.raises(ValueError, match=r"all zero.*some/model.*THE TAIL.*role 'assistant'") as error:
+        encode_split(file, chat, 128)
+    assert ("no dialogue is left" in str(error.value)) == (count == 1)
+
+
+def test_one_mask_of_zeros_costs_one_dialogue(tmp_path: Path) -> None:
+    """Catches one dialogue, for which the template prints no answer, ending the whole run."""
+    template = "{% for m in messages if m['role'] == 'user' or 'quiet' not in messages[0]['content'] %}" + TURN
+    chat = ChatTokenizer(byte_level(template + "{% endfor %}", ["</s>"], None, "</s>"))
+    split = encode_split(write_data(tmp_path / "data.jsonl", ["Be quiet!", "Hi", "quiet", "Ho"]), chat, 128)
+    assert split.ids == ["record 1", "record 3"]
+    assert split.counts.dropped == {"no_answer_printed": 2} and split.counts.kept == 2
+
+
+VICUNA_FILE = Path(__file__).resolve().parents[1] / "configs" / "templates" / "vicuna.jinja"
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
+)
+
+
+def test_the_shipped_vicuna_template_writes_what_the_target_was_tuned_with() -> None:
+    """Catches a space, a separator or the first token off from FastChat's "vicuna_v1.1", and a mask off its answers."""
+    tokenizer = sentencepiece_like(VICUNA_FILE.read_text(), SENTENCEPIECE_SPECIALS, "<s>", "</s>")
+    chat = ChatTokenizer(tokenizer)
+    # nothing is stripped
+    turns = "USER: Hi!  ASSISTANT: Hello!\nHow are you?</s>USER: What is 2+2? ASSISTANT: It is 4.  \n</s>"
+    assert chat.render(DIALOGUE).text == f"<s>{VICUNA_SYSTEM} {turns}"
+    assert chat.render([SYSTEM, *DIALOGUE]).text == f"<s>Be brief. {turns}"
+    prompt = tokenizer.apply_chat_template(DIALOGUE[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == f"<s>{VICUNA_SYSTEM} USER: Hi!  ASSISTANT:"
+    assert masked_runs(tokenizer, encode_one(chat, DIALOGUE)) == [f" {answer}</s>" for answer in KEPT]
+    with pytest.raises(DroppedError, match="roles must alternate"):
+        chat.render([*DIALOGUE[:2], *DIALOGUE[1:]])
 
 
 def test_no_chat_template() -> None:
