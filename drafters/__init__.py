@@ -12,6 +12,7 @@ from typing import Any
 
 from .base import Drafter, LearnedDrafter
 from .checkpoint import drafter_type
+from .config import validate
 from .decoding.frozen import FrozenEnds, load_frozen_ends
 from .decoding.loop import GenerateResult, generate
 from .decoding.sampling import Sampling
@@ -49,6 +50,8 @@ def drafter_class(name: str) -> type[Drafter]:
 def make_drafter(name: str, target: TargetModel, **options: Any) -> Drafter:
     """A drafter by its method's name and options, as configs give them. Learned ones take ``checkpoint=``.
 
+    A draft model may also be a loaded ``TargetModel``, so that several drafters share one.
+
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
     """
@@ -58,7 +61,12 @@ def make_drafter(name: str, target: TargetModel, **options: Any) -> Drafter:
         if path is None:
             raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
         return kind.from_checkpoint(target, path, **options)
-    return kind.from_options(target, **options)
+    loaded = {key: value for key, value in options.items() if isinstance(value, TargetModel)}
+    if not loaded:
+        return kind.from_options(target, **options)
+    names = {key: model.name for key, model in loaded.items()}
+    checked = validate(kind.options, options | names, source=f"options of drafter {name!r}")
+    return kind(target, **checked.model_dump() | loaded)
 
 
 def load_drafter(path: str, target: TargetModel, revision: str | None = None, **options: Any) -> Drafter:
