@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from drafters.provenance import UNCOMMITTED, git_commit
+
 LIBRARIES = ("torch", "transformers", "numpy")
+CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -57,15 +60,12 @@ def _cpu_name() -> str:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The code's commit and whether the tree differs from it; None outside of git."""
-    here = Path(__file__).resolve().parent
-    try:
-        commit = _git(here, "rev-parse", "HEAD")
-        return commit, bool(_git(here, "status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.CalledProcessError):
+    """The code's commit and whether the tree differs from it, new code and configs included; None outside of git."""
+    root = Path(__file__).resolve().parents[1]
+    commit = git_commit(root)
+    if commit is None:
         return None, None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    ask = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return ask.stdout.strip()
+    clean = commit.removesuffix(UNCOMMITTED)
+    command = ["git", "ls-files", "--others", "--exclude-standard", "--", *CONFIGS]
+    new = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    return clean, clean != commit or any(name.endswith(".yaml") for name in new)

@@ -4,20 +4,24 @@ Of stock ``generate`` a streamer notes when the first token comes out, so that i
 loop takes its own: neither side's prefill, nor the first token, which the prefill gives, counts as decoding.
 """
 
+import contextlib
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
+from transformers import GenerationConfig
 
 from drafters import Drafter, TargetModel, generate
-from drafters.decoding.trace import Trace
+from drafters.decoding.trace import Step, Trace
 from eval.prompts import Prompt
 
 STOCK = "stock generate"
+STEP_FIELDS = ("drafted", "depth", "accepted", "committed")
+TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds")
 
 
 class MeasurementError(RuntimeError):
@@ -26,7 +30,7 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How every method decodes: at most ``max_new_tokens``, cut at the first EOS; batch 1."""
+    """How every method decodes: at most ``max_new_tokens``, cut at the first token of ``eos``; batch 1."""
 
     max_new_tokens: int
     top_k: int = 0
@@ -79,9 +83,10 @@ def measure(
 
     Args:
         build: the methods of a temperature by label. Called anew for every round, so that a method that remembers
-            (a pool that outlives a prompt) has never seen the prompts it is measured on.
+            (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's before are
+            released first.
         warmup: decoded first by every method of a round; not measured.
-        journal: gets one JSON line a run as soon as it is done.
+        journal: gets one JSON line a run as soon as it is done; ``run_from_line`` reads it back.
         on_run: called before each run with its method's label.
 
     Raises:
@@ -90,19 +95,31 @@ def measure(
     runs = []
     for temperature in temperatures:
         for round_ in range(rounds):
-            methods = build(temperature)
-            for number, prompt in enumerate(warmup):
-                for method in methods:
-                    on_run(method)
-                    _run(methods, method, prompt, limits, temperature, round_, -1 - number)
-            for index, prompt in enumerate(prompts):
-                for method in method_order(list(methods), index, limits.seed + round_):
-                    on_run(method)
-                    runs.append(_run(methods, method, prompt, limits, temperature, round_, index))
-                    if journal is not None:
-                        journal.write(json.dumps(_journal_line(runs[-1], prompt), allow_nan=False) + "\n")
-                        journal.flush()
+            for run in _round(build(temperature), prompts, warmup, limits, temperature, round_, on_run):
+                runs.append(run)
+                if journal is not None:
+                    journal.write(json.dumps(journal_line(run, prompts[run.prompt]), allow_nan=False) + "\n")
+                    journal.flush()
     return runs
+
+
+def _round(
+    methods: Mapping[str, Method],
+    prompts: list[Prompt],
+    warmup: list[Prompt],
+    limits: Limits,
+    temperature: float,
+    round_: int,
+    on_run: Callable[[str], None],
+) -> Iterator[Run]:
+    for number, prompt in enumerate(warmup):
+        for method in methods:
+            on_run(method)
+            _run(methods, method, prompt, limits, temperature, round_, -1 - number)
+    for index, prompt in enumerate(prompts):
+        for method in method_order(list(methods), index, limits.seed + round_):
+            on_run(method)
+            yield _run(methods, method, prompt, limits, temperature, round_, index)
 
 
 def method_order(methods: list[str], index: int, seed: int) -> list[str]:
@@ -127,6 +144,7 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
             [ids],
             max_new_tokens=limits.max_new_tokens,
             temperature=temperature,
+            eos_token_id=sorted(limits.eos),
             seed=seed,
             **sampled,  # type: ignore[arg-type]
         )
@@ -139,28 +157,49 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
     return decode
 
 
-def stock_method(target: TargetModel, limits: Limits) -> Method:
-    """Decode greedily with transformers' own ``generate``, as its users call it."""
-    pad = target.model.generation_config.pad_token_id
-    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+def stock_method(target: TargetModel, temperature: float, limits: Limits) -> Method:
+    """Decode with transformers' own ``generate``: greedily, or sampling with the same temperature, top-k and top-p.
+
+    Its settings are the limits' and no others. A model's own generation config may hold more, a repetition penalty
+    say, which changes the output and costs time; the loop does nothing of the kind. Sampled tokens come from PyTorch's
+    global generator, so they are others than the loop's, from the same distribution.
+    """
+    warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
+    settings = GenerationConfig(
+        max_new_tokens=limits.max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=sorted(limits.eos) or None,
+        pad_token_id=min(limits.eos, default=0),
+        **warped,
+    )
 
     def decode(ids: list[int], seed: int) -> Outcome:
         input_ids = torch.tensor([ids], device=target.device)
         streamer = _Timestamps()
-        start = time.perf_counter()
-        output = target.model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=limits.max_new_tokens,
-            pad_token_id=0 if pad is None else pad,
-            streamer=streamer,
-            **options,
-        )
-        tokens = output[0, len(ids) :].tolist()  # waits for the device
-        end = time.perf_counter()
+        torch.manual_seed(seed)
+        with _only(target.model, settings):
+            start = time.perf_counter()
+            output = target.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=settings,
+                streamer=streamer,
+            )
+            tokens = output[0, len(ids) :].tolist()  # waits for the device
+            end = time.perf_counter()
         return tokens, streamer.first_token - start, end - streamer.first_token, None
 
     return decode
+
+
+@contextlib.contextmanager
+def _only(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """``generate`` fills what a given config leaves open from the model's own: put the given one in its place."""
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class _Timestamps:
@@ -213,19 +252,41 @@ def _check_tokens(tokens: list[int], limits: Limits) -> None:
         raise ValueError(f"tokens after EOS are counted: {tokens}")
 
 
-def _journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
+def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
+    """All of a run, so that nothing measured is lost whatever comes after it; times in seconds, steps in order."""
     line: dict[str, Any] = {
         "method": run.method,
         "temperature": run.temperature,
         "round": run.round,
+        "index": run.prompt,
         "prompt": prompt.id,
         "prompt_tokens": len(prompt.ids),
         "new_tokens": len(run.tokens),
+        "tokens": run.tokens,
         "prefill_seconds": run.prefill_seconds,
         "decode_seconds": run.decode_seconds,
         "wall_seconds": run.wall_seconds,
     }
     if run.trace is not None:
-        line["steps"] = len(run.trace.steps)
-        line["committed"] = [step.committed for step in run.trace.steps]
+        line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
+        line |= {name: getattr(run.trace, name) for name in TIME_FIELDS}
     return line
+
+
+def run_from_line(line: dict[str, Any]) -> Run:
+    """What ``journal_line`` was made from."""
+    trace = None
+    if STEP_FIELDS[0] in line:
+        steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
+        trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
+    return Run(
+        line["method"],
+        line["temperature"],
+        line["round"],
+        line["index"],
+        line["tokens"],
+        line["prefill_seconds"],
+        line["decode_seconds"],
+        line["wall_seconds"],
+        trace,
+    )

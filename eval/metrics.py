@@ -31,8 +31,9 @@ def ends_in_loop(tokens: Sequence[int]) -> bool:
 
 
 def typical_run(rounds: list[Run]) -> Run:
-    """Of one prompt's rounds the one with the median time a token (the lower median of an even number)."""
-    return sorted(rounds, key=lambda run: run.seconds_per_token)[(len(rounds) - 1) // 2]
+    """Of one prompt's rounds, an odd number of them, the one with the median time a token."""
+    assert len(rounds) % 2, f"{len(rounds)} rounds have no middle one"
+    return sorted(rounds, key=lambda run: run.seconds_per_token)[len(rounds) // 2]
 
 
 def merged_trace(runs: Sequence[Run]) -> Trace:

@@ -38,7 +38,11 @@ class Prompt:
 
 @dataclass
 class PromptSet:
-    """The prompts of a run. ``measured`` and ``warmup`` share none; ``skipped`` counts what was left out, by reason."""
+    """The prompts of a run.
+
+    ``measured`` and ``warmup`` share none; ``skipped`` counts what was left out, by reason. ``requested`` is how many
+    were to be measured (None: all), which the file may not have.
+    """
 
     file: Path
     format: Format
@@ -46,6 +50,7 @@ class PromptSet:
     measured: list[Prompt]
     warmup: list[Prompt]
     skipped: Counter[str] = field(default_factory=Counter)
+    requested: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """For the report."""
@@ -55,6 +60,7 @@ class PromptSet:
             "format": self.format,
             "sha256": self.sha256,
             "prompts": len(self.measured),
+            "requested": self.requested,
             "warmup_prompts": len(self.warmup),
             "prompt_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
             "skipped": dict(self.skipped),
@@ -64,19 +70,17 @@ class PromptSet:
 def load_prompts(
     config: PromptsConfig, tokenizer: Any, *, warmup: int, max_new_tokens: int, max_context: int
 ) -> PromptSet:
-    """Draw ``config.count`` prompts to measure and ``warmup`` others.
+    """Draw ``config.count`` prompts to measure, or as many as there are, and ``warmup`` others.
 
     The prompt of a dialogue is what stands before its first assistant turn; of a Spec-Bench question its first turn (a
     later one would hang on the method's own earlier answer). A prompt that stands twice in the file is used once, or a
     drafter that remembers phrases would meet an answer that it has already seen.
 
     Raises:
-        ValueError: a missing file, a tokenizer without chat template, or fewer than ``warmup`` + 1 usable prompts; the
-            message says what was skipped and why.
+        ValueError: a missing file, or fewer than ``warmup`` + 1 usable prompts; the message says what was skipped and
+            why.
     """
     check_prompt_file(config.file)
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the target's tokenizer has no chat template to render prompts with; add one to its folder")
     format_, skipped = detect_format(config.file), Counter[str]()
     records = list(_spec_bench(config.file, skipped) if format_ == "spec-bench" else _sharegpt(config.file, skipped))
     random.Random(config.seed).shuffle(records)
@@ -103,7 +107,7 @@ def load_prompts(
             f"(at most {limit} prompt tokens); give a longer file, fewer warm-up prompts or a smaller max_new_tokens"
         )
     digest = hashlib.sha256(config.file.read_bytes()).hexdigest()
-    return PromptSet(config.file, format_, digest, found[warmup:], found[:warmup], skipped)
+    return PromptSet(config.file, format_, digest, found[warmup:], found[:warmup], skipped, config.count)
 
 
 def check_prompt_file(file: Path) -> None:

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from drafters import TargetModel
-from eval.divergence import TOLERANCE, exact_share, find_divergences, summary
+from eval.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
 from eval.measure import STOCK, Run
 from eval.metrics import acceptance, ends_in_loop, paired_speedup, times, tokens_per_second, typical_run
+from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 
 EXPLANATION = """\
@@ -22,8 +23,13 @@ EXPLANATION = """\
   the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios.
 - **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
   sampled.
-- **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on, the prompt
-  included), the target's forward with the acceptance rule, the rest.
+- **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered, float32), every new token
+  weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's tells what it changed.
+- **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
+  before), the target's forward with the acceptance rule, the rest. A drafter's pass over the prompt belongs to the
+  prefill, which is in *end to end* and in none of these.
+- **stock generate**: transformers' `generate`, by the same count. Where sampling, it draws other tokens than the loop
+  (same temperature, top-k and top-p, another generator); the two are paired by prompt all the same.
 - **drafted**: nodes proposed a step. **lossy** methods change the target's output distribution; all others preserve it.
 """
 
@@ -42,28 +48,30 @@ def make_rows(
         rounds = by_key.setdefault((run.temperature, run.method), [[] for _ in prompts])
         rounds[run.prompt].append(run)
     rows, baselines = [], []
+    perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
     for temperature in dict.fromkeys(run.temperature for run in runs):
         plain = [typical_run(rounds) for rounds in by_key[temperature, baseline_label]]
         looping = {run.prompt for run in plain if ends_in_loop(run.tokens)}
-        baselines.append(_baseline(temperature, plain, looping, by_key.get((temperature, STOCK))))
+        baselines.append(_baseline(temperature, plain, looping, by_key[temperature, STOCK]))
         for label in lossless:
             if (temperature, label) in by_key:
                 rounds = by_key[temperature, label]
                 row = {"drafter": label, "temperature": temperature, "lossless": lossless[label]}
                 row |= _row(rounds, plain, looping, prompts, seed)
+                row |= perplexity.describe([typical_run(of_prompt) for of_prompt in rounds])
                 row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}
                 rows.append(row)
     return {**baselines[0], "temperatures": baselines}, rows
 
 
-def _baseline(temperature: float, plain: list[Run], looping: set[int], stock: list[list[Run]] | None) -> dict[str, Any]:
-    typical_stock = [typical_run(rounds) for rounds in stock] if stock else None
+def _baseline(temperature: float, plain: list[Run], looping: set[int], stock: list[list[Run]]) -> dict[str, Any]:
+    typical_stock = [typical_run(rounds) for rounds in stock]
     return {
         "temperature": temperature,
         "tokens_per_second": tokens_per_second(plain),
-        "stock_generate_tokens_per_second": tokens_per_second(typical_stock) if typical_stock else None,
-        "over_stock_generate": paired_speedup(plain, typical_stock).total if typical_stock else None,
-        "stock_generate_exact_match": exact_share(stock, plain) if stock else None,
+        "stock_generate_tokens_per_second": tokens_per_second(typical_stock),
+        "over_stock_generate": paired_speedup(plain, typical_stock).total,
+        "stock_generate_exact_match": exact_share(stock, plain) if temperature == 0 else None,
         "loop_share": len(looping) / len(plain),
     }
 
@@ -98,26 +106,42 @@ def _category(name: str, typical: list[Run], plain: list[Run], prompts: list[Pro
 
 
 def _exactness(rounds: list[list[Run]], plain: list[Run], prompts: list[Prompt], target: TargetModel) -> dict[str, Any]:
-    found = find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
-    return {"exact_match": exact_share(rounds, plain), "divergences": summary(found, len(prompts))}
+    row: dict[str, Any] = {"exact_match": exact_share(rounds, plain)}
+    try:
+        found = find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
+    except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
+        return row | {"divergences": unavailable(rounds, plain, error)}
+    return row | {"divergences": summary(found, len(prompts))}
 
 
-def unexplained(report: dict[str, Any]) -> list[str]:
-    """One line for each lossless row whose output differs from plain decoding's by more than rounding."""
+def warnings(report: dict[str, Any]) -> list[str]:
+    """What casts doubt on the figures: a slow baseline, and lossless rows whose output rounding does not explain."""
     lines = []
+    for baseline in report["baseline"]["temperatures"]:
+        ratio = baseline["over_stock_generate"]
+        if ratio is not None and ratio < 1:
+            lines.append(
+                f"T = {baseline['temperature']:g}: the baseline is slower than stock generate ({ratio:.2f} times its "
+                f"speed): every speedup at this temperature is {1 / ratio:.2f} times what it is over stock generate"
+            )
     for row in report["rows"]:
-        count = row.get("divergences", {}).get("unexplained", 0)
-        if count and row["lossless"]:
+        found = row.get("divergences", {"count": 0})
+        if not row["lossless"] or not found["count"]:
+            continue
+        count, fault = found["unexplained"], "more than rounding explains: a fault in the method or in the loop"
+        if count is None:
+            count, fault = found["count"], f"what rounding may or may not explain, unchecked ({found['unavailable']})"
+        if count:
             lines.append(
                 f"{row['drafter']} is lossless, but {count} of {row['prompts']} greedy outputs differ from plain "
-                "decoding's by more than rounding explains: a fault in the method or in the loop"
+                f"decoding's by {fault}"
             )
     return lines
 
 
 COLUMNS = (
     "drafter", "T", "tau", "tau, no loops", "tokens/s", "end to end", "speedup", "median", "exact",
-    "draft ms", "verify ms", "other ms", "drafted",
+    "ppl", "draft ms", "verify ms", "other ms", "drafted",
 )  # fmt: skip
 
 
@@ -133,6 +157,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         _number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""),
         _number(row["speedup_median"], 2, "x"),
         _number(row["exact_match"], 3),
+        _number(row["perplexity"], 2),
         _number(row["draft_ms"], 2),
         _number(row["verify_ms"], 2),
         _number(row["other_ms"], 2),
@@ -162,9 +187,9 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         table.add_row(*_cells(row), style=None if row["lossless"] else "yellow")
     console.print(table)
     for line in _statements(report):
-        console.print(line, highlight=False)
-    for line in unexplained(report):
-        console.print(f"[bold red]{line}")
+        console.print(line, markup=False, highlight=False)
+    for line in warnings(report):
+        console.print(line, style="bold red", markup=False, highlight=False)
 
 
 def markdown(report: dict[str, Any], picture: Path) -> str:
@@ -173,7 +198,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
     lines += [f"| {' | '.join(_cells(row))} |" for row in report["rows"]]
     lines += ["", *(f"- {line}" for line in _statements(report))]
-    lines += [f"- **{line}**" for line in unexplained(report)]
+    lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]
     lines += _categories(report)
     lines += ["## To run it again", "", f"    {' '.join(report['environment']['argv'])}", ""]
@@ -203,33 +228,49 @@ def _setting(report: dict[str, Any]) -> list[str]:
 
 
 def _statements(report: dict[str, Any]) -> list[str]:
-    """The baseline's speed beside stock generate's, the loops, and the divergences."""
-    lines = []
+    """The prompts, the baseline's speed beside stock generate's, the loops, and the divergences."""
+    facts = report["environment"]
+    lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
     for baseline in report["baseline"]["temperatures"]:
         at = f"T = {baseline['temperature']:g}"
-        if baseline["stock_generate_tokens_per_second"] is not None:
-            lines.append(
-                f"{at}: plain decoding in this loop makes {_number(baseline['tokens_per_second'], 1)} tokens/s, "
-                f"{_number(baseline['over_stock_generate'], 2)} times stock generate's "
-                f"{baseline['stock_generate_tokens_per_second']:.1f}"
-            )
+        lines.append(
+            f"{at}: plain decoding in this loop makes {_number(baseline['tokens_per_second'], 1)} tokens/s, "
+            f"{_number(baseline['over_stock_generate'], 2)} times stock generate's "
+            f"{_number(baseline['stock_generate_tokens_per_second'], 1)}"
+        )
         lines.append(
             f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
             "drafter; tau without them stands beside tau over all)"
         )
-    facts = report["environment"]
     if facts["load_average"] is not None and facts["load_average"] > facts["cpu_cores"]:
         lines.append(
             f"the machine was busy before the first run (load average {facts['load_average']:.1f}): times are rough"
         )
-    for row in report["rows"]:
-        found = row.get("divergences", {"count": 0})
-        if row["lossless"] and found["count"]:
-            lines.append(
-                f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
-                f"{found['count'] - found['unexplained']} of them where rounding in {report['environment']['dtype']} "
-                f"explains it (largest top-2 margin there: {_number(found['largest_margin'], 3)} logits)"
-            )
+    return lines + [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
+
+
+def shortage_line(prompts: dict[str, Any]) -> str | None:
+    """Says that fewer prompts are measured than the config asks for; None where they are not."""
+    if prompts["requested"] is None or prompts["prompts"] >= prompts["requested"]:
+        return None
+    return (
+        f"only {prompts['prompts']} prompts are measured, not the {prompts['requested']} of prompts.count: "
+        f"{prompts['file']} has no more that can be used"
+    )
+
+
+def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
+    lines = []
+    found = row.get("divergences", {"count": 0})
+    if row["lossless"] and found["count"] and found["unexplained"] is not None:
+        lines.append(
+            f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
+            f"{found['count'] - found['unexplained']} of them where rounding in {dtype} "
+            f"explains it (largest top-2 margin there: {_number(found['largest_margin'], 3)} logits)"
+        )
+    if row["perplexity"] is None:
+        which = f"{row['drafter']}, T = {row['temperature']:g}"
+        lines.append(f"{which}: no perplexity of its outputs ({row['perplexity_unavailable']})")
     return lines
 
 

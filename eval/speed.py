@@ -2,35 +2,35 @@
 
     python -m eval.speed --config configs/speed/stdlib.yaml [key=value ...]
 
-Writes report.json, report.md, speedup.png and, while it runs, measurements.jsonl (every single run) into ``out``.
+Writes report.json, report.md, speedup.png and measurements.jsonl (the environment, then every single run with its
+tokens and steps) into ``out``. They replace those of an earlier report when everything is measured; until then the runs
+so far are in measurements.unfinished.jsonl.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from drafters import Drafter, TargetModel, drafter_class, make_drafter
+from data_prep.encoding import load_tokenizer
+from drafters import TargetModel, drafter_class
 from drafters.config import Config, load_config
+from drafters.decoding.loop import eos_ids
 from eval.environment import environment, load_average, peak_memory_bytes
+from eval.lineup import DrafterEntry, Lineup, check_entries
 from eval.measure import STOCK, Limits, MeasurementError, Method, Run, drafter_method, measure, stock_method
-from eval.picture import draw
+from eval.output import PAGE, PICTURE, REPORT, PictureError, check_folder, draw_picture, open_journal, write_report
 from eval.prompts import PromptsConfig, PromptSet, check_prompt_file, load_prompts
-from eval.report import make_rows, markdown, print_table, tolerance_note
+from eval.report import make_rows, print_table, shortage_line, tolerance_note
 
 BASELINE = "autoregressive"
-FOLDER_OPTIONS = ("checkpoint", "draft_model")
-REPORT, PAGE, PICTURE, JOURNAL = "report.json", "report.md", "speedup.png", "measurements.jsonl"
 
 
 class TargetConfig(Config):
@@ -40,26 +40,6 @@ class TargetConfig(Config):
     revision: str | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
-
-
-class DrafterEntry(Config):
-    """One row of the report. Every other key is an option of the drafter; learned ones take ``checkpoint``."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    drafter: str = Field(description="the method: the name of its file in drafters/")
-    label: str | None = Field(None, description="its name in the report; default: the method's")
-    temperatures: list[float] | None = Field(None, description="default: all of the run's")
-
-    @property
-    def name(self) -> str:
-        """What the report calls it."""
-        return self.label or self.drafter
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """For ``make_drafter``."""
-        return dict(self.model_extra or {})
 
 
 class SpeedConfig(Config):
@@ -73,7 +53,7 @@ class SpeedConfig(Config):
     temperatures: list[float] = Field([0.0, 1.0], min_length=1, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="of sampled rows; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="of sampled rows; 1 is off")
-    rounds: int = Field(1, ge=1, description="times every prompt is decoded by every method; the median one counts")
+    rounds: int = Field(1, ge=1, description="odd; times every method decodes every prompt; the median counts")
     warmup: int = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
     threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
     seed: int = Field(0, ge=0, description="of sampling, of the methods' order and of the confidence intervals")
@@ -86,6 +66,11 @@ class SpeedConfig(Config):
             raise ValueError(f"rows need names of their own, {repeated} are taken twice; set label: on the entries")
         if len(set(self.temperatures)) < len(self.temperatures) or min(self.temperatures) < 0:
             raise ValueError(f"temperatures must be different and none below 0, found {self.temperatures}")
+        if self.rounds % 2 == 0:
+            raise ValueError(
+                f"rounds is {self.rounds}, and of an even number none is the median: give {self.rounds - 1} or "
+                f"{self.rounds + 1}"
+            )
         for entry in self.entries:
             if not set(entry.temperatures or []) <= set(self.temperatures):
                 raise ValueError(
@@ -108,91 +93,39 @@ def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any
     Raises:
         ValueError: something configured is missing or does not fit; found before anything is measured.
         MeasurementError: a method failed while it was measured.
-    """
-    check_paths(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    target, tokenizer = load_target(config.target)
-    lineup = build_lineup(config.entries, target)
-    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target))
-    prompts = load_prompts(
-        config.prompts,
-        tokenizer,
-        warmup=config.warmup,
-        max_new_tokens=config.max_new_tokens,
-        max_context=target.max_context,
-    )
-    facts = describe(config, argv, target, prompts)
-    runs = measure_all(config, target, prompts, limits, console)
-    facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
-    lossless = {name: drafter.lossless for name, drafter in lineup.items()}
-    baseline, rows = make_rows(runs, lossless, config.entries[0].name, prompts.measured, target, config.seed)
-    report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
-    write_report(report, config.out)
-    print_table(report, console)
-    console.print(f"{config.out / PAGE}, {config.out / REPORT}, {config.out / PICTURE}", highlight=False)
-    return report
-
-
-def check_paths(config: SpeedConfig) -> None:
-    """What can be found out before the target is loaded.
-
-    Raises:
-        ValueError: no prompt file, unknown drafters, or folders that are not there.
+        OSError: a file could not be written.
+        PictureError: only the picture is missing.
     """
     check_prompt_file(config.prompts.file)
-    folders = {"target.path": config.target.path}
-    for entry in config.entries:
-        drafter_class(entry.drafter)
-        folders |= {f"{entry.name}: {key}": entry.options[key] for key in FOLDER_OPTIONS if key in entry.options}
-    missing = [f"{key} {path!r}" for key, path in folders.items() if _is_missing_folder(str(path))]
-    if missing:
-        raise ValueError(
-            f"these folders do not exist: {', '.join(missing)}; train or fetch them first, or mend the path"
-        )
-
-
-def _is_missing_folder(path: str) -> bool:
-    """A name like ``checkpoints/x`` could be a Hub repository's; where ``checkpoints`` is a folder here, it is not."""
-    here = Path(path)
-    return not here.exists() and (here.is_absolute() or path.startswith(".") or Path(here.parts[0]).is_dir())
-
-
-def load_target(config: TargetConfig) -> tuple[TargetModel, Any]:
-    """The target and its tokenizer.
-
-    Raises:
-        ValueError: nothing loadable there.
-    """
-    target = TargetModel.from_pretrained(config.path, config.dtype, config.device, config.revision)
+    check_entries(config.entries, config.target.path)
+    check_folder(config.out)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    chosen = config.target
+    target = TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision)
+    lineup = Lineup(config.entries, target)
+    prompts = load_prompts(
+        config.prompts,
+        load_tokenizer(chosen.path, chosen.revision).tokenizer,
+        warmup=config.warmup,
+        max_new_tokens=config.max_new_tokens,
+        max_context=lineup.max_context,
+    )
+    if shortage := shortage_line(prompts.describe()):
+        console.print(shortage, style="bold red", markup=False, highlight=False)
+    facts = describe(config, argv, target, prompts)
+    runs = measure_all(config, target, lineup, prompts, facts, console)
+    facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
+    lossless = {entry.name: drafter_class(entry.drafter).lossless for entry in config.entries}
+    baseline, rows = make_rows(runs, lossless, config.entries[0].name, prompts.measured, target, config.seed)
+    report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, revision=config.revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"no tokenizer could be loaded from {config.path!r}: {error}") from error
-    return target, tokenizer
-
-
-def build_lineup(entries: list[DrafterEntry], target: TargetModel) -> dict[str, Drafter]:
-    """All drafters by their names in the report.
-
-    Raises:
-        ValueError: some cannot be built; one message names them all.
-    """
-    lineup, problems = {}, []
-    for entry in entries:
-        try:
-            lineup[entry.name] = make_drafter(entry.drafter, target, **entry.options)
-        except ValueError as error:
-            problems.append(f"{entry.name}: {error}")
-    if problems:
-        raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
-    return lineup
-
-
-def eos_ids(target: TargetModel) -> frozenset[int]:
-    """Where outputs end."""
-    eos = target.model.generation_config.eos_token_id
-    return frozenset([eos] if isinstance(eos, int) else eos or [])
+        write_report(report, config.out)
+    finally:
+        print_table(report, console)  # should the disk be full, the figures are at least on the screen
+    draw_picture(report, config.out)
+    console.print(f"{config.out / PAGE}, {config.out / REPORT}, {config.out / PICTURE}", markup=False, highlight=False)
+    return report
 
 
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:
@@ -217,18 +150,20 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
 
 
 def measure_all(
-    config: SpeedConfig, target: TargetModel, prompts: PromptSet, limits: Limits, console: Console
+    config: SpeedConfig,
+    target: TargetModel,
+    lineup: Lineup,
+    prompts: PromptSet,
+    facts: dict[str, Any],
+    console: Console,
 ) -> list[Run]:
-    """Run everything, showing progress and journalling every run; an older report in ``out`` goes first."""
-    config.out.mkdir(parents=True, exist_ok=True)
-    for name in (REPORT, PAGE, PICTURE):
-        (config.out / name).unlink(missing_ok=True)
+    """Run everything, showing progress and journalling every run."""
+    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
 
     def build(temperature: float) -> Mapping[str, Method]:
-        entries = [e for e in config.entries if e.temperatures is None or temperature in e.temperatures]
-        lineup = build_lineup(entries, target)
-        methods = {name: drafter_method(target, drafter, temperature, limits) for name, drafter in lineup.items()}
-        return methods | ({STOCK: stock_method(target, limits)} if temperature == 0 else {})
+        drafters = lineup.fresh(temperature).items()
+        methods = {name: drafter_method(target, drafter, temperature, limits) for name, drafter in drafters}
+        return methods | {STOCK: stock_method(target, temperature, limits)}
 
     columns = [
         TextColumn("{task.description:<24}"),
@@ -237,7 +172,7 @@ def measure_all(
         TextColumn("{task.fields[rate]}"),
     ]
     with (
-        (config.out / JOURNAL).open("w", encoding="utf-8") as journal,
+        open_journal(config.out, facts) as journal,
         Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress,
     ):
         task = progress.add_task("", total=count_runs(config, prompts), rate="")
@@ -252,26 +187,9 @@ def measure_all(
 
 
 def count_runs(config: SpeedConfig, prompts: PromptSet) -> int:
-    """How many outputs there are to make, warm-up included."""
-    methods = sum(len(entry.temperatures or config.temperatures) for entry in config.entries)
-    methods += 0.0 in config.temperatures
+    """How many outputs there are to make, warm-up and stock ``generate`` included."""
+    methods = sum(len(entry.temperatures or config.temperatures) for entry in config.entries) + len(config.temperatures)
     return methods * config.rounds * (len(prompts.measured) + len(prompts.warmup))
-
-
-def write_report(report: dict[str, Any], out: Path) -> None:
-    """report.json (strict JSON: a NaN is an error), report.md and the picture, each replaced at once."""
-    draw(report, out / PICTURE)
-    _replace(out / PAGE, markdown(report, Path(PICTURE)))
-    _replace(out / REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(SpeedConfig, parsed.config, parsed.overrides)
         run(config, ["python", "-m", "eval.speed", *given], console)
-    except (ValueError, MeasurementError) as error:
+    except (ValueError, OSError, MeasurementError, PictureError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

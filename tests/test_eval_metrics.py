@@ -3,6 +3,7 @@
 import io
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tiny import VOCAB_SIZE, build
 from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
 from eval.divergence import find_divergences
-from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
+from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order, run_from_line
 from eval.metrics import acceptance, ends_in_loop, paired_speedup, typical_run
+from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 
 PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
@@ -100,6 +102,41 @@ def test_a_failure_names_method_and_prompt_and_keeps_the_journal() -> None:
     assert not [line for line in lines if line["prompt"] == "p2" and line["method"] == "bad"]
 
 
+def test_the_journal_holds_all_of_every_run() -> None:
+    """Catches a journal from which nothing can be computed again: without tokens, steps or their times."""
+    trace = Trace([Step(0, 7, 4, 2, 3), Step(0, 5, 3, 0, 1)], [0.1, 1 / 3], [0.2, 0.4], [0.01, 0.02], 0.7)
+    methods: dict[str, Method] = {
+        "loop": lambda ids, seed: ([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
+        "stock": lambda ids, seed: ([4, 5], 0.1, 0.2, None),
+    }
+    journal = io.StringIO()
+    runs = measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8), journal)
+    assert [run_from_line(json.loads(line)) for line in journal.getvalue().splitlines()] == runs
+
+
+def test_a_rounds_drafters_are_released_before_the_next() -> None:
+    """Catches two rounds' drafters, with their weights and caches, in memory at once."""
+    alive = 0
+
+    class Held:
+        def __init__(self) -> None:
+            nonlocal alive
+            alive += 1
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+        def __call__(self, ids: list[int], seed: int) -> Outcome:
+            return [1, 2], 0.0, 0.1, trace_of(1)
+
+    def make(temperature: float) -> dict[str, Method]:
+        assert not alive
+        return {"m": Held()}
+
+    assert len(measure(make, PROMPTS[:2], PROMPTS[4:], [0.0, 1.0], 3, Limits(8))) == 2 * 2 * 3
+
+
 @pytest.mark.parametrize(("tokens", "message"), [([4, 1, 5], "after EOS"), ([4] * 9, "9 new tokens"), ([], "0 new")])
 def test_overcounting_is_refused(tokens: list[int], message: str) -> None:
     """Catches tokens after EOS, or past the limit, that would count as speed."""
@@ -163,3 +200,35 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
     head.data[twin] = head.data[best]  # now the target cannot tell the two apart
     logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
     assert diverge(twin) == (True, 0.0)
+
+
+def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
+    """Catches a shift by one token, the prompt scored too, and prompts averaged instead of tokens."""
+    target = TargetModel(build("llama"))
+    ids = [[5, 6, 7], [8, 9, 10, 11]]
+    runs = [Run("m", 0.0, 0, i, tokens, 0, 1, 1, None) for i, tokens in enumerate([[12, 13, 14, 15], [3]])]
+    log_p = []
+    for run in runs:
+        logits = target.model(torch.tensor([ids[run.prompt] + run.tokens])).logits[0].float().log_softmax(-1)
+        log_p += [logits[len(ids[run.prompt]) - 1 + i, token].item() for i, token in enumerate(run.tokens)]
+    expected = torch.tensor(log_p).mean().neg().exp().item()
+    assert OutputPerplexity(target, ids).describe(runs) == {"perplexity": pytest.approx(expected, rel=1e-4)}
+
+
+def test_perplexity_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches hours of measurements lost to the last forwards, or to a NaN that JSON does not hold."""
+    target = TargetModel(build("llama"))
+    score = OutputPerplexity(target, [[5, 6]])
+    runs = [Run("m", 0.0, 0, 0, [3, 4], 0, 1, 1, None)]
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "features", fail)
+        assert score.describe(runs) == {
+            "perplexity": None,
+            "perplexity_unavailable": "OutOfMemoryError: out of memory",
+        }
+    monkeypatch.setattr(target, "lm_head", lambda rows: torch.full((len(rows), VOCAB_SIZE), torch.nan))
+    assert score.describe(runs)["perplexity"] is None

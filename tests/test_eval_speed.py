@@ -1,6 +1,8 @@
 """`python -m eval.speed` from a config file to a report, on a tiny target."""
 
+import errno
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,18 +11,24 @@ import pytest
 import torch
 import yaml
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+import eval.lineup
 import eval.speed
 from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
+from drafters.decoding.loop import eos_ids
 from drafters.decoding.sampling import Sampling
+from eval.environment import environment
+from eval.lineup import DrafterEntry, Lineup
 from eval.measure import Limits, stock_method
+from eval.report import warnings
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
     "other_ms", "prompts", "new_tokens", "tau_without_loops", "speedup_ci", "ctar", "n_alpha", "prefill_ms",
+    "perplexity",
 }  # fmt: skip
 
 
@@ -48,7 +56,7 @@ def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, A
         ],
         "out": str(out),
         "max_new_tokens": 12,
-        "rounds": 2,
+        "rounds": 3,
         "warmup": 1,
         **changes,
     }
@@ -69,7 +77,7 @@ def strict(text: str) -> Any:
 
 @pytest.fixture(scope="module")
 def finished(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """One run over two temperatures and two rounds."""
+    """One run over two temperatures and three rounds."""
     folder = tmp_path_factory.mktemp("run")
     assert run(config_for(files, folder / "out"), folder) == 0
     return folder / "out", strict((folder / "out" / "report.json").read_text())
@@ -88,7 +96,9 @@ def test_report_has_every_field(finished: tuple[Path, dict[str, Any]]) -> None:
     assert facts["prompt_set"]["prompts"] == 4
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["config"]["drafters"][0]["gamma"] == 3  # a drafter's own options stand in the report, too
-    assert report["baseline"]["stock_generate_tokens_per_second"] > 0
+    assert all(row["perplexity"] > 1 for row in report["rows"])
+    assert [b["temperature"] for b in report["baseline"]["temperatures"]] == [0.0, 1.0]
+    assert all(b["stock_generate_tokens_per_second"] > 0 for b in report["baseline"]["temperatures"])
     assert "draft model" in (out / "report.md").read_text()
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
@@ -106,8 +116,9 @@ def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["tau"] / step)
         assert (row["exact_match"] is None) == (row["temperature"] > 0)
     assert all((row["tau"], row["speedup"], row["speedup_ci"]) == (1.0, 1.0, [1.0, 1.0]) for row in plain.values())
-    lines = [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()]
-    assert len(lines) == (2 + 2 + 1) * 4 * 2  # two drafters at two temperatures, stock generate at one
+    head, *lines = [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()]
+    assert head["environment"]["commit"] == report["environment"]["commit"]
+    assert len(lines) == (2 + 2 + 2) * 4 * 3  # two drafters and stock generate, two temperatures, prompts, rounds
     assert all(line["wall_seconds"] >= line["prefill_seconds"] + line["decode_seconds"] for line in lines)
     assert all(sum(line["committed"]) == line["new_tokens"] - 1 for line in lines if "committed" in line)
 
@@ -120,26 +131,30 @@ def test_float32_is_exact(finished: tuple[Path, dict[str, Any]]) -> None:
     assert report["baseline"]["stock_generate_exact_match"] == 1.0
 
 
+class Wrong(AutoregressiveDrafter):
+    """Commits token 50 at every step."""
+
+    def rule(self, sampling: Sampling) -> Rule:
+        right = super().rule(sampling)
+
+        def wrong(*arguments: Any) -> Verdict:
+            verdict = right(*arguments)
+            verdict.tokens[0][-1] = 50
+            return verdict
+
+        return wrong
+
+
+def make_wrong(name: str, target: TargetModel, **options: Any) -> Drafter:
+    return Wrong(target) if name == "speculative" else AutoregressiveDrafter(target)
+
+
 def test_a_wrong_drafter_is_caught(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches an exact_match that is computed from the method's own output, or that nobody gets to see."""
 
-    class Wrong(AutoregressiveDrafter):
-        def rule(self, sampling: Sampling) -> Rule:
-            right = super().rule(sampling)
-
-            def wrong(*arguments: Any) -> Verdict:
-                verdict = right(*arguments)
-                verdict.tokens[0][-1] = 50
-                return verdict
-
-            return wrong
-
-    def make(name: str, target: TargetModel, **options: Any) -> Drafter:
-        return Wrong(target) if name == "speculative" else AutoregressiveDrafter(target)
-
-    monkeypatch.setattr(eval.speed, "make_drafter", make)
+    monkeypatch.setattr(eval.lineup, "make_drafter", make_wrong)
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
     assert run(config, tmp_path) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
@@ -172,6 +187,7 @@ def test_lossy_methods_are_marked(
         ('drafters=[{"drafter": "eagle"}, {"drafter": "eagle"}]', "set label"),
         ("max_new_tokens=255", "too_long"),
         ("temperatures=[0.0, 0.0]", "must be different"),
+        ("rounds=2", "give 1 or 3"),
     ],
 )
 def test_bad_input_is_one_message_before_anything_runs(
@@ -188,10 +204,186 @@ def test_stock_generate_is_timed_without_its_prefill(tiny_model: Callable[..., P
     model = tiny_model("llama")
     target = TargetModel(model)
     ids = list(range(3, 60))
-    tokens, prefill, decode, _ = stock_method(target, Limits(6))(ids, 0)
+    tokens, prefill, decode, _ = stock_method(target, 0.0, Limits(6, eos=eos_ids(target, None)))(ids, 0)
     expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=2)
     assert tokens == expected[0, len(ids) :].tolist()
     assert prefill > 0
     assert decode > 0
-    _, _, nothing, _ = stock_method(target, Limits(1))(ids, 0)
+    _, _, nothing, _ = stock_method(target, 0.0, Limits(1))(ids, 0)
     assert nothing < prefill
+
+
+def test_stock_generate_takes_nothing_from_the_models_generation_config(
+    tiny_model: Callable[..., PreTrainedModel],
+) -> None:
+    """Catches a penalty or a filter of the model's own, which generate fills in even where a config is passed."""
+    model = tiny_model("llama")
+    target = TargetModel(model)
+    ids = list(range(3, 20))
+    plain = stock_method(target, 0.0, Limits(8))(ids, 0)[0]
+    own = GenerationConfig(eos_token_id=plain[3], suppress_tokens=[plain[0]], repetition_penalty=9.0, max_length=7)
+    model.generation_config = own
+    assert stock_method(target, 0.0, Limits(8))(ids, 0)[0] == plain
+    assert model.generation_config is own
+    assert (
+        stock_method(target, 0.0, Limits(8, eos=frozenset([plain[3]])))(ids, 0)[0] == plain[: plain.index(plain[3]) + 1]
+    )
+
+
+def test_stock_generate_samples_as_the_loop_does(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """Catches a stock baseline that decodes greedily, or unfiltered, beside sampled rows."""
+    target = TargetModel(tiny_model("llama"))
+    ids = list(range(3, 20))
+    greedy = stock_method(target, 0.0, Limits(12))(ids, 0)[0]
+    sample = stock_method(target, 1.0, Limits(12))
+    assert sample(ids, 1)[0] == sample(ids, 1)[0] != sample(ids, 2)[0]
+    assert stock_method(target, 1.0, Limits(12, top_k=1))(ids, 1)[0] == greedy
+    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))(ids, 1)[0] == greedy
+
+
+def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a baseline left null without greedy rows, and prompts.count that shrinks without a word."""
+    config = config_for(files, tmp_path / "out", temperatures=[1.0], rounds=1)
+    assert run(config, tmp_path, "prompts.count=50", "max_new_tokens=4") == 0
+    assert strict((tmp_path / "out" / "report.json").read_text())["baseline"]["stock_generate_tokens_per_second"] > 0
+    shortage = "only 7 prompts are measured, not the 50 of prompts.count"
+    assert shortage in (tmp_path / "out" / "report.md").read_text()
+    assert shortage in capsys.readouterr().out
+
+
+def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a draft model loaded anew for each method and round, and a pool that outlives its round."""
+    target = TargetModel.from_pretrained(str(files["target"]), "float32", "cpu")
+    loads: list[str] = []
+    load = TargetModel.from_pretrained
+
+    def counted(name: str, *arguments: Any, **options: Any) -> TargetModel:
+        loads.append(name)
+        return load(name, *arguments, **options)
+
+    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
+    entries = [{"drafter": name, "draft_model": str(files["draft"])} for name in ("speculative", "ouroboros", "mjsd")]
+    lineup = Lineup([DrafterEntry.model_validate(entry) for entry in entries], target)
+    rounds = [lineup.fresh(0.0) for _ in range(3)]
+    assert loads == [str(files["draft"])]
+    assert len({id(drafter) for drafters in rounds for drafter in drafters.values()}) == 9
+    assert len({id(drafters["ouroboros"].pool) for drafters in rounds}) == 3  # type: ignore[attr-defined]
+
+
+def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a good report deleted when the next run starts, and a journal overwritten by the run after it."""
+    out = tmp_path / "out"
+    config = config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4)
+    assert run(config, tmp_path) == 0
+    finished = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert finished.keys() == {"report.json", "report.md", "speedup.png", "measurements.jsonl"}
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("drafters.speculative.SpeculativeDrafter.propose", fail)
+    for unfinished in (1, 2):
+        assert run(config, tmp_path) == 1
+        assert "out of memory" in capsys.readouterr().err
+        left = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert left.items() >= finished.items()
+        assert len(left) == len(finished) + unfinished
+
+
+def test_a_report_outlives_its_picture(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches hours of measurements lost to a fault in the drawing, and an older picture beside the new figures."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such font")
+
+    monkeypatch.setattr("eval.output.draw", fail)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "speedup.png").write_text("of another run")
+    assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
+    assert capsys.readouterr().err.startswith("error: the picture could not be drawn (RuntimeError: no such font)")
+    assert {path.name for path in out.iterdir()} == {"report.json", "report.md", "measurements.jsonl"}
+
+
+def test_a_report_outlives_the_search_for_divergences(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches hours of measurements lost to the forwards after them."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(eval.lineup, "make_drafter", make_wrong)
+    monkeypatch.setattr("eval.report.find_divergences", fail)
+    assert run(config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1), tmp_path) == 0
+    _, wrong = strict((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert wrong["exact_match"] == 0.0
+    assert (wrong["divergences"]["count"], wrong["divergences"]["unexplained"]) == (4, None)
+    assert "unchecked (OutOfMemoryError: out of memory)" in (tmp_path / "out" / "report.md").read_text()
+    assert "unchecked" in capsys.readouterr().out
+
+
+def test_a_slow_baseline_is_flagged(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Catches speedups over a loop slower than stock generate, with nobody told."""
+    _, report = finished
+    report = json.loads(json.dumps(report))
+    for baseline, ratio in zip(report["baseline"]["temperatures"], (1.25, 0.8), strict=True):
+        baseline["over_stock_generate"] = ratio
+    (line,) = warnings(report)
+    assert line.startswith("T = 1: the baseline is slower than stock generate (0.80 times")
+
+
+@pytest.mark.parametrize("broken", ["in the way", "full"])
+def test_a_folder_that_cannot_be_written_is_one_message(
+    files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+) -> None:
+    """Catches a traceback in place of a message."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out, message = tmp_path / "out", "No space left on device"
+    if broken == "full":
+        monkeypatch.setattr(eval.speed, "write_report", full)
+    else:
+        out.write_text("a file")
+        out, message = out / "speed", f"{out} is a file; choose another out"
+    assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert ("draft model" in printed.out) == (broken == "full")  # the figures are not lost
+
+
+@pytest.mark.parametrize(("name", "dirty"), [("eval/new.py", True), ("configs/new.yaml", True), ("notes.md", False)])
+def test_new_code_makes_the_commit_dirty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dirty: bool
+) -> None:
+    """Catches figures of a method that was never committed under the name of a commit without it."""
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "environment.py").write_text("")
+    git("init")
+    git("add", "eval")
+    git("commit", "-m", "first")
+    monkeypatch.setattr("eval.environment.__file__", str(tmp_path / "eval" / "environment.py"))
+    assert environment(torch.device("cpu"))["dirty"] is False
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    assert environment(torch.device("cpu"))["dirty"] is dirty
