@@ -23,8 +23,8 @@ EXPLANATION = """\
   the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios.
 - **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
   sampled.
-- **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered, float32), every new token
-  weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's tells what it changed.
+- **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every
+  token weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's shows the change.
 - **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
   before), the target's forward with the acceptance rule, the rest. A drafter's pass over the prompt belongs to the
   prefill, which is in *end to end* and in none of these.
