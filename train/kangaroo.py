@@ -34,7 +34,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, TrainingDiverged) as error:
+    except (ValueError, OSError, TrainingDiverged) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; --resume continues from the last checkpoint")

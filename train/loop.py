@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from drafters import checkpoint
+from drafters.provenance import replace_text
 from train.data import Batch, Position, StepData, TrainData
 from train.heldout import Heldout
-from train.run_files import Metrics, StateFolder, describe_run, replace_text
+from train.run_files import Metrics, StateFolder, describe_run
 from train.runtime import Ranks, seed_step
 from train.setup import Inputs, make_engine, target_identity
 from train.tasks import Task
@@ -91,17 +92,20 @@ class TrainRun:
         finished = self._finished()
         if finished:
             bar.write(f"{config.out} is already finished at step {progress.step}; a higher limit continues it")
+            self._export()  # the run may have been killed between its last save and its export
+        elif progress.step == 0:
+            self._evaluate(bar)  # what does not fit into memory, or is not there, fails now
         try:
             while not finished:
                 self._step(steps, bar)
                 finished = self._finished()
-                # The state comes last: a run resumed at this step need not wonder whether the rest was done.
                 if finished or progress.step % config.eval_every == 0:
                     self._evaluate(bar)
-                if finished or progress.step % config.export_every == 0:
-                    self._export()
+                # The state comes before the export: a full disk must not cost what was trained.
                 if finished or progress.step % config.save_every == 0:
                     self._save()
+                if finished or progress.step % config.export_every == 0:
+                    self._export()
         finally:
             steps.close()
             bar.close()
@@ -252,6 +256,12 @@ class TrainRun:
 
     def _load(self) -> None:
         tag = self.states.latest()
+        before = json.loads((self.config.out / "run.json").read_text())["ranks"]
+        if self.config.zero_stage and before != self.ranks.count:
+            raise ValueError(
+                f"--resume: {self.config.out} was trained on {before} ranks and this is {self.ranks.count}: with "
+                f"zero_stage: {self.config.zero_stage} the optimizer's state is split by rank; start as many as before"
+            )
         path, client_state = self.engine.load_checkpoint(str(self.states.path), tag=tag)
         if path is None or "progress" not in client_state:
             raise ValueError(f"--resume: {self.states.path / str(tag)} holds no checkpoint of this toolkit")

@@ -8,14 +8,11 @@ state/step-*/, state/latest      DeepSpeed's resumable state; the newest two, `l
 
 import contextlib
 import json
-import os
-import platform
 import shutil
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drafters.provenance import git_commit, library_versions, replace_text
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
@@ -45,16 +42,6 @@ class StateFolder:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` so that a kill leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def check_run_folder(config: TrainConfig, resume: bool) -> None:
     """Refuse to mix two runs.
 
@@ -65,12 +52,12 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
     run = config.out
     if not resume:
         if run.exists() and any(run.iterdir()):
+            if StateFolder(run).latest() is None:
+                raise ValueError(f"{run} is not empty and holds no state to resume: delete it, or give another out=")
             raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
         return
     if not (run / "run.json").is_file() or StateFolder(run).latest() is None:
-        raise ValueError(
-            f"--resume: {run} holds no checkpoint; start without --resume (and with another out= if it exists)"
-        )
+        raise ValueError(f"--resume: {run} holds no checkpoint; delete it if it exists, and start without --resume")
     before = json.loads((run / "run.json").read_text())["config"]
     now = config.model_dump(mode="json")
     changed = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in now if before.get(key) != now[key]]
@@ -83,23 +70,13 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
 
 def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
     """What it takes to run it again."""
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "deepspeed", "safetensors")}
     return {
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
         "ranks": ranks,
-        "commit": _commit(),
-        "versions": {"python": platform.python_version(), **versions},
+        "commit": git_commit(Path(__file__).resolve().parent),
+        "versions": library_versions("torch", "transformers", "deepspeed", "safetensors"),
     }
-
-
-def _commit() -> str | None:
-    """The code's commit, with a + where the tree has changes; None outside of git."""
-    here = Path(__file__).resolve().parent
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(ask, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-    return None
 
 
 class Metrics:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ def start(config: TrainConfig) -> Ranks:
     deepspeed.utils.logger.setLevel("ERROR")
     # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
     # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
-    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     deepspeed.init_distributed(verbose=False)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if not torch.accelerator.is_available():

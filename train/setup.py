@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.store import FeatureStore, StoreManifest
 from drafters.checkpoint import make_config
 from drafters.config import load_config
@@ -86,7 +87,27 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
                 f"{config.features}: train/ and heldout/ were made with different {key.removesuffix('_hash')}s "
                 f"({here} and {there}); make both again with one data_prep.features config"
             )
+    check_tokenizer(config, train.manifest)
     return Inputs(ends, train, heldout)
+
+
+def check_tokenizer(config: TrainConfig, manifest: StoreManifest) -> None:
+    """Raise ValueError if the target's tokenizer or chat template changed since the features were made.
+
+    A target whose tokenizer lies elsewhere cannot be compared, and is not.
+    """
+    try:
+        chat = load_tokenizer(config.target, config.revision, manifest.chat_template)
+    except ValueError:
+        return
+    now = {"tokenizer": tokenizer_hash(chat.tokenizer), "chat template": template_hash(chat.template)}
+    then = {"tokenizer": manifest.tokenizer_hash, "chat template": manifest.template_hash}
+    for what, value in now.items():
+        if value != then[what]:
+            raise ValueError(
+                f"{config.features} was made with another {what} ({then[what]}) than {config.target!r} has now "
+                f"({value}); restore it, or make the features again"
+            )
 
 
 def check_store(
@@ -114,7 +135,7 @@ def check_store(
     if exit_layer not in manifest.taps:
         raise ValueError(
             f"{store} holds no hidden states after layer {exit_layer} (exit_layer), only taps {manifest.taps}; set "
-            f"exit_layer to one of these, or make the features again with taps: [{exit_layer}]"
+            f"exit_layer to one of these, or make the features again with exit_layers: [{exit_layer}]"
         )
 
 
