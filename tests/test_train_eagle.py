@@ -213,6 +213,10 @@ def test_bad_input_is_refused_before_anything_starts(settings: dict[str, Any], t
     out = Path(settings["out"])
     out.mkdir()
     (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"is not empty and holds no state to resume: empty it"):
+        tiny_run.train_here("eagle", settings)
+    (out / "state").mkdir()
+    (out / "state" / "latest").write_text("step-00000001")
     with pytest.raises(ValueError, match=r"is not empty: pass --resume .* or another out="):
         tiny_run.train_here("eagle", settings)
 

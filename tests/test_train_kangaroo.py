@@ -53,7 +53,7 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
 def test_a_store_without_the_exit_layer_is_refused(settings: dict[str, Any]) -> None:
     """A KeyError in the first step instead of the fix; an exit layer that the target does not have."""
     with pytest.raises(
-        ValueError, match=r"no hidden states after layer 1 \(exit_layer\), only taps \[2\].*taps: \[1\]"
+        ValueError, match=r"no hidden states after layer 1 \(exit_layer\), only taps \[2\].*exit_layers: \[1\]"
     ):
         tiny_run.train_here("kangaroo", {**settings, "exit_layer": 1})
     with pytest.raises(ValueError, match="exit_layer: 4 must be below the 4 layers"):

@@ -53,7 +53,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
     if not resume:
         if run.exists() and any(run.iterdir()):
             if StateFolder(run).latest() is None:
-                raise ValueError(f"{run} is not empty and holds no state to resume: delete it, or give another out=")
+                raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
             raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
         return
     if not (run / "run.json").is_file() or StateFolder(run).latest() is None:
