@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
+from drafters.config import load_config
 from train import target, target_model
-from train.target import TargetConfig, load_config, lr_scale, pack_rows
+from train.target import TargetConfig, lr_scale, pack_rows
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "target"
 SHAPE = {"vocab_size": 400, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -142,7 +143,7 @@ def test_schedule_decays_only_at_the_end(corpus, tmp_path):
 @pytest.mark.parametrize("name", ["stdlib.yaml", "stdlib-draft.yaml"])
 def test_bundled_configs_fit_their_budget(corpus, tmp_path, name):
     """Catches a shape change that makes a bundled checkpoint too large for the repository."""
-    config = load_config(CONFIGS / name, [f"corpus={corpus}", f"run_dir={tmp_path}"])
+    config = load_config(TargetConfig, CONFIGS / name, [f"corpus={corpus}", f"run_dir={tmp_path}"])
     tokenizer = target.get_tokenizer(tiny(corpus, tmp_path))
     target.build_model(config, tokenizer)
     with pytest.raises(ValueError, match="max_bytes"):
@@ -153,9 +154,9 @@ def test_config_errors_name_the_key():
     """Catches a misspelt key that is silently ignored."""
     for override, message in (("stepz=3", "stepz"), ("model.heads=3", "kv_heads"), ("steps", "key=value")):
         with pytest.raises(ValueError, match=message):
-            load_config(CONFIGS / "stdlib.yaml", [override])
-    with pytest.raises(ValueError, match="no config at"):
-        load_config(Path("nowhere.yaml"), [])
+            load_config(TargetConfig, CONFIGS / "stdlib.yaml", [override])
+    with pytest.raises(ValueError, match="no config file at"):
+        load_config(TargetConfig, Path("nowhere.yaml"), [])
 
 
 def test_optimizer_covers_every_parameter(corpus, tmp_path):

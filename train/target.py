@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from train.target_config import TargetConfig, load_config
+from drafters.config import load_config
+from train.run_files import Metrics, read_metrics
+from train.target_config import TargetConfig
 from train.target_data import batches, encode, get_tokenizer, pack_rows, read_dialogues
 from train.target_export import export, sample_continuations, write_card
-from train.target_files import MetricsLog, Progress, checkpoints, load_checkpoint, run_info, save_checkpoint
+from train.target_files import Progress, checkpoints, load_checkpoint, run_info, save_checkpoint
 from train.target_model import Optimizer, build_model, lr_scale, next_token_loss
 
 
@@ -54,7 +56,7 @@ class TargetRun:
         self.model.set_attn_implementation("blocked_causal")
         self.optimizer = Optimizer(self.model, config, self.pool)
         self.progress = load_checkpoint(config.run_dir, self.optimizer) if resume else Progress()
-        self.log = MetricsLog(config.run_dir, self.progress.step)
+        self.log = Metrics(config.run_dir, self.progress.step)
         text = json.dumps({**self.info, "resumed_at": self.progress.step}, indent=2)
         config.run_dir.joinpath("run.json").write_text(text + "\n")
         with config.run_dir.joinpath("launches.jsonl").open("a") as file:
@@ -65,7 +67,8 @@ class TargetRun:
         parts = self.heldout_rows.split(self.config.micro_rows)
         value = sum(self.pool.map(self.part_loss, parts)) / len(self.heldout_rows)
         step = self.progress.step
-        self.log.add(step, heldout_loss=value, tokens=self.progress.tokens, seconds=round(self.progress.seconds, 1))
+        seconds = round(self.progress.seconds, 1)
+        self.log.add(step, {"heldout_loss": value, "tokens": self.progress.tokens, "seconds": seconds})
         tqdm.write(f"step {step}: held-out loss {value:.4f} after {self.progress.tokens:,} tokens")
         return value
 
@@ -110,7 +113,8 @@ class TargetRun:
             progress.seconds += seconds
             rate = round(tokens / seconds, 1)
             scale = lr_scale(progress.step - 1, config)
-            self.log.add(progress.step, loss=loss, grad_norm=norm, lr_scale=scale, tokens_per_second=rate)
+            figures = {"loss": loss, "grad_norm": norm, "lr_scale": scale, "tokens_per_second": rate}
+            self.log.add(progress.step, figures)
             if progress.step % config.eval_every == 0 and progress.step < config.steps:
                 self.evaluate()
             if self.stop_asked:
@@ -139,7 +143,7 @@ class TargetRun:
             "python": json.loads(manifest.read_text())["python"] if manifest.exists() else "(unknown)",
         }
         facts = {
-            "rows": self.log.read(),
+            "rows": read_metrics(config.run_dir),
             "samples": sample_continuations(config.final_dir, prompts, new_tokens),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "data": data,
@@ -156,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     args = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config(TargetConfig, args.config, args.overrides)
         run = TargetRun(config, args.resume, sys.argv[1:] if argv is None else argv)
         signal.signal(signal.SIGTERM, run.ask_to_stop)
         run.train()

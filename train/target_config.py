@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
+
+from drafters.config import Config
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ModelShape(_Strict):
+class ModelShape(Config):
     """Shape of the Llama model."""
 
     vocab_size: int = Field(default=4096, ge=300)
@@ -32,7 +29,7 @@ class ModelShape(_Strict):
         return self
 
 
-class TargetConfig(_Strict):
+class TargetConfig(Config):
     """One training run, complete."""
 
     name: str
@@ -67,25 +64,3 @@ class TargetConfig(_Strict):
         if self.seq_len > self.model.max_positions:
             raise ValueError(f"seq_len ({self.seq_len}) exceeds model.max_positions ({self.model.max_positions})")
         return self
-
-
-def load_config(path: Path, overrides: list[str]) -> TargetConfig:
-    """Read a YAML config and apply `key=value` overrides (`model.layers=2` reaches inside)."""
-    if not path.is_file():
-        raise ValueError(f"no config at {path}")
-    raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        if not sign:
-            raise ValueError(f"override {override!r} is not key=value")
-        *parents, last = key.split(".")
-        node = raw
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = yaml.safe_load(value)
-    try:
-        return TargetConfig.model_validate(raw)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
-        known = ", ".join(TargetConfig.model_fields)
-        raise ValueError("\n".join([f"{path} is not a valid config:", *lines, f"known keys: {known}"])) from None

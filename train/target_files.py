@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import platform
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
+from drafters.provenance import git_commit, library_versions
 from train.target_config import TargetConfig
 
 if TYPE_CHECKING:
@@ -96,46 +93,11 @@ def load_checkpoint(run_dir: Path, optimizer: Optimizer) -> Progress:
     return Progress(**{**raw, "position": DataPosition(**raw["position"])})
 
 
-class MetricsLog:
-    """metrics.jsonl and TensorBoard; a resumed run first drops the lines after its checkpoint."""
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.path = run_dir / "metrics.jsonl"
-        kept = [row for row in self.read() if row["step"] <= step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
-
-    def read(self) -> list[dict[str, float]]:
-        """All rows so far; a line cut by a kill is ignored."""
-        rows = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-        return rows
-
-    def add(self, step: int, **values: float) -> None:
-        """Append one row."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
-
-
-def _git(*arguments: str) -> str:
-    here = Path(__file__).resolve().parent
-    return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def run_info(config: TargetConfig, arguments: list[str]) -> dict[str, Any]:
     """What is needed to run it again: config, arguments, commit, versions."""
-    try:
-        commit = _git("rev-parse", "HEAD")
-        if _git("status", "--porcelain", "--untracked-files=no"):
-            commit += " with uncommitted changes"
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions["transformers"] = transformers.__version__
-    return {"config": config.model_dump(mode="json"), "arguments": arguments, "commit": commit, "versions": versions}
+    return {
+        "config": config.model_dump(mode="json"),
+        "arguments": arguments,
+        "commit": git_commit(Path(__file__).resolve().parent),
+        "versions": library_versions("torch", "transformers"),
+    }
