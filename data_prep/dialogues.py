@@ -208,13 +208,15 @@ def _records(source: str) -> Iterator[Any]:
 
 
 def _json_records(file: IO[bytes], path: Path) -> Iterator[Any]:
+    first = True
     for line in file:
         start = line.removeprefix(b"\xef\xbb\xbf").lstrip()
         if not start:
             continue
-        if start.startswith(b"["):  # one JSON list; records one a line start with a brace
+        if first and start.startswith(b"["):  # one JSON list; among records one a line it is a bad record
             yield from _json_list(start + file.read(), path)
             return
+        first = False
         yield _parse_line(start)
 
 

@@ -61,7 +61,11 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not a group of keys")
-    data[leaf] = _parse_scalar(text)
+    try:
+        data[leaf] = _parse_scalar(text)
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"override {override!r}: the value is no valid YAML or JSON ({reason}); quote it") from None
 
 
 def _parse_scalar(text: str) -> Any:
