@@ -12,7 +12,6 @@ from typing import Any
 
 from .base import Drafter, LearnedDrafter
 from .checkpoint import drafter_type
-from .config import validate
 from .decoding.frozen import FrozenEnds, load_frozen_ends
 from .decoding.loop import GenerateResult, generate
 from .decoding.sampling import Sampling
@@ -61,12 +60,7 @@ def make_drafter(name: str, target: TargetModel, **options: Any) -> Drafter:
         if path is None:
             raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
         return kind.from_checkpoint(target, path, **options)
-    loaded = {key: value for key, value in options.items() if isinstance(value, TargetModel)}
-    if not loaded:
-        return kind.from_options(target, **options)
-    names = {key: model.name for key, model in loaded.items()}
-    checked = validate(kind.options, options | names, source=f"options of drafter {name!r}")
-    return kind(target, **checked.model_dump() | loaded)
+    return kind.from_options(target, **options)
 
 
 def load_drafter(path: str, target: TargetModel, revision: str | None = None, **options: Any) -> Drafter:

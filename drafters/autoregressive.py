@@ -1,6 +1,7 @@
 """Plain decoding: no draft, one token a target forward. The baseline of every speedup."""
 
 from .base import Drafter
+from .decoding.loop import DecodeState
 
 
 class AutoregressiveDrafter(Drafter):
@@ -8,3 +9,7 @@ class AutoregressiveDrafter(Drafter):
 
     name = "autoregressive"
     max_batch = None
+    rewinds = True
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        pass

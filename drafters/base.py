@@ -26,12 +26,14 @@ class Drafter:
         options: pydantic schema of the constructor's keyword arguments.
         lossless: False for methods that change the target's output distribution; shown wherever results are.
         max_batch: rows the method can decode at once; None for any number.
+        rewinds: whether committed tokens may be taken back, so that the method can accelerate a draft model (cascade).
     """
 
     name: ClassVar[str] = ""
     options: ClassVar[type[Config]] = Config
     lossless: ClassVar[bool] = True
     max_batch: ClassVar[int | None] = 1
+    rewinds: ClassVar[bool] = False
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -74,6 +76,17 @@ class Drafter:
     def propose(self, state: "DecodeState") -> DraftTree:
         """The draft that follows the last committed token of every row."""
         return DraftTree.empty(state.batch, self.target.device)
+
+    def while_verifying(self, state: "DecodeState", draft: DraftTree) -> None:
+        """The target's forward over ``draft`` was launched; on CUDA it may still run. Its outcome is not known yet."""
+
+    def rewind(self, state: "DecodeState", kept: int) -> None:
+        """Of the observed tokens only the first ``kept`` still hold; others may follow them, unobserved (a cascade).
+
+        Raises:
+            NotImplementedError: the method cannot go back; ``rewinds`` says so beforehand.
+        """
+        raise NotImplementedError(f"{self.name} cannot go back")
 
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         """A step was committed (``output`` holds [root, nodes]): catch caches and pools up. Not called after the

@@ -21,6 +21,7 @@ from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState
 from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
+from .decoding.trace import model_time
 from .decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
 
 
@@ -164,11 +165,12 @@ class EagleDrafter(LearnedDrafter):
         lengths, count = self._cache.lengths, tokens.shape[1]
         positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
         mask = attention_mask(lengths, see, depths, positions, offset, count)
-        return self.module(
-            features,
-            self.target.embed(tokens),
-            positions,
-            mask,
-            self._cache.at(count, offset),
-            rope=self.target.rope(positions, upto),
-        )
+        with model_time(tokens.device):
+            return self.module(
+                features,
+                self.target.embed(tokens),
+                positions,
+                mask,
+                self._cache.at(count, offset),
+                rope=self.target.rope(positions, upto),
+            )

@@ -19,6 +19,7 @@ from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState
 from .decoding.sampling import draw
 from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
+from .decoding.trace import model_time
 
 
 class KangarooAdapter(nn.Module):
@@ -163,6 +164,7 @@ class KangarooDrafter(LearnedDrafter):
         lengths, count = self._cache.lengths, rows.shape[1]
         positions, upto = row_positions(lengths, None, 0, count, rows.device)
         mask = attention_mask(lengths, None, None, positions, 0, count)
-        output = self.module(rows, positions, mask, self._cache.at(count), rope=self.target.rope(positions, upto))
+        with model_time(rows.device):
+            output = self.module(rows, positions, mask, self._cache.at(count), rope=self.target.rope(positions, upto))
         self._cache.commit([list(range(count))])
         return self.target.lm_head(output[:, -1])

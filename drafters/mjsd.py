@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from .base import Drafter
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
@@ -20,7 +19,7 @@ from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, draw_without_replacement
 from .decoding.target import FeatureOutput, TargetModel
-from .speculative import load_draft_model, prefill
+from .draft_model import DraftModel, DraftModelDrafter, prefill
 
 
 class MJSDOptions(Config):
@@ -32,7 +31,7 @@ class MJSDOptions(Config):
     warped where beams are sampled (temperature above 0).
     """
 
-    draft_model: str
+    draft_model: DraftModel
     gamma: int = Field(4, ge=1)
     beams: int = Field(8, ge=1)
     threshold: float = Field(0.1, ge=0.0, le=1.0)
@@ -40,7 +39,7 @@ class MJSDOptions(Config):
     top_p: float = Field(0.9, gt=0.0, le=1.0)
 
 
-class MJSDDrafter(Drafter):
+class MJSDDrafter(DraftModelDrafter):
     """Beam search with the draft model; the best beam is verified by joint likelihood.
 
     Likelihoods are those of the models' own distributions, not warped (footnote 5). Greedy decoding extends each beam
@@ -69,8 +68,7 @@ class MJSDDrafter(Drafter):
         top_k: int = 20,
         top_p: float = 0.9,
     ) -> None:
-        super().__init__(target)
-        self.draft_model = load_draft_model(target, draft_model)
+        super().__init__(target, draft_model)
         self.gamma, self.threshold = gamma, threshold
         self.beams = min(beams, target.vocab_size)
         self.top_k, self.top_p = top_k, top_p
@@ -85,10 +83,6 @@ class MJSDDrafter(Drafter):
 
     def rule(self, sampling: Sampling) -> Rule:
         return JointLikelihood(self.threshold)
-
-    @property
-    def max_context(self) -> int:
-        return min(self.target.max_context, self.draft_model.max_context)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         # Beams lie side by side in one cache, as a tree; the last level's tokens get no row.

@@ -3,7 +3,6 @@
 import torch
 from pydantic import Field
 
-from .base import Drafter
 from .config import Config
 from .decoding.acceptance import Rule, Verdict
 from .decoding.draft_tree import DraftTree
@@ -11,8 +10,8 @@ from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw
 from .decoding.target import FeatureOutput, TargetModel
+from .draft_model import DraftModel, DraftModelDrafter, prefill
 from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
-from .speculative import load_draft_model, prefill
 
 
 class OuroborosOptions(Config):
@@ -28,7 +27,7 @@ class OuroborosOptions(Config):
     (Table 10).
     """
 
-    draft_model: str
+    draft_model: DraftModel
     gamma: int = Field(3, ge=1)
     window: int = Field(4, ge=1)
     beta: int = Field(4, ge=2)
@@ -40,7 +39,7 @@ class OuroborosOptions(Config):
     from_history: bool = True
 
 
-class OuroborosDrafter(Drafter):
+class OuroborosDrafter(DraftModelDrafter):
     """A draft model that drafts by phrases, phrases appended to its draft, and a pool that learns from verification.
 
     Drafted tokens are samples of the draft model's own distribution q (its argmaxes when greedy) and verified as such;
@@ -74,8 +73,7 @@ class OuroborosDrafter(Drafter):
         from_verification: bool = True,
         from_history: bool = True,
     ) -> None:
-        super().__init__(target)
-        self.draft_model = load_draft_model(target, draft_model)
+        super().__init__(target, draft_model)
         self.gamma, self.beta, self.k, self.guesses = gamma, beta, k, guesses
         self.accelerate, self.lengthen = accelerate, lengthen
         self.from_verification, self.from_history = from_verification, from_history
@@ -108,10 +106,6 @@ class OuroborosDrafter(Drafter):
             return lossless(draft, logits, see, sampling, generator)
 
         return verify
-
-    @property
-    def max_context(self) -> int:
-        return min(self.target.max_context, self.draft_model.max_context)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.from_history:

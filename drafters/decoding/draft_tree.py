@@ -1,6 +1,6 @@
 """The draft: a tree of tokens that hangs from the last committed token (the root). A chain is a tree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -24,6 +24,10 @@ class DraftTree:
             already ran while drafting (Kangaroo): verification resumes there.
         resume_layer: see ``hidden``; 0 when verification runs the whole target.
         is_chain: every node is the child of the one before it.
+        scratch: the last ``scratch`` nodes ride along in the target's forward and can never be accepted (the guesses of
+            Lookahead). Acceptance rules do not see them.
+        scratch_outputs: how many of them, the last ones, the drafter wants logits of (``FeatureOutput.scratch``).
+        target_forwards: forwards of the target that the drafter itself spent on this draft (MJGD's beam search).
         see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the shape of the tree was known beforehand.
     """
 
@@ -36,12 +40,25 @@ class DraftTree:
     hidden: torch.Tensor | None = None
     resume_layer: int = 0
     is_chain: bool = False
+    scratch: int = 0
+    scratch_outputs: int = 0
+    target_forwards: int = 0
     see: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
-        """Number of draft nodes N, the root not counted."""
+        """Number of nodes N, scratch included, the root not counted."""
         return self.tokens.shape[1]
+
+    def proposed(self, see: torch.Tensor) -> tuple["DraftTree", torch.Tensor]:
+        """The draft and its ancestor mask without the scratch nodes: what an acceptance rule judges."""
+        if not self.scratch:
+            return self, see
+        n = self.size - self.scratch
+        draft = replace(self, tokens=self.tokens[:, :n], parents=self.parents[:, :n], scratch=0, see=None)
+        draft.q_row = self.q_row[:, :n] if self.q_row is not None else None
+        draft.valid = self.valid[:, :n] if self.valid is not None else None
+        return draft, see[:, : n + 1, : n + 1]
 
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> "DraftTree":

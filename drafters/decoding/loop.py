@@ -140,37 +140,42 @@ def generate(
     _prefill(state, drafter)
     clock.lap()
     _notify(state, on_tokens, state.prompt_lengths)
-    laps: list[float] = []
     while not all(state.finished):
         before = [len(row) for row in state.tokens]
-        trace.steps.extend(_step(state, drafter, rule, clock))
+        trace.steps.extend(step(state, drafter, rule, clock))
         _notify(state, on_tokens, before)
-    trace.prefill_seconds, *laps = clock.laps()
-    trace.other_seconds, trace.draft_seconds, trace.verify_seconds = laps[2::3], laps[0::3], laps[1::3]
+    trace.read(clock)
     return _result(state, trace)
 
 
-def _step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock) -> list[Step]:
+def step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock | None = None) -> list[Step]:
+    """One step of the loop; what each batch row did. A cascade runs these with a draft model as target."""
+    lap = clock.lap if clock is not None else _untimed
     _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
     draft = drafter.propose(state)
-    clock.lap()
+    lap()
     see = draft.ancestors()
-    depths = draft.depths(see)
-    output, logits = _forward(state, drafter, draft, see, depths)
-    verdict = rule(draft, logits, see, state.sampling, state.generator)
-    clock.lap()
+    output, logits = _forward(state, drafter, draft, see)
+    drafter.while_verifying(state, draft)
+    proposed, see = draft.proposed(see)
+    verdict = rule(proposed, logits, see, state.sampling, state.generator)
+    lap()
     steps = _commit(state, draft, verdict)
     if not all(state.finished):
         drafter.observe(state, draft, output, verdict)
-    clock.lap()
+    lap()
     return steps
 
 
+def _untimed() -> None:
+    """In place of a clock's lap, where the step is part of a larger one."""
+
+
 def _forward(
-    state: DecodeState, drafter: "Drafter", draft: DraftTree, see: torch.Tensor, depths: torch.Tensor
+    state: DecodeState, drafter: "Drafter", draft: DraftTree, see: torch.Tensor
 ) -> tuple[FeatureOutput, torch.Tensor]:
     """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
-    tree_see, tree_depths = (None, None) if draft.is_chain else (see, depths)
+    tree_see, tree_depths = (None, None) if draft.is_chain else (see, draft.depths(see))
     tokens, hidden = None, draft.hidden
     if hidden is None:
         tokens = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
@@ -183,7 +188,14 @@ def _forward(
         start=draft.resume_layer,
         taps=drafter.taps,
     )
-    return output, state.target.lm_head(output.features)
+    if not draft.scratch:
+        return output, state.target.lm_head(output.features)
+    judged = 1 + draft.size - draft.scratch
+    features = output.features
+    wanted = torch.cat([features[:, :judged], features[:, features.shape[1] - draft.scratch_outputs :]], dim=1)
+    logits = state.target.lm_head(wanted)
+    output.scratch = logits[:, judged:]
+    return output, logits[:, :judged]
 
 
 def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step]:
@@ -198,7 +210,8 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
         # The root and the kept draft tokens have rows; the last kept token is the next root. Cut short by EOS or the
         # limit, the last kept one is a draft token, whose row is dropped for the invariant's sake.
         verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
-        steps.append(Step(row, draft.size, verdict.depths[row], accepted, kept))
+        nodes = draft.size - draft.scratch
+        steps.append(Step(row, nodes, verdict.depths[row], accepted, kept, 1 + draft.target_forwards))
     state.cache.commit(verdict.rows)
     return steps
 

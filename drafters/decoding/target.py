@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .kv_cache import KVCache
+from .trace import model_time
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -22,11 +23,13 @@ SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models
 class FeatureOutput:
     """Features ``[B, R, H]`` (hidden states after the final norm; empty where the last layers did not run) and taps.
 
-    ``taps[l]``: ``[B, R, H]``, the hidden states after the first ``l`` decoder layers.
+    ``taps[l]``: ``[B, R, H]``, the hidden states after the first ``l`` decoder layers. ``scratch``: ``[B, S, V]``, the
+    logits of a draft's scratch rows, where it wants them.
     """
 
     features: torch.Tensor
     taps: dict[int, torch.Tensor] = field(default_factory=dict)
+    scratch: torch.Tensor | None = None
 
 
 class TargetModel:
@@ -149,7 +152,8 @@ class TargetModel:
 
     def lm_head(self, features: torch.Tensor) -> torch.Tensor:
         """Features ``[..., H]`` -> logits ``[..., V]``."""
-        return self.model.lm_head(features)
+        with model_time(features.device):
+            return self.model.lm_head(features)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for ``capacity`` rows of each batch row."""
@@ -208,32 +212,34 @@ class TargetModel:
         Returns:
             features ``[B, R, H]``, or, with ``stop``, the hidden states that leave the last layer run; and the taps.
         """
-        if hidden is None:
-            assert tokens is not None
-            hidden = self.embed(tokens)
-        batch, rows, _ = hidden.shape
+        given = hidden if hidden is not None else tokens
+        assert given is not None
+        batch, rows = given.shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
-        positions, upto = row_positions(lengths, depths, offset, rows, hidden.device)
+        positions, upto = row_positions(lengths, depths, offset, rows, given.device)
         masks = self._masks(lengths, see, depths, positions, offset, rows)
         embeddings = self.rope(positions, upto)
         if cache is not None:
             cache.at(rows, offset)
         last = self.num_layers if stop is None else stop
         collected: dict[int, torch.Tensor] = {}
-        for index in range(start, last):
-            if index in taps:
-                collected[index] = hidden
-            hidden = self.body.layers[index](
-                hidden,
-                attention_mask=masks[self._windows[index]],
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                position_embeddings=embeddings,
-            )
-        if last in taps:
-            collected[last] = hidden
-        return FeatureOutput(self.body.norm(hidden) if stop is None else hidden, collected)
+        with model_time(given.device):
+            if hidden is None:
+                hidden = self.embed(given)
+            for index in range(start, last):
+                if index in taps:
+                    collected[index] = hidden
+                hidden = self.body.layers[index](
+                    hidden,
+                    attention_mask=masks[self._windows[index]],
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=cache is not None,
+                    position_embeddings=embeddings,
+                )
+            if last in taps:
+                collected[last] = hidden
+            return FeatureOutput(self.body.norm(hidden) if stop is None else hidden, collected)
 
     def _masks(
         self,

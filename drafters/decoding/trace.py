@@ -4,8 +4,12 @@ tau, the average acceptance length, is tokens committed per target forward, bonu
 prefill and the first token, which it gives, are timed apart and not counted.
 """
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -17,6 +21,7 @@ class Step:
     Attributes:
         drafted: nodes proposed. depth: length of the longest path among them.
         accepted: draft tokens accepted by the rule. committed: tokens kept, after EOS and limits cut them.
+        forwards: target forwards it took: the loop's one, and those that a drafter spent on its draft (MJGD).
     """
 
     row: int
@@ -24,22 +29,44 @@ class Step:
     depth: int
     accepted: int
     committed: int
+    forwards: int = 1
 
 
 @dataclass
 class Trace:
-    """Steps and times (seconds) of one ``generate`` call."""
+    """Steps and times (seconds) of one ``generate`` call.
+
+    A step's draft, verify and other seconds are all of it; ``model_seconds`` is the part of it that went into forward
+    passes, of the target, draft models and trained heads alike. The rest is overhead: pools, trees, masks, rules.
+    """
 
     steps: list[Step] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     other_seconds: list[float] = field(default_factory=list)
+    model_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
+
+    def read(self, clock: "Clock") -> None:
+        """Take over a finished clock's times: the prefill's lap, then three laps a step."""
+        laps, models = clock.laps()
+        self.prefill_seconds = laps[0]
+        self.draft_seconds, self.verify_seconds, self.other_seconds = laps[1::3], laps[2::3], laps[3::3]
+        self.model_seconds = [sum(models[i : i + 3]) for i in range(1, len(models), 3)]
 
     @property
     def forwards(self) -> int:
-        """Target forwards after the prefill."""
-        return len(self.verify_seconds)
+        """Target forwards after the prefill (of the longest row of a batch)."""
+        by_row: dict[int, int] = {}
+        for step in self.steps:
+            by_row[step.row] = by_row.get(step.row, 0) + step.forwards
+        return max(by_row.values(), default=0)
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the time after the prefill that went into no forward pass; None where nothing was decoded."""
+        total = self.decode_seconds
+        return 1.0 - sum(self.model_seconds) / total if self.model_seconds and total > 0 else None
 
     @property
     def decode_seconds(self) -> float:
@@ -54,7 +81,7 @@ class Trace:
     @property
     def tau(self) -> float:
         """Average acceptance length; 1.0 where no step was needed."""
-        return self.decoded_tokens / len(self.steps) if self.steps else 1.0
+        return self.decoded_tokens / sum(step.forwards for step in self.steps) if self.steps else 1.0
 
     def ctar(self, w: int) -> float:
         """CTAR(w): share of steps that accept more than w tokens, bonus included (Kangaroo)."""
@@ -69,14 +96,23 @@ class Trace:
         return sum(step.accepted > n for step in reached) / len(reached) if reached else None
 
 
+Mark = float | torch.cuda.Event
+
+
 class Clock:
-    """Splits a step's time into laps; on CUDA by events, so that timing adds no synchronisation."""
+    """Splits a step's time into laps, and notes the part of each that forward passes took.
+
+    On CUDA by events, so that timing adds no synchronisation. A thread has one clock at a time: the newest.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda, self._device = device.type == "cuda", device
-        self._marks: list[float | torch.cuda.Event] = [self._now()]
+        self._marks: list[Mark] = [self.now()]
+        self._models: list[list[tuple[Mark, Mark]]] = [[]]
+        _running.clock = self
 
-    def _now(self) -> float | torch.cuda.Event:
+    def now(self) -> Mark:
+        """The time, or an event that will tell it."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -85,11 +121,40 @@ class Clock:
 
     def lap(self) -> None:
         """End a lap."""
-        self._marks.append(self._now())
+        self._marks.append(self.now())
+        self._models.append([])
 
-    def laps(self) -> list[float]:
-        """Seconds of every lap; waits for the device."""
+    def note_model(self, start: Mark, end: Mark) -> None:
+        """A forward pass of this lap."""
+        self._models[-1].append((start, end))
+
+    def laps(self) -> tuple[list[float], list[float]]:
+        """Seconds of every lap, and of the forward passes in it; waits for the device."""
+        if _running.clock is self:
+            _running.clock = None
         if self._cuda:
             torch.cuda.synchronize(self._device)
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [a.elapsed_time(b) / 1e3 if isinstance(a, torch.cuda.Event) else b - a for a, b in pairs]  # type: ignore[arg-type, operator]
+        laps = [_seconds(a, b) for a, b in pairwise(self._marks)]
+        return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self._models[: len(laps)]]
+
+
+def _seconds(start: Mark, end: Mark) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return start.elapsed_time(end) / 1e3
+    assert isinstance(start, float) and isinstance(end, float)
+    return end - start
+
+
+_running = threading.local()
+
+
+@contextmanager
+def model_time(device: torch.device) -> Iterator[None]:
+    """Counts what runs inside as a forward pass, if a clock is running in this thread."""
+    clock: Clock | None = getattr(_running, "clock", None)
+    if clock is None:
+        yield
+        return
+    start = clock.now()
+    yield
+    clock.note_model(start, clock.now())
