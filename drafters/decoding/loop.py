@@ -73,6 +73,11 @@ class DecodeState:
         self.finished[row] = len(kept) == room or (bool(kept) and kept[-1] in self.eos)
         return len(kept)
 
+    def replace(self, row: int, tokens: list[int]) -> None:
+        """Put other tokens into a row; the cache is the caller's to mend."""
+        self.tokens[row] = list(tokens)
+        self._roots = None
+
 
 @dataclass
 class GenerateResult:

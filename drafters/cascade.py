@@ -1,0 +1,169 @@
+"""Cascade speculative decoding: the draft model is itself accelerated by a drafter (Chen et al. 2023b; the baseline of
+Ouroboros, Table 13).
+
+Nothing here knows which drafter that is: the draft model runs steps of the same loop as the target does.
+"""
+
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from . import make_drafter
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.loop import DecodeState, step
+from .decoding.sampling import Sampling
+from .decoding.target import FeatureOutput, TargetModel
+from .draft_model import DraftModel, DraftModelDrafter
+
+
+class CascadeOptions(Config):
+    """Options.
+
+    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``inner``: the drafter of the draft
+    model and its options, for example ``{drafter: speculative, draft_model: ..., gamma: 2}``. ``gamma``: tokens drafted
+    before the target verifies (the inner drafter's last step may add a few more).
+    """
+
+    draft_model: DraftModel
+    inner: dict[str, Any]
+    gamma: int = Field(4, ge=1)
+
+
+class CascadeDrafter(DraftModelDrafter):
+    """Speculative decoding whose drafts are decoded speculatively too, to any depth: ``inner`` may be a cascade.
+
+    A lossless inner drafter leaves every draft token an exact sample of the draft model's q (its argmax when greedy),
+    so the target verifies them as ever, with q taken from the inner verification.
+
+    Args:
+        inner: a drafter built for ``draft_model``, or a config's ``{drafter: name, **options}``.
+
+    Raises:
+        ValueError: the draft model's vocabulary differs from the target's; an inner drafter that is lossy, cannot take
+            back what the target rejects, or was built for another model.
+    """
+
+    name = "cascade"
+    options = CascadeOptions
+    rewinds = True
+
+    def __init__(
+        self, target: TargetModel, draft_model: str | TargetModel, inner: Drafter | dict[str, Any], gamma: int = 4
+    ) -> None:
+        super().__init__(target, draft_model)
+        self.inner = inner if isinstance(inner, Drafter) else _build(self.draft_model, inner)
+        self.gamma = gamma
+        _check(self.inner, self.draft_model)
+        self._state: DecodeState  # the draft model's
+        self._shared = 0  # tokens that the draft model and the target agreed on when the last draft began
+        self._q: list[torch.Tensor] = []
+
+    @property
+    def max_draft(self) -> int:
+        return self.gamma + self.inner.max_draft
+
+    @property
+    def max_context(self) -> int:
+        return min(super().max_context, self.inner.max_context)
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
+        self._state = DecodeState(
+            target=self.draft_model,
+            cache=self.draft_model.new_cache(1, capacity),
+            tokens=[list(state.tokens[0])],
+            prompt_lengths=[len(prompt)],
+            sampling=state.sampling,
+            generator=state.generator,
+            max_new_tokens=capacity,
+            eos=frozenset(),  # a step that finishes would not be observed; EOS is looked for here
+            finished=[False],
+        )
+        rows = torch.tensor([prompt], device=self.draft_model.device)
+        known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
+        self._state.cache.commit([list(range(len(prompt)))])
+        self._shared = len(prompt)
+        self.inner.begin(self._state, known)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        room, inner = state.room() - 1, self._state
+        self._catch_up(state.tokens[0])
+        start, rule = self._shared, self._rule(state.sampling)
+        self._q = []
+        while (drafted := len(inner.tokens[0]) - start) < min(self.gamma, room):
+            step(inner, self.inner, rule)
+            if not state.eos.isdisjoint(inner.tokens[0][start + drafted :]):
+                break
+        tokens = inner.tokens[0][start : start + max(room, 0)]
+        ends = [index for index, token in enumerate(tokens) if token in state.eos]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        if not tokens:
+            return DraftTree.empty(1, self.target.device)
+        q = torch.cat(self._q)[None, : len(tokens)] if self._q else None
+        return DraftTree.chain(torch.tensor([tokens], device=self.target.device), q=q)
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        self._shared = min(self._shared, kept)
+
+    def _catch_up(self, tokens: list[int]) -> None:
+        """Take back what the target did not accept, and take in what it said instead."""
+        inner, kept = self._state, self._shared
+        held, cache = inner.tokens[0], inner.cache
+        while kept < min(len(held), len(tokens) - 1) and held[kept] == tokens[kept]:
+            kept += 1
+        cache.crop([min(cache.lengths[0], kept)])
+        pending = tokens[cache.lengths[0] : -1]
+        if pending:
+            self.draft_model.run(torch.tensor([pending], device=self.draft_model.device), cache)
+            cache.commit([list(range(len(pending)))])
+        inner.replace(0, tokens)
+        self.inner.rewind(inner, kept)
+        self._shared = len(tokens)
+
+    def _rule(self, sampling: Sampling) -> Any:
+        """The inner drafter's own rule, noting q, the draft model's distribution of each token it commits."""
+        lossless = self.inner.rule(sampling)
+
+        def verify(
+            draft: DraftTree,
+            logits: torch.Tensor,
+            see: torch.Tensor,
+            sampling: Sampling,
+            generator: torch.Generator | None = None,
+        ) -> Verdict:
+            verdict = lossless(draft, logits, see, sampling, generator)
+            if not sampling.greedy:
+                rows = torch.tensor(verdict.rows[0], device=logits.device)
+                self._q.append(sampling.probabilities(logits[0].index_select(0, rows)))
+            return verdict
+
+        return verify
+
+
+def _build(draft_model: TargetModel, inner: dict[str, Any]) -> Drafter:
+    if not isinstance(inner.get("drafter"), str):
+        raise ValueError(f"inner must name its drafter, for example {{drafter: speculative, ...}}; found {inner}")
+    options = {key: value for key, value in inner.items() if key != "drafter"}
+    return make_drafter(inner["drafter"], draft_model, **options)
+
+
+def _check(inner: Drafter, draft_model: TargetModel) -> None:
+    if inner.target is not draft_model:
+        raise ValueError(
+            f"the inner drafter was built for {inner.target.name!r} and the draft model is {draft_model.name!r}: build "
+            "it with the draft model as its target"
+        )
+    if not inner.lossless:
+        raise ValueError(
+            f"the inner drafter {inner.name!r} is lossy: its drafts are not samples of the draft model, so the target "
+            "could not verify them losslessly; use a lossless one"
+        )
+    if not inner.rewinds:
+        raise ValueError(
+            f"the inner drafter {inner.name!r} cannot take back tokens that the target rejects; use one that can, for "
+            "example speculative or prompt_lookup"
+        )

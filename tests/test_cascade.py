@@ -1,0 +1,125 @@
+"""Cascades: a draft model accelerated by a drafter drafts what it would have drafted alone."""
+
+from typing import Any
+from unittest import mock
+
+import conformance
+import pytest
+import torch
+from conformance import NO_EOS, prompt, target_of
+from rigged import eagle, perturbed
+from test_loop import VOCAB, WARPS, deviation, toy
+
+from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.cascade import CascadeDrafter
+from drafters.decoding.acceptance import Verdict, verify_sampled
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.decoding.sampling import Sampling
+from drafters.mjsd import MJSDDrafter
+from drafters.speculative import SpeculativeDrafter
+
+
+def cascade(target: TargetModel, noise: float, inner_noise: float, gamma: int = 4, inner_gamma: int = 2) -> Drafter:
+    """Target <- draft model <- inner draft model, each the one before with noise."""
+    draft_model = perturbed(target, noise)
+    inner = SpeculativeDrafter(draft_model, perturbed(draft_model, inner_noise, seed=1), gamma=inner_gamma)
+    return CascadeDrafter(target, draft_model, inner, gamma=gamma)
+
+
+def of_three(target: TargetModel) -> Drafter:
+    """Target <- draft model <- draft model <- draft model."""
+    inner = cascade(perturbed(target, 0.05), 0.05, 0.05, gamma=3, inner_gamma=1)
+    return CascadeDrafter(target, inner.target, inner, gamma=3)
+
+
+def plain_inside(target: TargetModel) -> Drafter:
+    draft_model = perturbed(target, 0.05)
+    return CascadeDrafter(target, draft_model, AutoregressiveDrafter(draft_model), gamma=4)
+
+
+TestAll = conformance.suite(lambda t: cascade(t, 0.0, 0.0), accepts="all", families=("llama", "qwen3"))
+TestSome = conformance.suite(lambda t: cascade(t, 0.05, 0.05), accepts="some")
+TestStrangerInside = conformance.suite(lambda t: cascade(t, 0.05, 3.0), accepts="some", families=("mistral-sliding",))
+TestOfThree = conformance.suite(of_three, accepts="some", families=("llama",))
+TestPlainInside = conformance.suite(plain_inside, accepts="some", families=("llama",))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("make", [lambda t: cascade(t, 0.05, 0.05), of_three])
+def test_drafts_are_the_draft_models(make, temperature: float) -> None:  # noqa: ANN001
+    """Catches rejected tokens left in an inner cache, or q of another row: greedy output would hide both."""
+    target = target_of("llama")
+    drafter = make(target)
+    draft_model = drafter.draft_model
+    propose, seen = drafter.propose, set()
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        if draft.size == 0:
+            return draft
+        known = state.tokens[0]
+        whole = torch.tensor([known + draft.tokens[0].tolist()])
+        logits = draft_model.model(whole).logits[:, len(known) - 1 : -1]
+        if temperature == 0:
+            assert draft.q is None and draft.tokens.tolist() == logits.argmax(-1).tolist()
+        else:
+            expected = Sampling(temperature, 30, 0.95).probabilities(logits)
+            torch.testing.assert_close(draft.q, expected, atol=1e-4, rtol=1e-3)
+        return draft
+
+    with mock.patch.object(drafter, "propose", checked):
+        for seed in range(3):
+            options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95, "seed": seed}
+            trace = generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options).trace
+            seen |= {step.accepted for step in trace.steps}
+    assert 0 in seen and max(seen) >= 3, "the rig must reject and accept whole drafts"
+
+
+def toy_cascade(target: TargetModel) -> Drafter:
+    draft_model = toy(1, 1)
+    return CascadeDrafter(target, draft_model, SpeculativeDrafter(draft_model, toy(2, 1), gamma=1), gamma=2)
+
+
+def test_output_is_distributed_as_the_targets() -> None:
+    """Catches q of the inner model instead of the draft model's, or residuals of the wrong level."""
+    assert deviation(toy_cascade(toy()), WARPS[1]) < 4.0
+
+
+def test_the_measurement_sees_a_wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a distribution test that cannot fail."""
+    drafter = toy_cascade(toy())
+
+    def uniform(draft: DraftTree, *arguments: Any) -> Verdict:
+        draft.q = torch.full_like(draft.q, 1 / VOCAB) if draft.q is not None else None
+        return verify_sampled(draft, *arguments)
+
+    monkeypatch.setattr(drafter, "rule", lambda sampling: uniform)
+    assert deviation(drafter, WARPS[0]) > 10.0
+
+
+def test_from_a_config() -> None:
+    """Catches a nested drafter that a config cannot express, and one built for the target instead."""
+    target = target_of("llama")
+    draft_model = perturbed(target, 0.05)
+    inner = {"drafter": "speculative", "draft_model": perturbed(target, 0.1), "gamma": 2}
+    drafter = make_drafter("cascade", target, draft_model=draft_model, inner=inner, gamma=5)
+    assert isinstance(drafter, CascadeDrafter) and drafter.gamma == 5
+    assert drafter.inner.target is draft_model and drafter.max_draft == 7
+
+
+def test_unfit_inner_drafters_are_refused() -> None:
+    """Catches inner drafters that would break losslessness or cannot follow the target's corrections."""
+    target = target_of("llama")
+    draft_model = perturbed(target, 0.05)
+    with pytest.raises(ValueError, match="'mjsd' is lossy"):
+        CascadeDrafter(target, draft_model, MJSDDrafter(draft_model, draft_model))
+    with pytest.raises(ValueError, match="'eagle' cannot take back"):
+        CascadeDrafter(target, draft_model, eagle(draft_model, None, "chain"))
+    with pytest.raises(ValueError, match="was built for"):
+        CascadeDrafter(target, draft_model, AutoregressiveDrafter(target))
+    with pytest.raises(ValueError, match="inner must name its drafter"):
+        make_drafter("cascade", target, draft_model=draft_model, inner={"gamma": 2})
+    with pytest.raises(ValueError, match="gamma"):
+        make_drafter("cascade", target, draft_model=draft_model, inner={"drafter": "autoregressive"}, gamma=0)
