@@ -20,8 +20,8 @@ from drafters.decoding.trace import Step, Trace
 from eval.prompts import Prompt
 
 STOCK = "stock generate"
-STEP_FIELDS = ("drafted", "depth", "accepted", "committed")
-TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds")
+STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
+TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")
 
 
 class MeasurementError(RuntimeError):

@@ -45,6 +45,7 @@ def merged_trace(runs: Sequence[Run]) -> Trace:
         merged.draft_seconds += run.trace.draft_seconds
         merged.verify_seconds += run.trace.verify_seconds
         merged.other_seconds += run.trace.other_seconds
+        merged.model_seconds += run.trace.model_seconds
         merged.prefill_seconds += run.trace.prefill_seconds
     return merged
 
@@ -107,12 +108,13 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
         "ctar": [trace.ctar(w) for w in range(1, max(longest, 2))],
         "n_alpha": n_alpha,
         "steps": len(trace.steps),
+        "target_forwards": sum(step.forwards for step in trace.steps),
         "drafted_per_step": _mean([step.drafted for step in trace.steps]),
     }
 
 
 def times(runs: Sequence[Run]) -> dict[str, Any]:
-    """Speeds, and milliseconds of a step's parts and of a prefill."""
+    """Speeds, milliseconds of a step's parts and of a prefill, and the share of decoding outside forward passes."""
     trace = merged_trace(runs)
     wall = sum(run.wall_seconds for run in runs)
     return {
@@ -121,6 +123,7 @@ def times(runs: Sequence[Run]) -> dict[str, Any]:
         "draft_ms": _mean(trace.draft_seconds, 1e3),
         "verify_ms": _mean(trace.verify_seconds, 1e3),
         "other_ms": _mean(trace.other_seconds, 1e3),
+        "overhead": trace.overhead,
         "prefill_ms": _mean([run.prefill_seconds for run in runs], 1e3),
     }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from drafters.provenance import replace_text
+from eval.page import markdown
 from eval.picture import draw
-from eval.report import markdown
 
 REPORT, PAGE, PICTURE, JOURNAL = "report.json", "report.md", "speedup.png", "measurements.jsonl"
 UNFINISHED = "measurements.unfinished.jsonl"

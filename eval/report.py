@@ -1,11 +1,6 @@
-"""The report: rows for ``report.json``, the same as Markdown, and the table on the screen."""
+"""The rows of ``report.json``, and what must be said of them; how they are shown is ``eval.page``'s."""
 
-from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from drafters import TargetModel
 from eval.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
@@ -13,25 +8,6 @@ from eval.measure import STOCK, Run
 from eval.metrics import acceptance, ends_in_loop, paired_speedup, times, tokens_per_second, typical_run
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
-
-EXPLANATION = """\
-- **tau**: tokens committed per target forward, bonus token included; plain decoding is 1.0 by definition.
-  *tau, no loops*: the same without the prompts on which plain decoding ends in a loop.
-- **tokens/s**: decoding alone, batch 1: without the prefill's time and without the first token, which it gives.
-  *end to end*: all new tokens over the whole call, prefill included.
-- **speedup**: tokens/s over the autoregressive drafter in the same loop, from totals over the same prompts; in brackets
-  the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios.
-- **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
-  sampled.
-- **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every
-  token weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's shows the change.
-- **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
-  before), the target's forward with the acceptance rule, the rest. A drafter's pass over the prompt belongs to the
-  prefill, which is in *end to end* and in none of these.
-- **stock generate**: transformers' `generate`, by the same count. Where sampling, it draws other tokens than the loop
-  (same temperature, top-k and top-p, another generator); the two are paired by prompt all the same.
-- **drafted**: nodes proposed a step. **lossy** methods change the target's output distribution; all others preserve it.
-"""
 
 
 def make_rows(
@@ -139,104 +115,26 @@ def warnings(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-COLUMNS = (
-    "drafter", "T", "tau", "tau, no loops", "tokens/s", "end to end", "speedup", "median", "exact",
-    "ppl", "draft ms", "verify ms", "other ms", "drafted",
-)  # fmt: skip
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    interval = row["speedup_ci"]
-    return [
-        shown_name(row),
-        f"{row['temperature']:g}",
-        _number(row["tau"], 2),
-        _number(row["tau_without_loops"], 2),
-        _number(row["tokens_per_second"], 1),
-        _number(row["end_to_end_tokens_per_second"], 1),
-        _number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""),
-        _number(row["speedup_median"], 2, "x"),
-        _number(row["exact_match"], 3),
-        _number(row["perplexity"], 2),
-        _number(row["draft_ms"], 2),
-        _number(row["verify_ms"], 2),
-        _number(row["other_ms"], 2),
-        _number(row["drafted_per_step"], 1),
-    ]
-
-
 def shown_name(row: dict[str, Any]) -> str:
     """The label, with its mark where the method is lossy."""
     return row["drafter"] if row["lossless"] else f"{row['drafter']} (lossy)"
 
 
-def _number(value: float | None, digits: int, unit: str = "") -> str:
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """As text; "-" where there is none."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def print_table(report: dict[str, Any], console: Console) -> None:
-    """The table on the screen."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    last = None
-    for row in report["rows"]:
-        if last is not None and row["temperature"] != last:
-            table.add_section()
-        last = row["temperature"]
-        table.add_row(*_cells(row), style=None if row["lossless"] else "yellow")
-    console.print(table)
-    for line in _statements(report):
-        console.print(line, markup=False, highlight=False)
-    for line in warnings(report):
-        console.print(line, style="bold red", markup=False, highlight=False)
-
-
-def markdown(report: dict[str, Any], picture: Path) -> str:
-    """``report.md``."""
-    lines = ["# Speed of drafters", "", *_setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    lines += [f"| {' | '.join(_cells(row))} |" for row in report["rows"]]
-    lines += ["", *(f"- {line}" for line in _statements(report))]
-    lines += [f"- **{line}**" for line in warnings(report)]
-    lines += ["", "## Columns", "", EXPLANATION]
-    lines += _categories(report)
-    lines += ["## To run it again", "", f"    {' '.join(report['environment']['argv'])}", ""]
-    return "\n".join(lines)
-
-
-def _setting(report: dict[str, Any]) -> list[str]:
-    """What was measured, where."""
-    facts = report["environment"]
-    target, prompts, limits = facts["target"], facts["prompt_set"], facts["limits"]
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
-    skipped = ", ".join(f"{reason} {count:,}" for reason, count in prompts["skipped"].items()) or "none"
-    revision = f" at revision {target['revision']}" if target["revision"] else ""
-    return [
-        f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
-        "batch 1",
-        f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
-        f"load average {_number(facts['load_average'], 1)} before, {_number(facts['load_average_after'], 1)} after",
-        f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}), "
-        f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}; "
-        f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
-        f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
-        f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
-        f"- software: Python {facts['python']}, {versions}; commit {commit}; {facts['date']}",
-    ]
-
-
-def _statements(report: dict[str, Any]) -> list[str]:
+def statements(report: dict[str, Any]) -> list[str]:
     """The prompts, the baseline's speed beside stock generate's, the loops, and the divergences."""
     facts = report["environment"]
     lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
     for baseline in report["baseline"]["temperatures"]:
         at = f"T = {baseline['temperature']:g}"
         lines.append(
-            f"{at}: plain decoding in this loop makes {_number(baseline['tokens_per_second'], 1)} tokens/s, "
-            f"{_number(baseline['over_stock_generate'], 2)} times stock generate's "
-            f"{_number(baseline['stock_generate_tokens_per_second'], 1)}"
+            f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s, "
+            f"{number(baseline['over_stock_generate'], 2)} times stock generate's "
+            f"{number(baseline['stock_generate_tokens_per_second'], 1)}"
         )
         lines.append(
             f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
@@ -266,29 +164,12 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
         lines.append(
             f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
             f"{found['count'] - found['unexplained']} of them where rounding in {dtype} "
-            f"explains it (largest top-2 margin there: {_number(found['largest_margin'], 3)} logits)"
+            f"explains it (largest top-2 margin there: {number(found['largest_margin'], 3)} logits)"
         )
     if row["perplexity"] is None:
         which = f"{row['drafter']}, T = {row['temperature']:g}"
         lines.append(f"{which}: no perplexity of its outputs ({row['perplexity_unavailable']})")
     return lines
-
-
-def _categories(report: dict[str, Any]) -> list[str]:
-    rows = [row for row in report["rows"] if "categories" in row]
-    if not rows:
-        return []
-    names = list(rows[0]["categories"])
-    lines = [
-        "## Speedup (tau) by category",
-        "",
-        f"| drafter | T | {' | '.join(names)} |",
-        "| --- |" + " ---: |" * (len(names) + 1),
-    ]
-    for row in rows:
-        cells = [f"{_number(c['speedup'], 2, 'x')} ({c['tau']:.2f})" for c in row["categories"].values()]
-        lines.append(f"| {shown_name(row)} | {row['temperature']:g} | {' | '.join(cells)} |")
-    return [*lines, ""]
 
 
 def tolerance_note(target: TargetModel) -> dict[str, Any]:

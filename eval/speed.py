@@ -27,8 +27,9 @@ from eval.environment import environment, load_average, peak_memory_bytes
 from eval.lineup import DrafterEntry, Lineup, check_entries
 from eval.measure import STOCK, Limits, MeasurementError, Method, Run, drafter_method, measure, stock_method
 from eval.output import PAGE, PICTURE, REPORT, PictureError, check_folder, draw_picture, open_journal, write_report
+from eval.page import print_table
 from eval.prompts import PromptsConfig, PromptSet, check_prompt_file, load_prompts
-from eval.report import make_rows, print_table, shortage_line, tolerance_note
+from eval.report import make_rows, shortage_line, tolerance_note
 
 BASELINE = "autoregressive"
 

@@ -13,7 +13,7 @@ from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
 from eval.divergence import find_divergences
 from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order, run_from_line
-from eval.metrics import acceptance, ends_in_loop, paired_speedup, typical_run
+from eval.metrics import acceptance, ends_in_loop, paired_speedup, times, typical_run
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 
@@ -103,8 +103,10 @@ def test_a_failure_names_method_and_prompt_and_keeps_the_journal() -> None:
 
 
 def test_the_journal_holds_all_of_every_run() -> None:
-    """Catches a journal from which nothing can be computed again: without tokens, steps or their times."""
-    trace = Trace([Step(0, 7, 4, 2, 3), Step(0, 5, 3, 0, 1)], [0.1, 1 / 3], [0.2, 0.4], [0.01, 0.02], 0.7)
+    """Catches a journal from which nothing can be computed again: without tokens, steps, forwards or their times."""
+    trace = Trace(
+        [Step(0, 7, 4, 2, 3, 2), Step(0, 5, 3, 0, 1)], [0.1, 1 / 3], [0.2, 0.4], [0.01, 0.02], [0.2, 0.5], 0.7
+    )
     methods: dict[str, Method] = {
         "loop": lambda ids, seed: ([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
         "stock": lambda ids, seed: ([4, 5], 0.1, 0.2, None),
@@ -170,6 +172,14 @@ def test_tau_without_loops_leaves_only_those_prompts_out() -> None:
     assert figures["tau_without_loops"] == pytest.approx(5 / 3)
     assert figures["ctar"] == [pytest.approx(4 / 5), pytest.approx(2 / 5), pytest.approx(2 / 5)]
     assert acceptance(runs, looping={0, 1})["tau_without_loops"] is None
+
+
+def test_overhead_is_the_share_of_all_decoding_outside_forward_passes() -> None:
+    """Catches a mean of the runs' shares, and the prefill counted in; by hand: 1 - (1 + 2) / (2 + 10)."""
+    short = Trace([Step(0, 1, 1, 1, 2)], [0.5], [1.0], [0.5], [1.0], prefill_seconds=7.0)
+    long = Trace([Step(0, 1, 1, 1, 2)], [4.0], [5.0], [1.0], [2.0], prefill_seconds=7.0)
+    runs = [Run("m", 0.0, 0, i, [1, 2, 3], 7.0, 1.0, 9.0, trace) for i, trace in enumerate((short, long))]
+    assert times(runs)["overhead"] == pytest.approx(0.75)
 
 
 def test_the_median_round_counts() -> None:

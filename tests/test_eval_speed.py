@@ -28,7 +28,7 @@ from eval.report import warnings
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
     "other_ms", "prompts", "new_tokens", "tau_without_loops", "speedup_ci", "ctar", "n_alpha", "prefill_ms",
-    "perplexity",
+    "perplexity", "overhead", "target_forwards",
 }  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / base)
         step = sum(row[part] for part in ("draft_ms", "verify_ms", "other_ms"))
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["tau"] / step)
+        assert 0 < row["overhead"] < 1
         assert (row["exact_match"] is None) == (row["temperature"] > 0)
     assert all((row["tau"], row["speedup"], row["speedup_ci"]) == (1.0, 1.0, [1.0, 1.0]) for row in plain.values())
     head, *lines = [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()]
