@@ -1,14 +1,21 @@
 """The configured drafters, built afresh for every round; what they only read, the draft models, is loaded once."""
 
+import difflib
+import pkgutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
+import drafters
 from drafters import Drafter, TargetModel, drafter_class, make_drafter
 from drafters.config import Config
 
-FOLDER_OPTIONS = ("checkpoint", "draft_model")
+# Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
+DRAFT_MODELS = ("draft_model", "draft_models")
+FOLDERS = ("checkpoint", *DRAFT_MODELS)
+FILES = ("pool",)
 
 
 class DrafterEntry(Config):
@@ -31,22 +38,41 @@ class DrafterEntry(Config):
         return dict(self.model_extra or {})
 
 
+class Models:
+    """A target and the draft models for it, each loaded once."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+        self._draft_models: dict[str, TargetModel] = {}
+
+    def draft_model(self, path: str) -> TargetModel:
+        """The draft model of a folder or Hub repository, in the target's dtype and on its device.
+
+        Raises:
+            ValueError: it cannot be loaded.
+        """
+        if path not in self._draft_models:
+            loaded = TargetModel.from_pretrained(path, dtype=self.target.dtype, device=self.target.device)
+            self._draft_models[path] = loaded
+        return self._draft_models[path]
+
+
 class Lineup:
     """Builds drafters, so that none in a round has met a prompt before.
 
     All are built once at the start, which finds what is wrong with them; these are the ones that the first call of
     ``fresh`` for each hands out. Whoever gets drafters from there is the only one to hold them.
 
-    Args:
-        target: every drafter's; draft models come in its dtype, on its device.
+    Attributes:
+        max_context: positions that every drafter was made for.
+        lossless: by the entries' names.
 
     Raises:
         ValueError: some cannot be built; one message names them all.
     """
 
-    def __init__(self, entries: list[DrafterEntry], target: TargetModel) -> None:
-        self._entries, self._target = entries, target
-        self._draft_models: dict[str, TargetModel] = {}  # by path; dtype and device are the target's
+    def __init__(self, entries: list[DrafterEntry], models: Models) -> None:
+        self._entries, self._models = entries, models
         self._unused: dict[str, Drafter] = {}
         problems = []
         for entry in entries:
@@ -57,6 +83,7 @@ class Lineup:
         if problems:
             raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
+        self.lossless = {name: drafter.lossless for name, drafter in self._unused.items()}
 
     def fresh(self, temperature: float) -> dict[str, Drafter]:
         """The drafters of a temperature by their names in the report; none has seen a prompt."""
@@ -64,34 +91,73 @@ class Lineup:
         return {e.name: self._unused.pop(e.name) if e.name in self._unused else self._build(e) for e in wanted}
 
     def _build(self, entry: DrafterEntry) -> Drafter:
-        options = entry.options
-        path = options.get("draft_model")
-        if isinstance(path, str) and "draft_model" in drafter_class(entry.drafter).options.model_fields:
-            options["draft_model"] = self._draft_model(path)
-        return make_drafter(entry.drafter, self._target, **options)
+        known = drafter_class(entry.drafter).options.model_fields
+        options = {  # an unknown option is not worth a model's loading: the drafter refuses it
+            key: _with_draft_models(value, key, self._models.draft_model) if key in known else value
+            for key, value in entry.options.items()
+        }
+        return make_drafter(entry.drafter, self._models.target, **options)
 
-    def _draft_model(self, path: str) -> TargetModel:
-        if path not in self._draft_models:
-            loaded = TargetModel.from_pretrained(path, dtype=self._target.dtype, device=self._target.device)
-            self._draft_models[path] = loaded
-        return self._draft_models[path]
+
+def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel]) -> Any:
+    """An option with loaded models in place of the paths under ``DRAFT_MODELS``, however deep; a list has its key."""
+    if isinstance(value, str) and key in DRAFT_MODELS:
+        return load(value)
+    if isinstance(value, dict):
+        return {inner: _with_draft_models(item, inner, load) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_with_draft_models(item, key, load) for item in value]
+    return value
 
 
 def check_entries(entries: list[DrafterEntry], target_path: str) -> None:
     """What can be found out before the target is loaded.
 
     Raises:
-        ValueError: unknown drafters, or folders that are not there.
+        ValueError: unknown drafters, or folders and files that are not there.
     """
-    folders = {"target.path": target_path}
+    named = [("target.path", "checkpoint", target_path)]
     for entry in entries:
-        drafter_class(entry.drafter)
-        folders |= {f"{entry.name}: {key}": entry.options[key] for key in FOLDER_OPTIONS if key in entry.options}
-    missing = [f"{key} {path!r}" for key, path in folders.items() if _is_missing_folder(str(path))]
-    if missing:
-        raise ValueError(
-            f"these folders do not exist: {', '.join(missing)}; train or fetch them first, or mend the path"
-        )
+        _check_drafter(entry.drafter)
+        named += [(f"{entry.name}: {place}", key, text) for place, key, text in _texts(entry.options, "", "")]
+    for _, key, text in named:
+        if key == "drafter":
+            _check_drafter(text)
+    folders = [f"{place} {path!r}" for place, key, path in named if key in FOLDERS and _is_missing_folder(path)]
+    files = [f"{place} {path!r}" for place, key, path in named if key in FILES and not Path(path).is_file()]
+    for kind, missing in (("folders", folders), ("files", files)):
+        if missing:
+            raise ValueError(
+                f"these {kind} do not exist: {', '.join(missing)}; train or fetch them first, or mend the path"
+            )
+
+
+def _texts(value: Any, key: str, place: str) -> Iterator[tuple[str, str, str]]:
+    """(place, key, text) of every string among an entry's options, however deep; a list's items have its key."""
+    if isinstance(value, str):
+        yield place, key, value
+    elif isinstance(value, dict):
+        for inner, item in value.items():
+            yield from _texts(item, inner, f"{place}.{inner}" if place else inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key, place)
+
+
+def _check_drafter(name: str) -> None:
+    try:
+        drafter_class(name)
+    except ValueError as error:
+        near = difflib.get_close_matches(name, [module.name for module in pkgutil.iter_modules(drafters.__path__)])
+        methods = [other for other in near if _is_drafter(other)]
+        raise ValueError(f"{error}; did you mean {methods[0]!r}?" if methods else str(error)) from None
+
+
+def _is_drafter(name: str) -> bool:
+    try:
+        return bool(drafter_class(name))
+    except ValueError:
+        return False
 
 
 def _is_missing_folder(path: str) -> bool:

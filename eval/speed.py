@@ -20,11 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.encoding import load_tokenizer
-from drafters import TargetModel, drafter_class
+from drafters import TargetModel
 from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
 from eval.environment import environment, load_average, peak_memory_bytes
-from eval.lineup import DrafterEntry, Lineup, check_entries
+from eval.lineup import DrafterEntry, Lineup, Models, check_entries
 from eval.measure import STOCK, Limits, MeasurementError, Method, Run, drafter_method, measure, stock_method
 from eval.output import PAGE, PICTURE, REPORT, PictureError, check_folder, draw_picture, open_journal, write_report
 from eval.page import print_table
@@ -104,7 +104,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any
         torch.set_num_threads(config.threads)
     chosen = config.target
     target = TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision)
-    lineup = Lineup(config.entries, target)
+    lineup = Lineup(config.entries, Models(target))
     prompts = load_prompts(
         config.prompts,
         load_tokenizer(chosen.path, chosen.revision).tokenizer,
@@ -117,8 +117,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any
     facts = describe(config, argv, target, prompts)
     runs = measure_all(config, target, lineup, prompts, facts, console)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
-    lossless = {entry.name: drafter_class(entry.drafter).lossless for entry in config.entries}
-    baseline, rows = make_rows(runs, lossless, config.entries[0].name, prompts.measured, target, config.seed)
+    baseline, rows = make_rows(runs, lineup.lossless, config.entries[0].name, prompts.measured, target, config.seed)
     report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
     try:
         write_report(report, config.out)

@@ -21,7 +21,6 @@ from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.loop import eos_ids
 from drafters.decoding.sampling import Sampling
 from eval.environment import environment
-from eval.lineup import DrafterEntry, Lineup
 from eval.measure import Limits, stock_method
 from eval.report import warnings
 
@@ -183,6 +182,7 @@ def test_lossy_methods_are_marked(
         ("max_new_token=3", "did you mean 'max_new_tokens'"),
         ("prompts.file=nowhere.jsonl", "no prompt file at nowhere.jsonl"),
         ('drafters=[{"drafter": "egle"}]', "no drafter 'egle'"),
+        ('drafters=[{"drafter": "egle"}]', "did you mean 'eagle'?"),
         ('drafters=[{"drafter": "eagle", "checkpoint": "./nowhere"}]', "do not exist: eagle: checkpoint './nowhere'"),
         ('drafters=[{"drafter": "autoregressive", "gamma": 3}]', "unknown key 'gamma'"),
         ('drafters=[{"drafter": "eagle"}, {"drafter": "eagle"}]', "set label"),
@@ -252,27 +252,6 @@ def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
     shortage = "only 7 prompts are measured, not the 50 of prompts.count"
     assert shortage in (tmp_path / "out" / "report.md").read_text()
     assert shortage in capsys.readouterr().out
-
-
-def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a draft model loaded anew for each method and round, and a pool that outlives its round."""
-    target = TargetModel.from_pretrained(str(files["target"]), "float32", "cpu")
-    loads: list[str] = []
-    load = TargetModel.from_pretrained
-
-    def counted(name: str, *arguments: Any, **options: Any) -> TargetModel:
-        loads.append(name)
-        return load(name, *arguments, **options)
-
-    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
-    entries = [{"drafter": name, "draft_model": str(files["draft"])} for name in ("speculative", "ouroboros", "mjsd")]
-    lineup = Lineup([DrafterEntry.model_validate(entry) for entry in entries], target)
-    rounds = [lineup.fresh(0.0) for _ in range(3)]
-    assert loads == [str(files["draft"])]
-    assert len({id(drafter) for drafters in rounds for drafter in drafters.values()}) == 9
-    assert len({id(drafters["ouroboros"].pool) for drafters in rounds}) == 3  # type: ignore[attr-defined]
 
 
 def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(

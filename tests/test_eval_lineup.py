@@ -1,0 +1,134 @@
+"""From a config's entries to drafters: which models are loaded, and what is refused before they are."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import eval.lineup
+from drafters import Drafter, TargetModel
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.config import Config
+from eval.lineup import DrafterEntry, Lineup, Models, check_entries
+
+
+def entries(*given: dict[str, Any]) -> list[DrafterEntry]:
+    return [DrafterEntry.model_validate(entry) for entry in given]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that models are loaded from, as they are."""
+    found: list[str] = []
+    load = TargetModel.from_pretrained
+
+    def counted(name: str, *arguments: Any, **options: Any) -> TargetModel:
+        found.append(name)
+        return load(name, *arguments, **options)
+
+    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
+    return found
+
+
+@pytest.fixture
+def target(tiny_model: Callable[..., PreTrainedModel]) -> TargetModel:
+    return TargetModel(tiny_model("llama"))
+
+
+class ManyOptions(Config):
+    draft_models: list[Any]
+
+
+class Many(AutoregressiveDrafter):
+    """Takes several draft models, as a tree merged from them does."""
+
+    name = "many"
+    options = ManyOptions
+
+    def __init__(self, target: TargetModel, draft_models: list[Any]) -> None:
+        super().__init__(target)
+        self.draft_models = draft_models
+
+
+def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
+    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Catches a draft model loaded anew for each method and round, and a pool that outlives its round."""
+    path = str(tiny_checkpoint("llama", 1))
+    given = [{"drafter": name, "draft_model": path} for name in ("speculative", "ouroboros", "mjsd")]
+    lineup = Lineup(entries(*given), Models(target))
+    rounds = [lineup.fresh(0.0) for _ in range(3)]
+    assert loads == [path]
+    assert len({id(drafter) for drafters in rounds for drafter in drafters.values()}) == 9
+    assert len({id(drafters["ouroboros"].pool) for drafters in rounds}) == 3  # type: ignore[attr-defined]
+
+
+def test_draft_models_are_found_wherever_they_stand(
+    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a cascade or a tree of several draft models that loads its own copy of each, in every round."""
+    one, two = str(tiny_checkpoint("llama", 1)), str(tiny_checkpoint("llama", 2))
+    plain = eval.lineup.drafter_class
+    monkeypatch.setattr(eval.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
+    make = eval.lineup.make_drafter
+
+    def make_any(name: str, target: TargetModel, **options: Any) -> Drafter:
+        return Many.from_options(target, **options) if name == "many" else make(name, target, **options)
+
+    monkeypatch.setattr(eval.lineup, "make_drafter", make_any)
+    cascade = {"drafter": "cascade", "draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
+    given = entries({"drafter": "many", "draft_models": [one, two]}, cascade)
+    lineup = Lineup(given, Models(target))
+    for _ in range(2):
+        built = lineup.fresh(0.0)
+        first, second = built["many"].draft_models  # type: ignore[attr-defined]
+        assert built["cascade"].draft_model is first  # type: ignore[attr-defined]
+        assert built["cascade"].inner.draft_model is second  # type: ignore[attr-defined]
+    assert loads == [one, two]
+    assert given[1].options == {"draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
+
+
+def test_an_option_that_the_drafter_does_not_have_loads_nothing(
+    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Catches minutes of loading before "unknown key"."""
+    given = entries({"drafter": "autoregressive", "draft_model": str(tiny_checkpoint("llama", 1))})
+    with pytest.raises(ValueError, match="autoregressive: .*unknown key 'draft_model'"):
+        Lineup(given, Models(target))
+    assert not loads
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"drafter": "mjsd", "draft_model": "./none"}, r"folders do not exist: mjsd: draft_model './none'"),
+        ({"drafter": "many", "draft_models": [".", "./none"]}, "many: draft_models './none'"),
+        ({"drafter": "cascade", "inner": {"drafter": "eagle", "checkpoint": "./no"}}, "inner.checkpoint './no'"),
+        ({"drafter": "ouroboros", "pool": "./none.json"}, r"files do not exist: ouroboros: pool './none.json'"),
+        ({"drafter": "cascade", "inner": {"drafter": "speculativ"}}, "did you mean 'speculative'"),
+        ({"drafter": "ourobors"}, "no drafter 'ourobors'; known: .*; did you mean 'ouroboros'"),
+        ({"drafter": "zzz"}, "no drafter 'zzz'; known: [a-z_, ]*$"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_is_loaded(
+    entry: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a mistyped path in a nested option, found only when a large target stands in memory already."""
+    plain = eval.lineup.drafter_class
+    monkeypatch.setattr(eval.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
+    with pytest.raises(ValueError, match=message):
+        check_entries(entries(entry), "owner/target")
+
+
+def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a method that one of its options makes lossy, reported by its class as lossless."""
+
+    class Sometimes(AutoregressiveDrafter):
+        def __init__(self, target: TargetModel) -> None:
+            super().__init__(target)
+            self.lossless = False  # type: ignore[misc]
+
+    monkeypatch.setattr(eval.lineup, "make_drafter", lambda name, target, **options: Sometimes(target))
+    assert Lineup(entries({"drafter": "autoregressive"}), Models(target)).lossless == {"autoregressive": False}
