@@ -1,12 +1,14 @@
 """The configured drafters, built afresh for every round; what they only read, the draft models, is loaded once."""
 
+import copy
 import difflib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 import drafters
 from drafters import Drafter, TargetModel, drafter_class, make_drafter
@@ -19,23 +21,75 @@ FILES = ("pool",)
 
 
 class DrafterEntry(Config):
-    """One row of the report. Every other key is an option of the drafter; learned ones take ``checkpoint``."""
+    """One row of the report, or one for each combination of a ``grid``.
+
+    Every other key is an option of the drafter; learned ones take ``checkpoint``.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     drafter: str = Field(description="the method: the name of its file in drafters/")
     label: str | None = Field(None, description="its name in the report; default: the method's")
     temperatures: list[float] | None = Field(None, description="default: all of the run's")
+    grid: dict[str, list[Any]] | None = Field(
+        None, min_length=1, description="values of options, dots for nested ones; every combination gets a row"
+    )
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> Self:
+        for knob, values in (self.grid or {}).items():
+            if not values or any(value in values[:index] for index, value in enumerate(values)):
+                raise ValueError(f"grid: {knob} needs one or more different values, found {values}")
+            if knob in DrafterEntry.model_fields or _holds(self.model_extra or {}, knob):
+                raise ValueError(f"grid: {knob} is set in the entry itself, too; leave it in one of the two")
+        return self
 
     @property
-    def name(self) -> str:
-        """What the report calls it."""
+    def base(self) -> str:
+        """The label, or the method's name: the rows of one grid share it."""
         return self.label or self.drafter
 
     @property
+    def knobs(self) -> dict[str, Any]:
+        """What an expanded entry takes from its grid."""
+        return {knob: values[0] for knob, values in (self.grid or {}).items()}
+
+    @property
+    def name(self) -> str:
+        """What the report calls it: of an expanded entry, with its place in the grid."""
+        return " ".join([self.base, *(f"{knob}={value}" for knob, value in self.knobs.items())])
+
+    @property
     def options(self) -> dict[str, Any]:
-        """For ``make_drafter``."""
-        return dict(self.model_extra or {})
+        """For ``make_drafter``; of an expanded entry, its place in the grid included."""
+        options = copy.deepcopy(self.model_extra or {})
+        for knob, value in self.knobs.items():
+            *parents, leaf = knob.split(".")
+            group = options
+            for parent in parents:
+                group = group.setdefault(parent, {})
+            group[leaf] = value
+        return options
+
+    def expand(self) -> list["DrafterEntry"]:
+        """One entry for each combination of the grid, the last knob turning fastest; without a grid, itself."""
+        if self.grid is None:
+            return [self]
+        places = itertools.product(*self.grid.values())
+        grids = [{knob: [value] for knob, value in zip(self.grid, place, strict=True)} for place in places]
+        return [self.model_copy(update={"grid": grid}) for grid in grids]
+
+
+def _holds(options: dict[str, Any], knob: str) -> bool:
+    """Whether an option is given, or something that is no group of keys stands in the way of a nested one."""
+    *parents, leaf = knob.split(".")
+    for parent in parents:
+        if parent not in options:
+            return False
+        options = options[parent]
+        if not isinstance(options, dict):
+            return True
+    return leaf in options
 
 
 class Models:
@@ -65,7 +119,6 @@ class Lineup:
 
     Attributes:
         max_context: positions that every drafter was made for.
-        lossless: by the entries' names.
 
     Raises:
         ValueError: some cannot be built; one message names them all.
@@ -83,12 +136,19 @@ class Lineup:
         if problems:
             raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
-        self.lossless = {name: drafter.lossless for name, drafter in self._unused.items()}
+        self._lossless = {name: drafter.lossless for name, drafter in self._unused.items()}
 
     def fresh(self, temperature: float) -> dict[str, Drafter]:
         """The drafters of a temperature by their names in the report; none has seen a prompt."""
         wanted = [e for e in self._entries if e.temperatures is None or temperature in e.temperatures]
         return {e.name: self._unused.pop(e.name) if e.name in self._unused else self._build(e) for e in wanted}
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """By name, what the report's rows say of each drafter beside what is measured."""
+        return {
+            e.name: {"lossless": self._lossless[e.name], "entry": e.base, "grid": e.knobs or None}
+            for e in self._entries
+        }
 
     def _build(self, entry: DrafterEntry) -> Drafter:
         known = drafter_class(entry.drafter).options.model_fields

@@ -93,7 +93,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]
-    lines += _categories(report)
+    lines += _grids(report) + _categories(report)
     lines += ["## To run it again", "", f"    {' '.join(report['environment']['argv'])}", ""]
     return "\n".join(lines)
 
@@ -134,4 +134,31 @@ def _categories(report: dict[str, Any]) -> list[str]:
     for row in rows:
         cells = [f"{number(c['speedup'], 2, 'x')} ({c['tau']:.2f})" for c in row["categories"].values()]
         lines.append(f"| {shown_name(row)} | {row['temperature']:g} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _grids(report: dict[str, Any]) -> list[str]:
+    """A table for every grid of two or three knobs: the last one across."""
+    grids: dict[tuple[str, float], list[Row]] = {}
+    for row in report["rows"]:
+        if row["grid"] and 2 <= len(row["grid"]) <= 3:
+            grids.setdefault((row["entry"], row["temperature"]), []).append(row)
+    return [line for (entry, temperature), rows in grids.items() for line in _pivot(entry, temperature, rows)]
+
+
+def _pivot(entry: str, temperature: float, rows: list[Row]) -> list[str]:
+    *down, across = rows[0]["grid"]
+    fastest = max(row["tokens_per_second"] or 0.0 for row in rows)
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        figure = number(row["tokens_per_second"], 1)
+        figure = f"**{figure}**" if row["tokens_per_second"] == fastest else figure
+        place = {knob: str(value) for knob, value in row["grid"].items()}
+        line = cells.setdefault(tuple(place[knob] for knob in down), {})
+        line[place[across]] = f"{figure} ({number(row['tau'], 2)})"
+    columns = list(dict.fromkeys(value for line in cells.values() for value in line))
+    titles = [*down, *(f"{across} = {value}" for value in columns)]
+    lines = [f"## {entry}, T = {temperature:g}: tokens/s (tau); the fastest in bold", "", f"| {' | '.join(titles)} |"]
+    lines.append("|" + " ---: |" * len(titles))
+    lines += [f"| {' | '.join([*place, *(line.get(c, '-') for c in columns)])} |" for place, line in cells.items()]
     return [*lines, ""]

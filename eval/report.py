@@ -12,13 +12,13 @@ from eval.prompts import Prompt
 
 def make_rows(
     runs: list[Run],
-    lossless: dict[str, bool],
+    described: dict[str, dict[str, Any]],
     baseline_label: str,
     prompts: list[Prompt],
     target: TargetModel,
     seed: int,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The report's ``baseline`` and ``rows``. ``lossless`` names the methods in the order of the rows."""
+    """The report's ``baseline`` and ``rows``. ``described``: the methods in their order, and what is known of them."""
     by_key: dict[tuple[float, str], list[list[Run]]] = {}
     for run in runs:
         rounds = by_key.setdefault((run.temperature, run.method), [[] for _ in prompts])
@@ -29,10 +29,10 @@ def make_rows(
         plain = [typical_run(rounds) for rounds in by_key[temperature, baseline_label]]
         looping = {run.prompt for run in plain if ends_in_loop(run.tokens)}
         baselines.append(_baseline(temperature, plain, looping, by_key[temperature, STOCK]))
-        for label in lossless:
+        for label, known in described.items():
             if (temperature, label) in by_key:
                 rounds = by_key[temperature, label]
-                row = {"drafter": label, "temperature": temperature, "lossless": lossless[label]}
+                row: dict[str, Any] = {"drafter": label, "temperature": temperature, **known}
                 row |= _row(rounds, plain, looping, prompts, seed)
                 row |= perplexity.describe([typical_run(of_prompt) for of_prompt in rounds])
                 row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}

@@ -81,11 +81,12 @@ class SpeedConfig(Config):
 
     @property
     def entries(self) -> list[DrafterEntry]:
-        """The drafters, plain decoding (at every temperature, for it is what all are compared with) first."""
+        """The drafters, grids expanded; plain decoding, with which all are compared, at every temperature and first."""
         plain = [entry for entry in self.drafters if entry.drafter == BASELINE]
         first = plain[0] if plain else DrafterEntry.model_validate({"drafter": BASELINE})
         first = first.model_copy(update={"temperatures": None})
-        return [first, *(entry for entry in self.drafters if entry not in plain[:1])]
+        others = [entry for entry in self.drafters if entry not in plain[:1]]
+        return [entry for given in (first, *others) for entry in given.expand()]
 
 
 def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any
     facts = describe(config, argv, target, prompts)
     runs = measure_all(config, target, lineup, prompts, facts, console)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
-    baseline, rows = make_rows(runs, lineup.lossless, config.entries[0].name, prompts.measured, target, config.seed)
+    baseline, rows = make_rows(runs, lineup.describe(), config.entries[0].name, prompts.measured, target, config.seed)
     report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
     try:
         write_report(report, config.out)

@@ -131,4 +131,47 @@ def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch
             self.lossless = False  # type: ignore[misc]
 
     monkeypatch.setattr(eval.lineup, "make_drafter", lambda name, target, **options: Sometimes(target))
-    assert Lineup(entries({"drafter": "autoregressive"}), Models(target)).lossless == {"autoregressive": False}
+    described = Lineup(entries({"drafter": "autoregressive"}), Models(target)).describe()
+    assert described["autoregressive"]["lossless"] is False
+
+
+def test_a_grid_becomes_an_entry_for_each_combination() -> None:
+    """Catches combinations left out, doubled or sharing one dict of options, and labels that do not tell them apart."""
+    given = {"drafter": "cascade", "label": "C", "draft_model": "x", "inner": {"drafter": "speculative"}}
+    (entry,) = entries(given | {"grid": {"gamma": [3, 4], "inner.gamma": [1, 2]}})
+    expanded = entry.expand()
+    names = ["C gamma=3 inner.gamma=1", "C gamma=3 inner.gamma=2", "C gamma=4 inner.gamma=1", "C gamma=4 inner.gamma=2"]
+    assert [e.name for e in expanded] == names
+    assert [(e.options["gamma"], e.options["inner"]) for e in expanded] == [
+        (gamma, {"drafter": "speculative", "gamma": inner}) for gamma in (3, 4) for inner in (1, 2)
+    ]
+    assert expanded[2].knobs == {"gamma": 4, "inner.gamma": 1}
+    assert {e.base for e in expanded} == {"C"}
+    assert entries(given)[0].expand()[0].name == "C"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"grid": {}}, "at least 1 item"),
+        ({"grid": {"gamma": []}}, "gamma needs one or more different values"),
+        ({"grid": {"gamma": [3, 3]}}, r"gamma needs one or more different values, found \[3, 3\]"),
+        ({"gamma": 2, "grid": {"gamma": [3]}}, "gamma is set in the entry itself"),
+        ({"inner": {"gamma": 2}, "grid": {"inner.gamma": [3]}}, "inner.gamma is set in the entry itself"),
+        ({"inner": 7, "grid": {"inner.gamma": [3]}}, "inner.gamma is set in the entry itself"),
+        ({"grid": {"label": ["a", "b"]}}, "label is set in the entry itself"),
+    ],
+)
+def test_a_grid_that_cannot_be_meant_is_refused(entry: dict[str, Any], message: str) -> None:
+    """Catches an empty grid that measures nothing, and one that silently overrules the entry."""
+    with pytest.raises(ValueError, match=message):
+        entries({"drafter": "speculative", **entry})
+
+
+def test_a_knob_that_the_drafter_does_not_have_is_named(
+    target: TargetModel, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Catches a grid over a misspelt option that measures one and the same drafter again and again."""
+    given = {"drafter": "speculative", "draft_model": str(tiny_checkpoint("llama", 1)), "grid": {"gama": [3, 4]}}
+    with pytest.raises(ValueError, match="speculative gama=4: .*unknown key 'gama'; did you mean 'gamma'"):
+        Lineup(entries(given)[0].expand(), Models(target))

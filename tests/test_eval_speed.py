@@ -367,3 +367,32 @@ def test_new_code_makes_the_commit_dirty(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
     assert environment(torch.device("cpu"))["dirty"] is dirty
+
+
+def test_a_grid_is_measured_in_one_run(files: dict[str, Path], tmp_path: Path) -> None:
+    """Catches combinations that share a drafter, or a report whose rows cannot be pivoted."""
+    entry = {"label": "S", "drafter": "speculative", "draft_model": str(files["draft"])}
+    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
+    config["drafters"] = [entry | {"grid": {"gamma": [1, 3]}}]
+    assert run(config, tmp_path, "prompts.count=2") == 0
+    report = strict((tmp_path / "out" / "report.json").read_text())
+    assert [(row["drafter"], row["entry"], row["grid"]) for row in report["rows"]] == [
+        ("autoregressive", "autoregressive", None),
+        ("S gamma=1", "S", {"gamma": 1}),
+        ("S gamma=3", "S", {"gamma": 3}),
+    ]
+    assert [row["drafted_per_step"] <= gamma for row, gamma in zip(report["rows"], (0, 1, 3), strict=True)] == [
+        True
+    ] * 3
+    assert report["rows"][2]["drafted_per_step"] > 1
+    assert report["environment"]["config"]["drafters"][0]["grid"] == {"gamma": [1, 3]}
+
+
+def test_a_folder_with_other_things_in_it_will_do(files: dict[str, Path], tmp_path: Path) -> None:
+    """Catches a refusal to write beside notes, a log, or another program's results."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1, max_new_tokens=4)
+    assert run(config, tmp_path, "prompts.count=1") == 0
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "report.json").is_file()

@@ -1,0 +1,34 @@
+"""What the Markdown page makes of a report's rows."""
+
+from typing import Any
+
+from eval.page import _grids
+
+
+def row(speed: float, tau: float, **grid: int) -> dict[str, Any]:
+    return {"entry": "O", "temperature": 0.0, "grid": grid or None, "tokens_per_second": speed, "tau": tau}
+
+
+def test_a_grid_is_a_table_with_its_last_knob_across() -> None:
+    """Catches figures in another combination's cell, and the wrong one marked as the fastest."""
+    rows = [row(10.0 * a + b, a / b, window=a, gamma=b) for a in (14, 15) for b in (3, 4)]
+    assert _grids({"rows": [row(1.0, 1.0), *rows]})[2:-1] == [
+        "| window | gamma = 3 | gamma = 4 |",
+        "| ---: | ---: | ---: |",
+        "| 14 | 143.0 (4.67) | 144.0 (3.50) |",
+        "| 15 | 153.0 (5.00) | **154.0** (3.75) |",
+    ]
+
+
+def test_three_knobs_have_two_columns_down_and_one_or_four_no_table() -> None:
+    """Catches rows of one knob's value that overwrite another's."""
+    rows = [row(a * 100 + b * 10 + c, 1.0, a=a, b=b, c=c) for a in (1, 2) for b in (1, 2) for c in (1, 2)]
+    assert _grids({"rows": rows})[2:-1] == [
+        "| a | b | c = 1 | c = 2 |",
+        "| ---: | ---: | ---: | ---: |",
+        "| 1 | 1 | 111.0 (1.00) | 112.0 (1.00) |",
+        "| 1 | 2 | 121.0 (1.00) | 122.0 (1.00) |",
+        "| 2 | 1 | 211.0 (1.00) | 212.0 (1.00) |",
+        "| 2 | 2 | 221.0 (1.00) | **222.0** (1.00) |",
+    ]
+    assert not _grids({"rows": [row(1.0, 1.0, a=1), row(1.0, 1.0, a=1, b=1, c=1, d=1)]})
