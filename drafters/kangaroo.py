@@ -17,7 +17,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState
-from .decoding.sampling import draw
+from .decoding.sampling import draw, most_likely
 from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
 from .decoding.trace import model_time
 
@@ -132,7 +132,7 @@ class KangarooDrafter(LearnedDrafter):
         while len(tokens) < limit:
             logits = self._adapt(rows)
             if state.sampling.greedy:
-                token = logits.argmax(-1, keepdim=True)
+                token = most_likely(logits)[:, None]
             else:
                 q.append(state.sampling.probabilities(logits))
                 token = draw(q[-1], state.generator)[:, None]

@@ -8,7 +8,7 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
-from .decoding.sampling import draw
+from .decoding.sampling import draw, most_likely
 from .decoding.target import FeatureOutput, TargetModel
 from .draft_model import DraftModel, DraftModelDrafter, prefill
 
@@ -55,7 +55,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         for _ in range(gamma):
             logits = self._advance(rows)
             if state.sampling.greedy:
-                rows = logits.argmax(-1, keepdim=True)
+                rows = most_likely(logits)[:, None]
             else:
                 q.append(state.sampling.probabilities(logits))
                 rows = draw(q[-1], state.generator)[:, None]
@@ -75,4 +75,3 @@ class SpeculativeDrafter(DraftModelDrafter):
         features = self.draft_model.run(rows, self._cache).features[:, -1]
         self._cache.commit([list(range(rows.shape[1]))])
         return self.draft_model.lm_head(features)
-

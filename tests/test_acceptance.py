@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafters.decoding import acceptance
-from drafters.decoding.acceptance import verify_greedy, verify_sampled
+from drafters.decoding.acceptance import _walk_on_device, _walk_on_host, verify_greedy, verify_sampled
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.sampling import Sampling, draw_without_replacement
 
@@ -121,6 +121,21 @@ def test_committed_tokens_follow_the_target(name: str) -> None:
     found = measured(draft, logits, toy, shape)
     assert total_variation(found, toy.joint()) < LIMIT
     assert total_variation(found.sum((1, 2)), toy.p[0]) < 0.004
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_walking_on_the_host_equals_walking_on_the_device(name: str) -> None:
+    """Catches the two ways of verifying drifting apart: small batches on a CPU would follow another rule than a GPU."""
+    shape, generator = SHAPES[name], torch.Generator().manual_seed(3)
+    draft, logits = build_draft(shape, Toy(shape.sampling), generator)
+    few = 1000
+    fields = {key: getattr(draft, key)[:few] for key in ("tokens", "parents", "q", "q_row", "valid")}
+    draft, uniform = replace(draft, **fields), torch.rand(few, draft.size, generator=generator)
+    ends, left = zip(
+        *(walk(draft, logits[:few], shape.sampling, uniform) for walk in (_walk_on_host, _walk_on_device)), strict=True
+    )
+    assert torch.equal(*ends) and len(set(ends[0].tolist())) > 1
+    torch.testing.assert_close(*left, atol=1e-5, rtol=1e-4)
 
 
 def test_draft_equal_to_the_target_is_always_accepted() -> None:

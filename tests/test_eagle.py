@@ -166,5 +166,5 @@ def test_sampled_tree_has_the_warped_q() -> None:
         return draft
 
     with mock.patch.object(drafter, "propose", checked):
-        generate(target, drafter, [prompt(9)], max_new_tokens=4, temperature=0.8, top_k=5, top_p=0.9)
+        generate(target, drafter, [prompt(9)], max_new_tokens=12, temperature=1.5, top_k=5, top_p=0.9)
     assert supports and 1 < max(supports) <= 5

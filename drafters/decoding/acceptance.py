@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from .draft_tree import DraftTree
-from .sampling import Sampling, draw, residual
+from .sampling import Sampling, draw, most_likely, residual
 
+FEW_ROWS = 4  # up to this batch a CPU is faster row by row, passing over the nodes that are not reached
 Rule = Callable[[DraftTree, torch.Tensor, torch.Tensor, Sampling, torch.Generator | None], "Verdict"]
 
 
@@ -29,6 +30,20 @@ class Verdict:
     tokens: list[list[int]]
     depths: list[int]
 
+    def add(self, best: int, bonus: int, tokens: list[int], parents: list[int], valid: list[int] | None) -> None:
+        """One more batch row: the path of a draft of ``tokens`` and ``parents`` to row ``best`` is accepted."""
+        path, node = [], best - 1
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        path.reverse()
+        self.rows.append([0, *(node + 1 for node in path)])
+        self.tokens.append([*(tokens[node] for node in path), bonus])
+        depth = [0]  # of every row
+        for node, parent in enumerate(parents):
+            depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else 0)
+        self.depths.append(max(depth))
+
 
 def verify_greedy(
     draft: DraftTree,
@@ -43,18 +58,21 @@ def verify_greedy(
         logits: ``[B, N+1, V]`` of [root, nodes].
         see: ``[B, N+1, N+1]`` ancestor mask.
     """
-    choice = logits.argmax(-1)
-    if draft.size == 0:
-        best = torch.zeros_like(choice[:, 0])
-        return collect(draft, see, best, choice[:, 0])
-    matches = draft.tokens == choice.gather(1, draft.parents + 1)
-    if draft.valid is not None:
-        matches = matches & draft.valid
-    root = torch.ones_like(matches[:, :1])
-    wrong = ~torch.cat([root, matches], dim=1)
-    accepted = ~(see & wrong[:, None]).any(-1)
-    best = torch.where(accepted, see.sum(-1), 0).argmax(-1)
-    return collect(draft, see, best, choice.gather(1, best[:, None])[:, 0])
+    choice = most_likely(logits)
+    batch, n = draft.tokens.shape
+    parts = [choice] if draft.valid is None else [choice, draft.valid]
+    tokens, parents, (choices, *valid) = to_host(draft, *parts)
+    verdict = Verdict([], [], [])
+    for b in range(batch):
+        depth, best = [0] * (n + 1), 0  # of each row, -1 where its path is not accepted; the first deepest accepted row
+        for node, parent in enumerate(parents[b]):
+            right = depth[parent + 1] >= 0 and tokens[b][node] == choices[b][parent + 1]
+            accepted = right and (not valid or valid[0][b][node])
+            depth[node + 1] = depth[parent + 1] + 1 if accepted else -1
+            if depth[node + 1] > depth[best]:
+                best = node + 1
+        verdict.add(best, choices[b][best], tokens[b], parents[b], valid[0][b] if valid else None)
+    return verdict
 
 
 def verify_sampled(
@@ -74,20 +92,58 @@ def verify_sampled(
 
     Nodes stand in topological order with siblings in drawing order, so one pass over them visits every round in turn.
     """
+    uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
+    few = logits.device.type == "cpu" and len(logits) <= FEW_ROWS
+    walk = _walk_on_host if few else _walk_on_device
+    at, p = walk(draft, logits, sampling, uniform)
+    return collect(draft, see, at, draw(p, generator))
+
+
+def _walk_on_host(
+    draft: DraftTree, logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The deepest accepted row ``[B]`` and what is left of p there ``[B, V]``; reads values, which is free on a CPU."""
+    ends, left = [], []
+    tokens, parents, rows = draft.tokens.tolist(), draft.parents.tolist(), None
+    rows = draft.q_row.tolist() if draft.q is not None and draft.q_row is not None else None
+    valid = draft.valid.tolist() if draft.valid is not None else None
+    for b, numbers in enumerate(uniform.tolist()):
+        at, p = 0, sampling.probabilities(logits[b, 0])
+        q_row, q = -2, p  # the row of q that the siblings so far were drawn from, without them
+        for node, (token, parent) in enumerate(zip(tokens[b], parents[b], strict=True)):
+            if parent + 1 != at or (valid is not None and not valid[b][node]):
+                continue
+            row = rows[b][node] if rows is not None else -1
+            if row >= 0 and row != q_row:
+                q_row, q = row, draft.q[b, row]  # type: ignore[index]
+            p_x, q_x = float(p[token]), float(q[token]) if row >= 0 else 1.0
+            if numbers[node] * q_x < p_x:
+                at, q_row = node + 1, -2
+                p = sampling.probabilities(logits[b, at])
+                continue
+            if row < 0:
+                p = residual(p, torch.zeros_like(p).index_fill_(0, draft.tokens[b, node], 1.0))
+                continue
+            p = residual(p, q)
+            q = q.index_fill(0, draft.tokens[b, node], 0.0)
+            q = q / q.sum().clamp_min(torch.finfo(q.dtype).tiny)
+        ends.append(at)
+        left.append(p)
+    return torch.tensor(ends, device=logits.device), torch.stack(left)
+
+
+def _walk_on_device(
+    draft: DraftTree, logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same without reading a value: every node costs its launches, whether it is visited or not."""
     batch, n = draft.tokens.shape
     everyone = torch.arange(batch, device=logits.device)
     at = torch.zeros(batch, dtype=torch.long, device=logits.device)  # the deepest accepted row
-    p = sampling.probabilities(logits[:, 0])
+    warped = sampling.probabilities(logits)
+    p = warped[:, 0]
     q_left = torch.zeros_like(p)
     q_left_row = torch.full_like(at, -2)
-    uniform = torch.rand(batch, n, device=logits.device, generator=generator)
-    on_host = logits.device.type == "cpu"  # reading a value costs nothing there, and most nodes can be passed over
-    parents, where = (draft.parents.tolist(), [0] * batch) if on_host else ([], [])
-    # Elsewhere every node costs its launches whether it is visited or not: warp all rows at once and pick.
-    warped = None if on_host else sampling.probabilities(logits)
     for node in range(n):
-        if on_host and all(parents[b][node] + 1 != where[b] for b in range(batch)):
-            continue
         turn = draft.parents[:, node] + 1 == at
         if draft.valid is not None:
             turn = turn & draft.valid[:, node]
@@ -95,17 +151,11 @@ def verify_sampled(
         q, q_left, q_left_row = _proposal(draft, node, token, turn, q_left, q_left_row)
         p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
         accept = turn & (uniform[:, node] * q_x < p_x)
-        reject = turn & ~accept
-        p = torch.where(reject[:, None], residual(p, q), p)
+        p = torch.where((turn & ~accept)[:, None], residual(p, q), p)
         at = torch.where(accept, node + 1, at)
         q_left_row = torch.where(accept, -2, q_left_row)  # the next level draws anew, even from the same row of q
-        if on_host:
-            if not bool(accept.any()):
-                continue
-            where = at.tolist()
-        p_at = sampling.probabilities(logits[everyone, at]) if warped is None else warped[everyone, at]
-        p = torch.where(accept[:, None], p_at, p)
-    return collect(draft, see, at, draw(p, generator))
+        p = torch.where(accept[:, None], warped[everyone, at], p)
+    return at, p
 
 
 def _proposal(
@@ -137,18 +187,30 @@ def _proposal(
 
 def collect(draft: DraftTree, see: torch.Tensor, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
     """Accept the path from the root to row ``best [B]``, then ``bonus [B]``; copies to the host once."""
+    parts = [torch.stack([best, bonus], dim=1)] if draft.valid is None else [torch.stack([best, bonus], 1), draft.valid]
+    tokens, parents, (ends, *valid) = to_host(draft, *parts)
+    verdict = Verdict([], [], [])
+    for b, (row, token) in enumerate(ends):
+        verdict.add(row, token, tokens[b], parents[b], valid[0][b] if valid else None)
+    return verdict
+
+
+def to_host(draft: DraftTree, *parts: torch.Tensor) -> tuple[list[list[int]], list[list[int]], list[list[list[int]]]]:
+    """A draft's tokens and parents, and ``parts [B, ...]``, as lists: one copy for all of them."""
     batch, n = draft.tokens.shape
-    if n == 0:
-        return Verdict([[0] for _ in range(batch)], [[token] for token in bonus.tolist()], [0] * batch)
-    on_path = see[torch.arange(batch, device=best.device), best][:, 1:].long()
-    depth = see.sum(-1).amax(1) - 1
-    packed = torch.cat([on_path, draft.tokens, bonus[:, None], depth[:, None]], dim=1).tolist()
-    rows, tokens = [], []
-    for line in packed:
-        path = [node for node in range(n) if line[node]]
-        rows.append([0] + [node + 1 for node in path])
-        tokens.append([line[n + node] for node in path] + [line[2 * n]])
-    return Verdict(rows, tokens, [line[-1] for line in packed])
+    known = [] if draft.is_chain or n == 0 else [draft.parents]
+    given = [draft.tokens, *known, *parts]
+    packed = torch.cat([part.long() for part in given], dim=1).tolist() if n else torch.cat(parts, dim=1).tolist()
+    split: list[list[list[int]]] = []
+    start = 0
+    for part in given if n else parts:
+        split.append([line[start : start + part.shape[1]] for line in packed])
+        start += part.shape[1]
+    if not n:
+        return [[]] * batch, [[]] * batch, split
+    tokens, *rest = split
+    parents = rest.pop(0) if known else [list(range(-1, n - 1))] * batch
+    return tokens, parents, rest
 
 
 def rule_for(sampling: Sampling) -> Rule:

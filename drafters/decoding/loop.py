@@ -12,7 +12,7 @@ import torch
 from .acceptance import Rule, Verdict
 from .draft_tree import DraftTree
 from .kv_cache import KVCache
-from .sampling import Sampling, draw
+from .sampling import Sampling, draw, most_likely
 from .target import FeatureOutput, TargetModel
 from .trace import Clock, Step, Trace
 
@@ -230,7 +230,9 @@ def _prefill(state: DecodeState, drafter: "Drafter") -> None:
     state.cache.commit([list(range(length)) for length in state.prompt_lengths])
     last = torch.tensor(state.prompt_lengths, device=device) - 1
     logits = state.target.lm_head(output.features[torch.arange(state.batch, device=device), last])
-    first = logits.argmax(-1) if state.sampling.greedy else draw(state.sampling.probabilities(logits), state.generator)
+    first = (
+        most_likely(logits) if state.sampling.greedy else draw(state.sampling.probabilities(logits), state.generator)
+    )
     for row, token in enumerate(first.tolist()):
         state.append(row, [token])
     if not all(state.finished):

@@ -53,10 +53,23 @@ class Sampling:
         return probabilities
 
 
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """Argmax over the last dimension; on a CPU torch is several times faster at it in float32 than in 16 bits."""
+    return (logits.float() if logits.device.type == "cpu" else logits).argmax(-1)
+
+
 def draw(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """One token per distribution ``[..., V]`` -> ``[...]``, by the exponential race (no host synchronisation)."""
-    noise = torch.empty_like(probabilities).exponential_(generator=generator)
-    return (probabilities / noise).argmax(-1)
+    """One token per distribution ``[..., V]`` -> ``[...]``, by inverting its cumulative sum (no host synchronisation).
+
+    One random number a draw: making V of them (the exponential race) takes longer than a small model's LM head.
+    """
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[..., -1:]
+    uniform = torch.rand(total.shape, device=probabilities.device, generator=generator)
+    # The first token whose cumulative sum exceeds the point; it has a probability above 0, for the sum rose there.
+    # Rounding may put the point on the total itself, which nothing exceeds.
+    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True)[..., 0]
 
 
 def draw_without_replacement(
@@ -64,10 +77,12 @@ def draw_without_replacement(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first ``k`` draws without replacement from ``[..., V]``, in order (Gumbel top-k; Kool et al. 2019).
 
+    The keys are p / E with E exponential, as -log of a uniform number: six times faster on a CPU than torch's own.
+
     Returns:
         tokens ``[..., k]`` and valid ``[..., k]``: False where the support was exhausted before the k-th draw.
     """
-    noise = torch.empty_like(probabilities).exponential_(generator=generator)
+    noise = torch.rand(probabilities.shape, device=probabilities.device, generator=generator).log_().neg_()
     keys, tokens = (probabilities / noise).topk(k, dim=-1)
     return tokens, keys > 0
 

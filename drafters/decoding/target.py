@@ -61,6 +61,9 @@ class TargetModel:
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
         self._windows = _sliding_windows(self.config)
+        # Looked up once: an attribute of a config costs a microsecond or more, and these are wanted in every forward.
+        self._eager = self.config._attn_implementation == "eager"
+        self._rope_by_length = _rope_depends_on_length(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._check_layers_agree()
 
@@ -161,7 +164,7 @@ class TargetModel:
 
     def rope(self, positions: torch.Tensor, upto: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound)."""
-        if _rope_depends_on_length(self.config):
+        if self._rope_by_length:
             return self.body.rotary_emb(self.body.norm.weight, position_ids=positions)
         if self._rope_table is None or self._rope_table[0].shape[0] < upto:
             rows = 1 << max(upto - 1, 255).bit_length()
@@ -251,13 +254,12 @@ class TargetModel:
         rows: int,
     ) -> dict[int | None, torch.Tensor | None]:
         """The attention mask for each sliding-window size in use (None: full attention)."""
-        eager = self.config._attn_implementation == "eager"
         masks: dict[int | None, torch.Tensor | None] = {}
         for window in set(self._windows):
             seen = window is None or max(lengths) + offset + rows <= window
-            mask = attention_mask(lengths, see, depths, positions, offset, rows, None if seen else window, eager)
+            mask = attention_mask(lengths, see, depths, positions, offset, rows, None if seen else window, self._eager)
             # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
-            if mask is not None and eager:
+            if mask is not None and self._eager:
                 mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
             masks[window] = mask
         return masks
