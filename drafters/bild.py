@@ -1,0 +1,103 @@
+"""Big Little Decoder (BiLD: Kim et al. 2023). Lossy by design.
+
+The draft model writes for as long as it is confident (the fallback policy); the target takes back what it finds too
+unlikely (the rollback policy). Tokens in between are the draft model's own choice, not the target's.
+"""
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from .decoding.acceptance import Rule, Verdict, collect
+from .decoding.draft_tree import DraftTree
+from .decoding.loop import DecodeState
+from .decoding.sampling import Sampling, draw, most_likely
+from .decoding.target import TargetModel
+from .speculative import SpeculativeDrafter, SpeculativeOptions
+
+
+class BiLDOptions(SpeculativeOptions):
+    """Options; the defaults are those of MJSD's experiments (Qin et al. 2024, Table 5).
+
+    ``gamma``: most tokens a draft. ``fallback``: tau_1, the draft model hands over to the target where its top
+    probability is below; 0 never does. ``rollback``: tau_2, the target takes back the first token whose negative
+    log-likelihood (nats) is above, and all after it.
+    """
+
+    gamma: int = Field(10, ge=1)
+    fallback: float = Field(0.9, ge=0.0, le=1.0)
+    rollback: float = Field(2.0, gt=0.0)
+
+
+class BiLDDrafter(SpeculativeDrafter):
+    """Drafts like speculative decoding, but stops before the first uncertain token: the target writes that one.
+
+    Args:
+        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
+
+    Raises:
+        ValueError: the draft model's vocabulary differs from the target's.
+    """
+
+    name = "bild"
+    options = BiLDOptions
+    lossless: ClassVar[bool] = False
+    rewinds = False  # in a cascade what it gives would have to be a draft model's own, drawn from a known q
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft_model: str | TargetModel,
+        gamma: int = 10,
+        fallback: float = 0.9,
+        rollback: float = 2.0,
+    ) -> None:
+        super().__init__(target, draft_model, gamma)
+        self.fallback, self.rollback = fallback, rollback
+
+    def rule(self, sampling: Sampling) -> Rule:
+        return Rollback(self.rollback)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        gamma = min(self.gamma, state.room() - 1)
+        tokens: list[torch.Tensor] = []
+        rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
+        for _ in range(gamma):
+            logits = self._advance(rows)
+            confidence, rows = logits.softmax(-1, dtype=torch.float32).max(-1, keepdim=True)
+            # One value is read a draft token: whether there is a next one depends on it. Reading it later would cost a
+            # forward pass of the draft model for every draft that stops early.
+            if confidence.item() < self.fallback:
+                break
+            if not state.sampling.greedy:
+                rows = draw(state.sampling.probabilities(logits), state.generator)[:, None]
+            tokens.append(rows)
+        return DraftTree.chain(torch.cat(tokens, 1)) if tokens else DraftTree.empty(1, self.target.device)
+
+
+class Rollback:
+    """Accept the tokens before the first with -log p(x) > tau_2, p the target's own distribution; then one of its own.
+
+    Args:
+        rollback: tau_2, in nats.
+    """
+
+    def __init__(self, rollback: float) -> None:
+        self.rollback = rollback
+
+    def __call__(
+        self,
+        draft: DraftTree,
+        logits: torch.Tensor,
+        see: torch.Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+    ) -> Verdict:
+        """The verdict on a chain; ``logits [B, N+1, V]`` of [root, nodes]."""
+        assert draft.is_chain
+        log_p = logits[:, :-1].log_softmax(-1, dtype=torch.float32).gather(2, draft.tokens[..., None])[..., 0]
+        best = (-log_p <= self.rollback).long().cumprod(1).sum(1)
+        after = logits[torch.arange(len(best), device=logits.device), best]
+        bonus = most_likely(after) if sampling.greedy else draw(sampling.probabilities(after), generator)
+        return collect(draft, see, best, bonus)

@@ -1,0 +1,127 @@
+"""BiLD: its two policies in hand-worked cases, and under the conformance suite."""
+
+import math
+
+import conformance
+import pytest
+import torch
+from rigged import perturbed
+
+from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters.bild import BiLDDrafter, Rollback
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+
+TestItself = conformance.suite(
+    lambda target: BiLDDrafter(target, target, gamma=4, fallback=0.0, rollback=50.0),
+    accepts="all",
+    families=("llama", "mistral-sliding"),
+    longest_draft=4,
+)
+TestNear = conformance.suite(
+    lambda target: BiLDDrafter(target, perturbed(target, 0.05), gamma=5, fallback=0.1, rollback=1.5),
+    accepts="some",
+    families=("llama", "mixtral"),
+    longest_draft=5,
+)
+
+
+def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, seed: int = 0) -> list[int]:
+    """Committed tokens for the draft 0, 1, 2, ... of which token i has probability p_i after those before.
+
+    The rest of the target's mass after i draft tokens lies on token 30 + i.
+    """
+    n = len(p)
+    after = torch.zeros(1, n + 1, 60)
+    for i, known in enumerate([*p, 0.0]):
+        after[0, i, i], after[0, i, 30 + i] = known, 1 - known
+    draft = DraftTree.chain(torch.arange(n)[None])
+    generator = torch.Generator().manual_seed(seed)
+    found = Rollback(rollback)(draft, after.log(), draft.ancestors(), sampling or Sampling(), generator)
+    assert found.rows[0] == list(range(len(found.tokens[0])))
+    return found.tokens[0]
+
+
+def test_rolls_back_at_the_first_unlikely_token() -> None:
+    """Catches tokens accepted past a rejected one, and the threshold taken of p instead of -log p.
+
+    -log 0.2 = 1.61 is at most 2; -log 0.1 = 2.30 is above: two tokens stay, and the target's own third one follows,
+    though the fourth would pass again.
+    """
+    assert verdict([0.9, 0.2, 0.1, 0.9], 2.0) == [0, 1, 32]
+    assert verdict([0.9, 0.2, 0.1, 0.9], 1.0) == [0, 31]
+    assert verdict([0.9, 0.2, 0.1, 0.9], 3.0) == [0, 1, 2, 3, 34]
+    assert verdict([0.05, 0.9], 2.0) == [30]
+
+
+def test_the_threshold_is_inclusive() -> None:
+    """Catches >= for >: rolled back is what lies above tau_2, not on it."""
+    assert verdict([0.5], float(-torch.tensor(0.5).log())) == [0, 31]
+
+
+def test_likelihood_is_the_targets_own() -> None:
+    """Catches p warped by temperature or top-k: at top-k 1 every token but the argmax would have -log p infinite."""
+    assert verdict([0.3, 0.3], 2.0, Sampling(1.0, top_k=1)) == [0, 1, 32]
+    assert verdict([0.3, 0.3], 2.0, Sampling(0.01)) == [0, 1, 32]
+
+
+def test_bonus_is_sampled() -> None:
+    """Catches a rolled-back position filled greedily where sampling was asked for."""
+    seen = {verdict([0.05], 2.0, Sampling(5.0), seed)[0] for seed in range(40)}
+    assert seen == {0, 30}
+
+
+def recorded(drafter: BiLDDrafter, **options: object) -> list[tuple[list[int], list[int], int]]:
+    """Every draft of a generation: the tokens before it, its own, and the most that it might have had."""
+    drafts = []
+    go = drafter.propose
+
+    def record(state: DecodeState) -> DraftTree:
+        limit, tree = min(drafter.gamma, state.room() - 1), go(state)
+        drafts.append((list(state.tokens[0]), tree.tokens[0].tolist(), limit))
+        return tree
+
+    drafter.propose = record  # type: ignore[method-assign]
+    ids = conformance.prompt(9)
+    generate(drafter.target, drafter, [ids], max_new_tokens=40, eos_token_id=[], **options)  # type: ignore[arg-type]
+    return drafts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_falls_back_before_the_first_uncertain_token(temperature: float) -> None:
+    """Catches the uncertain token drafted all the same, a warped confidence, and a draft cache that drifts unseen."""
+    target = conformance.target_of("llama")
+    draft_model, tau = perturbed(target, 0.05), 0.2
+    drafts = recorded(BiLDDrafter(target, draft_model, gamma=3, fallback=tau), temperature=temperature, top_k=5)
+    for known, tokens, limit in drafts:
+        logits = draft_model.model(torch.tensor([known + tokens])).logits[0, len(known) - 1 :]
+        confident = (logits.softmax(-1).amax(-1) >= tau).tolist()
+        assert all(confident[: len(tokens)])
+        assert len(tokens) == limit or not confident[len(tokens)]
+        ranks = [int((row > row[token]).sum()) for row, token in zip(logits, tokens, strict=False)]
+        assert max(ranks, default=0) < (5 if temperature else 1)
+    lengths = {len(tokens) for _, tokens, limit in drafts if limit == 3}
+    assert {0, 3} <= lengths and len(lengths) > 2, "the rig must stop early and late"
+
+
+def test_extreme_thresholds() -> None:
+    """Catches policies that are not independent: a draft model never trusted, and one always trusted."""
+    target = conformance.target_of("llama")
+    ids = conformance.prompt(9)
+    timid = BiLDDrafter(target, target, fallback=1.0)
+    result = generate(target, timid, [ids], max_new_tokens=12, eos_token_id=[])
+    assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 12) and result.trace.tau == 1.0
+    trusting = BiLDDrafter(target, perturbed(target, 1.0), gamma=3, fallback=0.0, rollback=math.inf)
+    steps = generate(target, trusting, [ids], max_new_tokens=17, eos_token_id=[]).trace.steps
+    assert [step.accepted for step in steps] == [3, 3, 3, 3]
+
+
+def test_bad_options() -> None:
+    """Catches thresholds out of range, which would silently draft nothing or accept everything."""
+    target: TargetModel = conformance.target_of("llama")
+    for wrong in ({"fallback": 1.5}, {"fallback": -0.1}, {"rollback": 0.0}, {"gamma": 0}, {"tau": 1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("bild", target, draft_model="x", **wrong)
+    drafter = make_drafter("bild", target, draft_model=target, rollback=1.0)
+    assert isinstance(drafter, BiLDDrafter) and not drafter.lossless and not drafter.rewinds
+    assert (drafter.max_draft, drafter.fallback, drafter.rollback) == (10, 0.9, 1.0)

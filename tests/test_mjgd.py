@@ -1,0 +1,238 @@
+"""MJGD: the likeliest next K tokens against brute force, its rule in hand-worked cases, and K = 1 as plain decoding."""
+
+import itertools
+import math
+
+import conformance
+import pytest
+import torch
+from tiny import build
+
+from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters.beam_search import Paths
+from drafters.mjgd import JointMaximum, MJGDDrafter, side_by_side
+
+
+class Plain(MJGDDrafter):
+    """K = 1, which is lossless: the suite then compares with plain decoding."""
+
+    lossless = True
+
+
+class Suite(conformance.Conformance):
+    """The suite, but for steps that take several target forwards each."""
+
+    def test_trace_and_acceptance(self) -> None:
+        """Catches target forwards of the search that are not counted, which would pass for a speedup."""
+        target = self.target()
+        trace = self.run(target, conformance.prompt(9), max_new_tokens=24).trace
+        assert [(step.committed, step.forwards) for step in trace.steps] == [(3, 3)] * 7 + [(2, 2)]
+        assert trace.tau == 1.0 and trace.forwards == 23
+        assert all(step.accepted == step.depth == step.committed - 1 for step in trace.steps)
+
+
+class TestSearch(Suite):
+    make = staticmethod(lambda target: MJGDDrafter(target, k=3, beams=4))
+    build = staticmethod(build)
+    accepts, families, longest_draft, remembers = None, ("llama", "mistral-sliding", "mixtral"), 2, False
+
+
+TestOneToken = conformance.suite(lambda target: Plain(target, k=1), longest_draft=1)
+
+
+def toy(seed: int = 0) -> TargetModel:
+    """A random model of six tokens."""
+    return TargetModel(
+        build("llama", seed=seed, vocab_size=6, num_hidden_layers=2, initializer_range=0.2, eos_token_id=None)
+    )
+
+
+def log_likelihoods(model: TargetModel, ids: list[int], tails: list[list[int]]) -> torch.Tensor:
+    """``[n, K]`` log-probability of each token of equally long ``tails`` after ``ids`` and those before."""
+    known, tokens = torch.tensor([ids]).expand(len(tails), -1), torch.tensor(tails)
+    logits = model.model(torch.cat([known, tokens], 1)).logits[:, len(ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+
+
+def likeliest(model: TargetModel, ids: list[int], k: int, eos: int = -1) -> list[int]:
+    """The best of all 6^K continuations; those that end count as far as their EOS."""
+    tails = [list(tail) for tail in itertools.product(range(6), repeat=k)]
+    steps = log_likelihoods(model, ids, tails)
+    ends = (torch.tensor(tails) == eos).long()
+    scores = steps.masked_fill(ends.cumsum(1) - ends > 0, 0.0).sum(1)
+    best = tails[int(scores.argmax())]
+    return best[: best.index(eos) + 1] if eos in best else best
+
+
+def decode(model: TargetModel, ids: list[int], count: int, eos: list[int], **options: int) -> list[int]:
+    """The ``count`` tokens after ``ids`` and the first new token, which plain prefilling gives."""
+    result = generate(model, MJGDDrafter(model, **options), [ids], max_new_tokens=count + 1, eos_token_id=eos)
+    return result.tokens[0, 1 : result.lengths[0]].tolist()
+
+
+# The decoding.
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_likeliest_k_tokens(k: int) -> None:
+    """Catches a search that is greedy in disguise, and a last token chosen apart: every one of 6^K is compared."""
+    differs = 0
+    for seed, first in itertools.product(range(2), range(6)):
+        model = toy(seed)
+        ids = [first, 2, *conformance.plain_greedy(model, [first, 2], 1)]
+        best = likeliest(model, ids, k)
+        assert decode(model, [first, 2], k, [], k=k, beams=6 ** (k - 1)) == best
+        differs += best != conformance.plain_greedy(model, ids, k)
+    assert differs > 0
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_beams_equal_textbook_search(width: int) -> None:
+    """Catches rows that see another beam's ancestors or miss the root, and scores that lose their parent's."""
+    model, found = toy(), set()
+    for first in range(6):
+        ids = [first, 1, *conformance.plain_greedy(model, [first, 1], 1)]
+        beams: list[list[int]] = [[]]
+        for kept in (width, width, width, 1):
+            longer = [[*beam, token] for beam in beams for token in range(6)]
+            beams = [longer[i] for i in log_likelihoods(model, ids, longer).sum(1).topk(kept).indices]
+        best = beams[0]
+        assert decode(model, [first, 1], 4, [], k=4, beams=width) == best
+        found.add(tuple(best))
+    assert len(found) > 2
+
+
+def test_next_steps_follow_the_text() -> None:
+    """Catches scratch rows of the search left in the cache, and a step that forgets what the last one committed."""
+    model = toy()
+    ids = [3, 1]
+    tokens = generate(model, MJGDDrafter(model, k=2, beams=6), [ids], max_new_tokens=9, eos_token_id=[]).tokens[0]
+    for start in range(1, 9, 2):
+        known = ids + tokens[:start].tolist()
+        assert tokens[start : start + 2].tolist() == likeliest(model, known, 2)
+
+
+def test_ended_hypotheses_stay() -> None:
+    """Catches a finished hypothesis that is charged for tokens after its EOS, or one that goes on past it."""
+    lengths = set()
+    for seed, eos in itertools.product(range(3), range(6)):
+        model = toy(seed)
+        ids = [3, *conformance.plain_greedy(model, [3], 1)]
+        best = likeliest(model, ids, 3, eos)
+        if ids[-1] != eos:
+            assert decode(model, [3], 3, [eos], k=3, beams=36) == best
+            lengths.add(len(best))
+    assert lengths == {1, 2, 3}
+
+
+# The rule.
+
+
+def verdict(
+    paths: list[list[tuple[int, float]]], after: list[tuple[int, float]], eos: tuple[int, ...] = ()
+) -> tuple[list[int], list[int]]:
+    """Rows and tokens for hypotheses of (token, p) and the likeliest token after each, of probability p.
+
+    Every other row's likeliest token is 59, of probability 1.
+    """
+    tokens = torch.tensor([[token for token, _ in path] for path in paths])
+    log_p = torch.tensor([[p for _, p in path] for path in paths]).log()
+    draft = side_by_side(Paths(tokens, log_p, tokens), frozenset(eos))
+    length = tokens.shape[1]
+    p = torch.zeros(1, 1 + draft.size, 60)
+    p[0, :, 59] = 1.0
+    for beam, (token, known) in enumerate(after):
+        p[0, (beam + 1) * length, 59] = 0.0
+        p[0, (beam + 1) * length, 20:40] = (1 - known) / 20
+        p[0, (beam + 1) * length, token] = known
+    found = JointMaximum(frozenset(eos))(draft, p.log(), draft.ancestors(), Sampling())
+    return found.rows[0], found.tokens[0]
+
+
+def test_the_last_token_may_turn_the_order() -> None:
+    """Catches the best beginning taken for the best whole: 0.5 * 0.8 * 0.3 = 0.12 < 0.4 * 0.5 * 0.9 = 0.18."""
+    assert verdict([[(1, 0.5), (2, 0.8)], [(3, 0.4), (4, 0.5)]], [(5, 0.3), (6, 0.9)]) == ([0, 3, 4], [3, 4, 6])
+    assert verdict([[(1, 0.5), (2, 0.8)], [(3, 0.4), (4, 0.5)]], [(5, 0.5), (6, 0.9)]) == ([0, 1, 2], [1, 2, 5])
+
+
+def test_an_ended_hypothesis_needs_no_last_token() -> None:
+    """Catches an EOS charged for a token after it: 0.2 stands against 0.4 * 0.5 * 0.9 = 0.18."""
+    ended, open_ = [(1, 0.2), (1, 1.0)], [(3, 0.4), (4, 0.5)]
+    rows, tokens = verdict([ended, open_], [(5, 0.1), (6, 0.9)], eos=(1,))
+    assert rows == [0, 1] and tokens[0] == 1
+    assert verdict([[(2, 0.5), (1, 0.4)], open_], [(5, 0.1), (6, 0.9)], eos=(1,))[1][:2] == [2, 1]
+    assert verdict([[(1, 0.17), (1, 1.0)], open_], [(5, 0.1), (6, 0.9)], eos=(1,))[1] == [3, 4, 6]
+
+
+# Sampling.
+
+
+def test_sampled_last_tokens() -> None:
+    """Catches last tokens drawn once for all, or the likeliest ones: all 4^4 outcomes are enumerated.
+
+    Each of four beginnings draws its own last token; then the highest joint likelihood wins.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first = torch.rand(4, generator=generator).softmax(0)
+    second = (torch.randn(4, 4, generator=generator) * 1.5).softmax(-1)
+    expected = torch.zeros(4, 4)
+    for drawn in itertools.product(range(4), repeat=4):
+        chance = math.prod(float(second[beam, token]) for beam, token in enumerate(drawn))
+        best = max(range(4), key=lambda beam: float(first[beam] * second[beam, drawn[beam]]))  # noqa: B023
+        expected[best, drawn[best]] += chance
+    draft = side_by_side(Paths(torch.arange(4)[:, None], first.log()[:, None], torch.arange(4)[:, None]), frozenset())
+    count = 40_000
+    draft.tokens, draft.parents = draft.tokens.expand(count, -1), draft.parents.expand(count, -1)
+    assert draft.log_q is not None
+    draft.log_q = draft.log_q.expand(count, -1)
+    logits = torch.cat([torch.zeros(1, 4), second.log()])[None].expand(count, -1, -1)
+    found = JointMaximum()(draft, logits, draft.ancestors(), Sampling(1.0), generator)
+    seen = torch.zeros(4, 4)
+    for tokens in found.tokens:
+        seen[tokens[0], tokens[1]] += 1 / count
+    assert float((seen - expected).abs().sum()) / 2 < 0.01
+
+
+def surprise(model: TargetModel, drafter: MJGDDrafter, **sampling: float) -> float:
+    """How many standard deviations the sampled tokens' log-likelihood lies above what plain sampling would give."""
+    excess, variance = 0.0, 0.0
+    for seed in range(4):
+        result = generate(model, drafter, [[3, 1]], max_new_tokens=150, temperature=1.0, seed=seed, eos_token_id=[])
+        tokens = [3, 1, *result.tokens[0].tolist()]
+        logits = model.model(torch.tensor([tokens])).logits[0, 2:-1]
+        p = Sampling(1.0).probabilities(logits)
+        mean = (p * p.log()).sum(-1)
+        log_p = p.log().gather(1, torch.tensor(tokens[3:])[:, None])[:, 0]
+        excess += float((log_p - mean).sum())
+        variance += float((p * (p.log() - mean[:, None]) ** 2).sum())
+    return excess / math.sqrt(variance)
+
+
+def test_one_token_or_one_beam_is_plain_sampling() -> None:
+    """Catches likelihood that leaks into a choice where there is none; with several beams it must show (the power)."""
+    model = TargetModel(build("llama", vocab_size=6, num_hidden_layers=1, initializer_range=0.2, eos_token_id=None))
+    assert abs(surprise(model, MJGDDrafter(model, k=1))) < 3
+    assert abs(surprise(model, MJGDDrafter(model, k=3, beams=1))) < 3
+    assert surprise(model, MJGDDrafter(model, k=2, beams=2)) > 5
+
+
+def test_one_token_is_distributed_like_the_target() -> None:
+    """Catches a first draw by another distribution than the warped one: K = 1 has no beams at all."""
+    logits = torch.randn(1, 1, 5, generator=torch.Generator().manual_seed(1))
+    sampling, count = Sampling(0.7, top_k=4), 40_000
+    draft = side_by_side(Paths(*[torch.zeros(1, 0, dtype=torch.long)] * 3), frozenset())
+    draft.tokens, draft.parents = draft.tokens.expand(count, -1), draft.parents.expand(count, -1)
+    generator = torch.Generator().manual_seed(2)
+    found = JointMaximum()(draft, logits.expand(count, -1, -1), draft.ancestors(), sampling, generator)
+    seen = torch.bincount(torch.tensor(found.tokens).flatten(), minlength=5) / count
+    assert float((seen - sampling.probabilities(logits)[0, 0]).abs().sum()) / 2 < 0.01
+
+
+def test_bad_options() -> None:
+    """Catches sizes out of range, which would fail while decoding."""
+    target = conformance.target_of("llama")
+    for wrong in ({"k": 0}, {"beams": 0}, {"gamma": 4}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("mjgd", target, **wrong)
+    drafter = make_drafter("mjgd", target, k=3, beams=5)
+    assert drafter.max_draft == 10 and not drafter.lossless
