@@ -172,5 +172,5 @@ class EagleDrafter(LearnedDrafter):
                 positions,
                 mask,
                 self._cache.at(count, offset),
-                rope=self.target.rope(positions, upto),
+                rope=self.target.rope(positions, upto, consecutive=depths is None),
             )

@@ -165,6 +165,7 @@ class KangarooDrafter(LearnedDrafter):
         positions, upto = row_positions(lengths, None, 0, count, rows.device)
         mask = attention_mask(lengths, None, None, positions, 0, count)
         with model_time(rows.device):
-            output = self.module(rows, positions, mask, self._cache.at(count), rope=self.target.rope(positions, upto))
+            rope = self.target.rope(positions, upto, consecutive=True)
+            output = self.module(rows, positions, mask, self._cache.at(count), rope=rope)
         self._cache.commit([list(range(count))])
         return self.target.lm_head(output[:, -1])

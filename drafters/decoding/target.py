@@ -6,6 +6,7 @@ ours, the layers are transformers' own, and loading checks once that the two agr
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -162,8 +163,13 @@ class TargetModel:
         """An empty cache for ``capacity`` rows of each batch row."""
         return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device, layers=self.num_layers)
 
-    def rope(self, positions: torch.Tensor, upto: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound)."""
+    def rope(
+        self, positions: torch.Tensor, upto: int, consecutive: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound).
+
+        ``consecutive``: every batch row has the last R positions below ``upto``, in order; a view is given then.
+        """
         if self._rope_by_length:
             return self.body.rotary_emb(self.body.norm.weight, position_ids=positions)
         if self._rope_table is None or self._rope_table[0].shape[0] < upto:
@@ -172,6 +178,9 @@ class TargetModel:
             cos, sin = self.body.rotary_emb(self.body.norm.weight, position_ids=every)
             self._rope_table = (cos[0].clone(), sin[0].clone())
         cos, sin = self._rope_table
+        if consecutive:
+            rows = slice(upto - positions.shape[1], upto)
+            return cos[rows][None], sin[rows][None]
         return cos[positions], sin[positions]
 
     def features(
@@ -221,7 +230,7 @@ class TargetModel:
         lengths = cache.lengths if cache is not None else [0] * batch
         positions, upto = row_positions(lengths, depths, offset, rows, given.device)
         masks = self._masks(lengths, see, depths, positions, offset, rows)
-        embeddings = self.rope(positions, upto)
+        embeddings = self.rope(positions, upto, consecutive=depths is None and _uniform(lengths))
         if cache is not None:
             cache.at(rows, offset)
         last = self.num_layers if stop is None else stop
@@ -300,11 +309,12 @@ def attention_mask(
     """
     device = positions.device
     batch, temporary = len(lengths), offset + rows
-    uniform = all(length == lengths[0] for length in lengths)
+    uniform = _uniform(lengths)
     if see is None and window is None and uniform and not always and (rows == 1 or lengths[0] + offset == 0):
         return None
     if see is None:
-        see = torch.ones(rows, temporary, dtype=torch.bool, device=device).tril(offset)[None].expand(batch, -1, -1)
+        make = _chain_mask if rows <= 64 else _chain_mask.__wrapped__  # a prompt's is too large to be kept
+        see = make(rows, offset, device).expand(batch, -1, -1)
     if uniform:
         mask = nn.functional.pad(see, (lengths[0], 0), value=True)
     else:
@@ -324,7 +334,7 @@ def _key_positions(
 ) -> torch.Tensor:
     """``[B, max(length) + temporary]`` position of the token in each cache slot."""
     slots = torch.arange(max(lengths) + temporary, device=device).repeat(len(lengths), 1)
-    if depths is not None and all(length == lengths[0] for length in lengths):
+    if depths is not None and _uniform(lengths):
         slots[:, lengths[0] :] = lengths[0] + depths
     elif depths is not None:
         first = torch.tensor(lengths, device=device)[:, None]
@@ -337,7 +347,7 @@ def row_positions(
 ) -> tuple[torch.Tensor, int]:
     """Positions ``[B, R]`` of the new rows (``depths [B, offset + R]``, None: a chain), and a bound above them."""
     upto = max(lengths) + offset + rows
-    if all(length == lengths[0] for length in lengths):  # nothing to copy to the device, so nothing to wait for
+    if _uniform(lengths):  # nothing to copy to the device, so nothing to wait for
         if depths is None:
             return torch.arange(lengths[0] + offset, upto, device=device).expand(len(lengths), -1), upto
         return (lengths[0] + depths[:, offset:]).expand(len(lengths), -1), upto
@@ -345,6 +355,16 @@ def row_positions(
     if depths is None:
         return first + torch.arange(offset, offset + rows, device=device), upto
     return first + depths[:, offset:], upto
+
+
+def _uniform(lengths: list[int]) -> bool:
+    return lengths.count(lengths[0]) == len(lengths)
+
+
+@lru_cache(maxsize=256)
+def _chain_mask(rows: int, offset: int, device: torch.device) -> torch.Tensor:
+    """``[1, R, offset + R]``: each row sees the uncommitted rows up to itself."""
+    return torch.ones(rows, offset + rows, dtype=torch.bool, device=device).tril(offset)[None]
 
 
 def _sliding_windows(config: PretrainedConfig) -> list[int | None]:
