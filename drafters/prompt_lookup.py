@@ -1,0 +1,128 @@
+"""Prompt lookup decoding (Saxena 2023): what followed the last tokens earlier in the text follows again. No training."""
+
+import torch
+from pydantic import Field
+
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.loop import DecodeState
+from .decoding.target import FeatureOutput, TargetModel
+
+
+class PromptLookupOptions(Config):
+    """``gamma``: most tokens a draft. ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for."""
+
+    gamma: int = Field(10, ge=1)
+    max_ngram: int = Field(3, ge=1, le=32)
+    min_ngram: int = Field(1, ge=1, le=32)
+
+
+class PromptLookupDrafter(Drafter):
+    """Finds the longest n-gram of the last tokens earlier in prompt and output, and drafts what followed it there.
+
+    Deterministic, so verification takes its q as one-hot. Rows of a batch are looked up each in its own text.
+
+    Raises:
+        ValueError: ``min_ngram`` is above ``max_ngram``.
+    """
+
+    name = "prompt_lookup"
+    options = PromptLookupOptions
+    max_batch = None
+    rewinds = True
+
+    def __init__(self, target: TargetModel, gamma: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        super().__init__(target)
+        if min_ngram > max_ngram:
+            raise ValueError(f"min_ngram is {min_ngram} and max_ngram {max_ngram}: nothing lies between; swap them?")
+        self.gamma, self.max_ngram, self.min_ngram = gamma, max_ngram, min_ngram
+        self._rows: list[NgramIndex] = []
+
+    @property
+    def max_draft(self) -> int:
+        return self.gamma
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._rows = [NgramIndex(self.min_ngram, self.max_ngram) for _ in range(state.batch)]
+        for index, tokens in zip(self._rows, state.tokens, strict=True):
+            index.read(tokens)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        drafts = []
+        for row, index in enumerate(self._rows):
+            index.read(state.tokens[row])
+            longest = 0 if state.finished[row] else min(self.gamma, state.room(row) - 1)
+            drafts.append(index.continuation(longest, state.eos))
+        width = max(map(len, drafts))
+        if width == 0:
+            return DraftTree.empty(state.batch, self.target.device)
+        padded = [draft + [0] * (width - len(draft)) for draft in drafts]
+        valid = None
+        if any(len(draft) < width for draft in drafts):
+            valid = torch.tensor([[node < len(draft) for node in range(width)] for draft in drafts])
+            valid = valid.to(self.target.device)
+        return DraftTree.chain(torch.tensor(padded, device=self.target.device), valid=valid)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        """Nothing to do: ``propose`` reads what was appended."""
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        for index in self._rows:
+            index.forget(kept)
+
+
+class NgramIndex:
+    """Where each n-gram of a text stood, kept up as the text grows and shrinks at its end.
+
+    Args:
+        shortest, longest: lengths n of the n-grams.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._sizes = range(shortest, longest + 1)
+        self._tokens: list[int] = []
+        # n-gram -> where its occurrences end, ascending. All are kept, not just the last: ``forget`` must uncover the
+        # one before. An n-gram enters with the token that follows it, so the end of the text never matches itself.
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def read(self, tokens: list[int]) -> None:
+        """Take in what ``tokens`` has more than was read before; what was read must still stand."""
+        for end in range(len(self._tokens), len(tokens)):
+            for n in self._sizes:
+                if n > end:
+                    break
+                self._ends.setdefault(tuple(tokens[end - n : end]), []).append(end)
+        self._tokens += tokens[len(self._tokens) :]
+
+    def forget(self, kept: int) -> None:
+        """Take back all but the first ``kept`` tokens."""
+        for end in range(len(self._tokens) - 1, kept - 1, -1):
+            for n in self._sizes:
+                if n > end:
+                    break
+                key = tuple(self._tokens[end - n : end])
+                self._ends[key].pop()
+                if not self._ends[key]:
+                    del self._ends[key]
+        del self._tokens[kept:]
+
+    def continuation(self, longest: int, stop: frozenset[int]) -> list[int]:
+        """What followed the longest n-gram that ends the text: up to ``longest`` tokens, up to the first in ``stop``.
+
+        Of several matches the most recent one counts: the topic, the names and the indentation of a text change as it
+        goes on, and what comes next is most like what came last. A match that ends close to the text's end is copied
+        into its own continuation, as LZ77 does, so that a text in a loop is drafted in full and not to the loop's end.
+        """
+        tokens, found = self._tokens, []
+        for n in reversed(self._sizes):
+            ends = self._ends.get(tuple(tokens[-n:]))  # of a text shorter than n: all of it, which is no match
+            if ends is None:
+                continue
+            for at in range(ends[-1], ends[-1] + longest):
+                found.append(tokens[at] if at < len(tokens) else found[at - len(tokens)])
+                if found[-1] in stop:
+                    break
+            break
+        return found

@@ -1,0 +1,205 @@
+"""Prompt lookup: matches by hand and against a scan, going back, batches, and output distributed as the target's."""
+
+import random
+
+import conformance
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, prompt, target_of
+from rigged import perturbed
+from test_loop import NEW, PROMPT, VOCAB, WARPS, deviation, exact, toy
+
+from drafters import FeatureOutput, TargetModel, generate, make_drafter
+from drafters.cascade import CascadeDrafter
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.decoding.sampling import Sampling
+from drafters.prompt_lookup import NgramIndex, PromptLookupDrafter
+
+
+class PrimedIndex(NgramIndex):
+    """Reads another text before its own."""
+
+    def __init__(self, before: list[int]) -> None:
+        super().__init__(1, 3)
+        self.before = before
+
+    def read(self, tokens: list[int]) -> None:
+        super().read(self.before + tokens)
+
+    def forget(self, kept: int) -> None:
+        super().forget(len(self.before) + kept)
+
+
+class Primed(PromptLookupDrafter):
+    """Has read the answer, every seventh token of which was misprinted: accepted in part."""
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        prompts = [row[:length] for row, length in zip(state.tokens, state.prompt_lengths, strict=True)]
+        answers = [conformance.plain_greedy(self.target, ids, 40) for ids in prompts]
+        for answer in answers:
+            answer[6::7] = [(token + 1) % tiny.VOCAB_SIZE for token in answer[6::7]]
+        self._rows = [PrimedIndex(ids[-1:] + answer) for ids, answer in zip(prompts, answers, strict=True)]
+
+
+class Checked(PromptLookupDrafter):
+    """Its index must always be that of the text as it stands."""
+
+    went_back = 0
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        draft = super().propose(state)
+        for index, tokens in zip(self._rows, state.tokens, strict=True):
+            fresh = NgramIndex(self.min_ngram, self.max_ngram)
+            fresh.read(tokens)
+            assert vars(index) == vars(fresh)
+        return draft
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        self.went_back += kept < len(self._rows[0]._tokens)
+        super().rewind(state, kept)
+
+
+def in_cascade(target: TargetModel, kind: type[PromptLookupDrafter] = Primed) -> CascadeDrafter:
+    draft_model = perturbed(target, 0.05)
+    return CascadeDrafter(target, draft_model, kind(draft_model, gamma=3), gamma=4)
+
+
+TestPromptLookup = conformance.suite(lambda t: make_drafter("prompt_lookup", t, gamma=3), longest_draft=3)
+TestPrimed = conformance.suite(lambda t: Primed(t, gamma=5), accepts="some", longest_draft=5)
+TestInCascade = conformance.suite(in_cascade, accepts="some", families=("llama",), longest_draft=7)
+
+
+def continuation(tokens: list[int], longest: int, sizes: tuple[int, int] = (1, 3), eos: int = -1) -> list[int]:
+    index = NgramIndex(*sizes)
+    index.read(tokens)
+    return index.continuation(longest, frozenset([eos]))
+
+
+def test_matches_by_hand() -> None:
+    """Catches a short match preferred to a longer one, an old one to a newer, and an end that matches itself."""
+    # 3 followed by 9 is newer, but 1 2 3 was followed by 4 5.
+    assert continuation([1, 2, 3, 4, 5, 3, 9, 1, 2, 3], 3) == [4, 5, 3]
+    assert continuation([1, 2, 3, 4, 5, 3, 9, 1, 2, 3], 3, sizes=(1, 1)) == [9, 1, 2]
+    assert continuation([7, 3, 4, 8, 3, 5, 9, 3], 2) == [5, 9]
+    assert continuation([1, 2, 3], 4) == [] and continuation([1], 4) == []
+    assert continuation([5, 3, 7, 3], 4, sizes=(2, 3)) == []
+    assert continuation([3, 4, 3], 0) == []
+
+
+def test_copies_run_into_themselves() -> None:
+    """Catches drafts of a text in a loop cut at the text's end: one token instead of gamma."""
+    assert continuation([9, 4, 4, 4, 4], 5) == [4] * 5
+    assert continuation([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+
+
+def test_drafts_end_at_eos() -> None:
+    """Catches tokens drafted behind an EOS, which no prompt template's turn ends would ever bear out."""
+    assert continuation([3, 4, 5, 6, 3], 4, eos=5) == [4, 5]
+    assert continuation([3, 4, 5, 3, 4], 9, eos=3) == [5, 3]
+
+
+def test_index_equals_a_scan() -> None:
+    """Catches an index that lags behind the text, or forgets the wrong occurrence when tokens are taken back."""
+
+    def scan(tokens: list[int], longest: int) -> list[int]:
+        for n in (4, 3, 2):
+            for end in range(len(tokens) - 1, n - 1, -1):
+                if len(tokens) >= n and tokens[end - n : end] == tokens[-n:]:
+                    copied = list(tokens)
+                    for at in range(longest):
+                        copied.append(copied[end + at])
+                    return copied[len(tokens) :]
+        return []
+
+    dice = random.Random(0)
+    found = 0
+    for _ in range(30):
+        index, tokens = NgramIndex(2, 4), [0]
+        for _ in range(40):
+            if dice.random() < 0.3:
+                kept = dice.randrange(len(tokens) + 1)
+                index.forget(kept)
+                tokens = tokens[:kept]
+            tokens = tokens + [dice.randrange(3) for _ in range(dice.randrange(1, 6))]
+            index.read(tokens)
+            expected = scan(tokens, 5)
+            assert index.continuation(5, frozenset()) == expected
+            found += bool(expected)
+    assert found > 500
+
+
+def test_going_back() -> None:
+    """Catches tokens that a cascade took back and that go on being matched."""
+    target = target_of("llama")
+    drafter = in_cascade(target, Checked)
+    for seed in range(3):
+        generate(target, drafter, [prompt(9, seed)], max_new_tokens=24, eos_token_id=NO_EOS)
+    assert isinstance(drafter.inner, Checked) and drafter.inner.went_back > 3
+
+
+def test_drafts_of_a_batch_are_those_of_its_rows() -> None:
+    """Catches rows that are looked up in each other's text, and padding that is accepted or hides a draft."""
+    target = target_of("llama")
+    prompts = [prompt(4), prompt(11, 1), prompt(7, 2)]
+    options = {"max_new_tokens": 20, "eos_token_id": 11}
+    alone = [generate(target, Primed(target, gamma=5), [ids], **options) for ids in prompts]  # type: ignore[arg-type]
+    together = generate(target, Primed(target, gamma=5), prompts, **options)  # type: ignore[arg-type]
+    for row, single in enumerate(alone):
+        assert together.tokens[row, : together.lengths[row]].tolist() == single.tokens[0].tolist()
+        steps = [step.accepted for step in together.trace.steps if step.row == row]
+        assert steps == [step.accepted for step in single.trace.steps]
+    assert max(step.accepted for step in together.trace.steps) > 2
+
+
+def test_rows_of_different_length() -> None:
+    """Catches padding handed over as drafted tokens, and drafts for rows that are finished or have no room."""
+    target, tokens = toy(), [[2, 3, 4, 2], [3, 4, 2], [4, 3, 4], [2, 3, 2], [3, 2, 4, 3]]
+    state = DecodeState(
+        target=target,
+        cache=target.new_cache(5, 8),
+        tokens=tokens,
+        prompt_lengths=[3, 2, 2, 2, 1],
+        sampling=Sampling(),
+        generator=torch.Generator(),
+        max_new_tokens=4,
+        eos=frozenset(),
+        finished=[False, False, False, True, False],
+    )
+    drafter = PromptLookupDrafter(target, gamma=3)
+    drafter.begin(state, FeatureOutput(torch.zeros(5, 0)))
+    draft = drafter.propose(state)
+    assert draft.valid is not None and draft.is_chain
+    drafts = [row[valid].tolist() for row, valid in zip(draft.tokens, draft.valid, strict=True)]
+    assert drafts == [[3, 4], [], [3, 4], [], []]
+
+
+@pytest.mark.parametrize("warp", [0, 1])
+def test_output_is_distributed_as_the_targets(warp: int) -> None:
+    """Catches n-grams accepted as if they had been sampled, or kept in the distribution after they were rejected."""
+    assert deviation(PromptLookupDrafter(toy(), gamma=2), WARPS[warp]) < 4.0
+
+
+def test_batched_output_is_distributed_as_the_targets() -> None:
+    """Catches padding nodes that take probability from the bonus: rows' drafts have 0 to 2 tokens here."""
+    target, runs = toy(), 6000
+    drafter = PromptLookupDrafter(target, gamma=2)
+    options = {"max_new_tokens": NEW + 1, "eos_token_id": NO_EOS, "temperature": 1.0}
+    result = generate(target, drafter, [PROMPT] * runs, **options)  # type: ignore[arg-type]
+    a, b, c = result.tokens[:, :NEW].T
+    counts = torch.bincount((a * VOCAB + b) * VOCAB + c, minlength=VOCAB**NEW)
+    distance = (counts / runs - exact(target, Sampling(1.0)).flatten()).abs().sum() / 2
+    assert {0, 1, 2} == {step.accepted for step in result.trace.steps}
+    # Exact sampling of 125 cells gives at most about sqrt(125 / 6000) / 2 * 0.8.
+    assert distance < 0.06
+
+
+def test_bad_options() -> None:
+    """Catches sizes that would silently never match."""
+    target = target_of("llama")
+    with pytest.raises(ValueError, match="min_ngram is 4 and max_ngram 3"):
+        make_drafter("prompt_lookup", target, min_ngram=4)
+    for wrong in ({"gamma": 0}, {"max_ngram": 0}, {"min_ngram": 0}, {"ngram": 2}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("prompt_lookup", target, **wrong)
