@@ -1,4 +1,4 @@
-"""Prompt lookup decoding (Saxena 2023): what followed the last tokens earlier in the text follows again. No training."""
+"""Prompt lookup decoding (Saxena 2023): what followed the last tokens earlier in the text follows again. Untrained."""
 
 import torch
 from pydantic import Field
@@ -115,7 +115,8 @@ class NgramIndex:
         goes on, and what comes next is most like what came last. A match that ends close to the text's end is copied
         into its own continuation, as LZ77 does, so that a text in a loop is drafted in full and not to the loop's end.
         """
-        tokens, found = self._tokens, []
+        tokens = self._tokens
+        found: list[int] = []
         for n in reversed(self._sizes):
             ends = self._ends.get(tuple(tokens[-n:]))  # of a text shorter than n: all of it, which is no match
             if ends is None:
