@@ -1,7 +1,8 @@
 """ShareGPT files, or a Hub dataset, to validated dialogues.
 
 A record holds its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
-``{"role", "content"}``. What cannot be used is dropped and counted by reason; one bad record never ends a run.
+``{"role", "content"}``; an ``id`` and a ``category`` may stand beside them. What cannot be used is dropped and counted
+by reason; one bad record never ends a run.
 """
 
 import gzip
@@ -34,10 +35,14 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Roles alternate user, assistant, ... (a system message may stand first) and the last turn is the assistant's."""
+    """Roles alternate user, assistant, ... (a system message may stand first) and the last turn is the assistant's.
+
+    ``category``: the record's own word for the kind of dialogue it is, if it has one.
+    """
 
     id: str
     messages: tuple[Message, ...]
+    category: str | None = None
 
 
 @dataclass
@@ -137,7 +142,10 @@ def parse_record(record: Any, fallback_id: str, changed: Counter[str] | None = N
         raise DroppedError("wrong_role_order")
     if changed is not None:
         changed.update(changes)
-    return Dialogue(str(record.get("id") or fallback_id), (*head, *body))
+    category = record.get("category")
+    return Dialogue(
+        str(record.get("id") or fallback_id), (*head, *body), category if isinstance(category, str) else None
+    )
 
 
 def source_digest(source: str | Path) -> str:

@@ -186,7 +186,7 @@ def build_corpus(
             seen[answer + kind] = item.name
             names = ("human", "gpt")
             conversation = [{"from": names[i % 2], "value": turn} for i, turn in enumerate(turns)]
-            record = {"id": f"{item.name}#{kind}", "source": f"python-stdlib/{item.module}"}
+            record = {"id": f"{item.name}#{kind}", "source": f"python-stdlib/{item.module}", "category": kind}
             records.append((held_out, {**record, "conversations": conversation}))
     records.sort(key=lambda pair: (stable_hash(seed, "order", pair[1]["id"]), pair[1]["id"]))
     if not records:
@@ -214,7 +214,7 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
         size = _write(out / f"{name}.jsonl", text)
         digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
         manifest["files"][f"{name}.jsonl"] = {"dialogues": len(rows), "bytes": size, "sha256": digest}
-    kinds = Counter(record["id"].rsplit("#", 1)[1] for _, record in records)
+    kinds = Counter(record["category"] for _, record in records)
     manifest["kinds"] = dict(sorted(kinds.items()))
     _write(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     return manifest

@@ -105,13 +105,16 @@ def _setting(report: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
     skipped = ", ".join(f"{reason} {count:,}" for reason, count in prompts["skipped"].items()) or "none"
+    order = f"; {prompts['consecutive']} of one category in a row" if prompts["consecutive"] else ""
+    counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
+    by_category = f" (by category: {counts}{order})" if counts else ""
     revision = f" at revision {target['revision']}" if target["revision"] else ""
     return [
         f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
         "batch 1",
         f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
         f"load average {number(facts['load_average'], 1)} before, {number(facts['load_average_after'], 1)} after",
-        f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}), "
+        f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}){by_category}, "
         f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}; "
         f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
         f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "

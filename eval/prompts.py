@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from data_prep.dialogues import ReadCounts, read_dialogues
 from drafters.config import Config
@@ -19,12 +19,41 @@ Message = dict[str, str]
 
 
 class PromptsConfig(Config):
-    """Which prompts to decode."""
+    """Which prompts to decode, and in which order."""
 
-    file: Path = Field(description="ShareGPT dialogues, or JSONL in Spec-Bench's question format")
+    file: Path | list[Path] = Field(
+        description="ShareGPT dialogues, or JSONL in Spec-Bench's question format; of several files, the name without "
+        "its ending is the category of the prompts that have none"
+    )
     count: int | None = Field(None, ge=1, description="prompts measured; None takes all that can be used")
-    seed: int = Field(0, description="of the draw of `count` prompts from the file")
+    categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: of any and none")
+    per_category: int | None = Field(None, ge=1, description="prompts measured of every category, in place of count")
+    consecutive: int | None = Field(
+        None, ge=1, description="so many of one category in a row, then of the next, and round again; None: shuffled"
+    )
+    seed: int = Field(0, description="of the draw of prompts from the file, and of their order")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are skipped and counted")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.count is not None and self.per_category is not None:
+            raise ValueError(f"count is {self.count} and per_category {self.per_category}: give one of the two")
+        for key, values in (("file", self.files), ("categories", self.categories or [])):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{key}: one stands there twice, found {[str(value) for value in values]}")
+        if not self.files:
+            raise ValueError("file is an empty list: name at least one")
+        return self
+
+    @property
+    def files(self) -> list[Path]:
+        """One or several."""
+        return self.file if isinstance(self.file, list) else [self.file]
+
+    @property
+    def shown_files(self) -> str:
+        """For messages."""
+        return ", ".join(map(str, self.files))
 
 
 @dataclass(frozen=True)
@@ -44,8 +73,8 @@ class PromptSet:
     were to be measured (None: all), which the file may not have.
     """
 
-    file: Path
-    format: Format
+    config: PromptsConfig
+    format: str
     sha256: str
     measured: list[Prompt]
     warmup: list[Prompt]
@@ -55,59 +84,150 @@ class PromptSet:
     def describe(self) -> dict[str, Any]:
         """For the report."""
         lengths = [len(prompt.ids) for prompt in self.measured]
+        by_category = Counter(prompt.category for prompt in self.measured if prompt.category is not None)
         return {
-            "file": str(self.file),
+            "file": self.config.shown_files,
             "format": self.format,
             "sha256": self.sha256,
             "prompts": len(self.measured),
             "requested": self.requested,
+            "categories": dict(sorted(by_category.items())),
+            "consecutive": self.config.consecutive,
             "warmup_prompts": len(self.warmup),
             "prompt_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
             "skipped": dict(self.skipped),
         }
 
 
+Record = tuple[str, str | None, list[Message]]  # id, category, messages
+
+
 def load_prompts(
     config: PromptsConfig, tokenizer: Any, *, warmup: int, max_new_tokens: int, max_context: int
 ) -> PromptSet:
-    """Draw ``config.count`` prompts to measure, or as many as there are, and ``warmup`` others.
+    """Draw the prompts to measure, or as many as there are, and ``warmup`` others.
 
     The prompt of a dialogue is what stands before its first assistant turn; of a Spec-Bench question its first turn (a
     later one would hang on the method's own earlier answer). A prompt that stands twice in the file is used once, or a
-    drafter that remembers phrases would meet an answer that it has already seen.
+    drafter that remembers phrases would meet an answer that it has already seen. Which prompts are drawn does not
+    depend on ``config.consecutive``, which only orders them.
 
     Raises:
-        ValueError: a missing file, or fewer than ``warmup`` + 1 usable prompts; the message says what was skipped and
-            why.
+        ValueError: a missing file or category, or fewer than ``warmup`` + 1 usable prompts; the message says what was
+            skipped and why.
     """
-    check_prompt_file(config.file)
-    format_, skipped = detect_format(config.file), Counter[str]()
-    records = list(_spec_bench(config.file, skipped) if format_ == "spec-bench" else _sharegpt(config.file, skipped))
+    for file in config.files:
+        check_prompt_file(file)
+    formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
+    records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)
     limit = min(config.max_prompt_tokens or max_context, max_context - max_new_tokens)
+    usable = _Usable(tokenizer, limit, skipped)
+    draw = _draw if config.per_category is None else _draw_by_category
+    measured, spare, requested = draw(config, records, usable, warmup)
+    if not measured or len(spare) < warmup:
+        raise ValueError(
+            f"{config.shown_files}: {len(measured) + len(spare)} usable prompts, of which warm-up has {len(spare)} and "
+            f"takes {warmup}; skipped: {dict(skipped)} (at most {limit} prompt tokens); give a longer file, fewer "
+            "warm-up prompts or prompts per category, or a smaller max_new_tokens"
+        )
+    if config.consecutive is not None:
+        measured = in_turns(measured, config.consecutive, config.categories)
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in config.files)).hexdigest()
+    shown = ", ".join(dict.fromkeys(formats))
+    return PromptSet(config, shown, digest, measured, spare, skipped, requested)
+
+
+def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | None = None) -> list[Prompt]:
+    """``consecutive`` prompts of one category in a row, as many of the next, and round again (Ouroboros, Appendix F).
+
+    Within a category the order stays. What is left of a category that runs out first is decoded in shorter rows.
+
+    Args:
+        categories: their order; None: alphabetical.
+    """
+    names = categories or sorted({prompt.category or "" for prompt in prompts})
+    queues = [[prompt for prompt in prompts if (prompt.category or "") == name] for name in names]
+    rounds = range(0, max(map(len, queues)), consecutive)
+    return [prompt for start in rounds for queue in queues for prompt in queue[start : start + consecutive]]
+
+
+class _Usable:
+    """Renders a record's prompt; None, and a count, where it cannot be used."""
+
+    def __init__(self, tokenizer: Any, limit: int, skipped: Counter[str]) -> None:
+        self._tokenizer, self._limit, self._skipped = tokenizer, limit, skipped
+        self._seen: set[tuple[int, ...]] = set()
+
+    def __call__(self, record: Record) -> Prompt | None:
+        id_, category, messages = record
+        ids = render(self._tokenizer, messages)
+        reason = "duplicate" if tuple(ids) in self._seen else "too_long" if len(ids) > self._limit else ""
+        if reason or not ids:
+            self._skipped[reason or "empty_prompt"] += 1
+            return None
+        self._seen.add(tuple(ids))
+        return Prompt(id_, category, ids)
+
+
+Drawn = tuple[list[Prompt], list[Prompt], int | None]  # to measure, for warm-up, how many were to be measured
+
+
+def _draw(config: PromptsConfig, records: list[Record], usable: _Usable, warmup: int) -> Drawn:
+    """``config.count`` prompts in the records' order; the first are for warm-up."""
     wanted = warmup + config.count if config.count else len(records)
     found: list[Prompt] = []
-    seen: set[tuple[int, ...]] = set()
-    for id_, category, messages in records:
+    for record in records:
         if len(found) == wanted:
             break
-        ids = render(tokenizer, messages)
-        if not ids:
-            skipped["empty_prompt"] += 1
-        elif len(ids) > limit:
-            skipped["too_long"] += 1
-        elif tuple(ids) in seen:
-            skipped["duplicate"] += 1
+        if (prompt := usable(record)) is not None:
+            found.append(prompt)
+    return found[warmup:], found[:warmup], config.count
+
+
+def _draw_by_category(config: PromptsConfig, records: list[Record], usable: _Usable, warmup: int) -> Drawn:
+    """``config.per_category`` prompts of every category in the records' order; warm-up takes from what is left."""
+    assert config.per_category is not None
+    counts = dict.fromkeys((category for _, category, _ in records), 0)
+    measured: list[Prompt] = []
+    spare: list[Prompt] = []
+    for record in records:
+        full = counts[record[1]] == config.per_category
+        if (full and len(spare) == warmup) or (prompt := usable(record)) is None:
+            continue
+        if full:
+            spare.append(prompt)
         else:
-            seen.add(tuple(ids))
-            found.append(Prompt(id_, category, ids))
-    if len(found) <= warmup:
+            measured.append(prompt)
+            counts[record[1]] += 1
+    return measured, spare, config.per_category * len(counts)
+
+
+def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]) -> list[Record]:
+    found = []
+    for file, format_ in zip(config.files, formats, strict=True):
+        fallback = file.name.partition(".")[0] if len(config.files) > 1 else None
+        for id_, category, messages in (_spec_bench if format_ == "spec-bench" else _sharegpt)(file, skipped):
+            found.append((id_, category or fallback, messages))
+    return found
+
+
+def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counter[str]) -> list[Record]:
+    """Those of ``config.categories``; where categories matter at all, those that have one."""
+    wanted = config.categories
+    if wanted is None and config.per_category is None and config.consecutive is None:
+        return records
+    there = {category for _, category, _ in records if category is not None}
+    if not there or (wanted and not set(wanted) <= there):
+        missing = sorted(set(wanted or []) - there)
         raise ValueError(
-            f"{config.file} has {len(found)} usable prompts and warm-up alone takes {warmup}; skipped: {dict(skipped)} "
-            f"(at most {limit} prompt tokens); give a longer file, fewer warm-up prompts or a smaller max_new_tokens"
+            f"{config.shown_files}: no prompt has {'category ' + repr(missing[0]) if missing else 'a category'}; "
+            f"there are: {', '.join(sorted(there)) or 'none'}"
         )
-    digest = hashlib.sha256(config.file.read_bytes()).hexdigest()
-    return PromptSet(config.file, format_, digest, found[warmup:], found[:warmup], skipped, config.count)
+    kept = [record for record in records if record[1] in (there if wanted is None else wanted)]
+    if len(kept) < len(records):
+        skipped["other_category" if wanted else "no_category"] += len(records) - len(kept)
+    return kept
 
 
 def check_prompt_file(file: Path) -> None:
@@ -133,16 +253,16 @@ def render(tokenizer: Any, messages: list[Message]) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[tuple[str, str | None, list[Message]]]:
+def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
     counts = ReadCounts()
     for dialogue in read_dialogues(file, counts):
         messages = list(dialogue.messages)
         first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        yield dialogue.id, None, messages[:first_answer]
+        yield dialogue.id, dialogue.category, messages[:first_answer]
     skipped.update(counts.dropped)
 
 
-def _spec_bench(file: Path, skipped: Counter[str]) -> Iterator[tuple[str, str | None, list[Message]]]:
+def _spec_bench(file: Path, skipped: Counter[str]) -> Iterator[Record]:
     for number, record in _lines(file):
         turns = record.get("turns") if isinstance(record, dict) else None
         if record is None:

@@ -152,7 +152,7 @@ def shortage_line(prompts: dict[str, Any]) -> str | None:
     if prompts["requested"] is None or prompts["prompts"] >= prompts["requested"]:
         return None
     return (
-        f"only {prompts['prompts']} prompts are measured, not the {prompts['requested']} of prompts.count: "
+        f"only {prompts['prompts']} prompts are measured, not the {prompts['requested']} asked for: "
         f"{prompts['file']} has no more that can be used"
     )
 

@@ -98,7 +98,8 @@ def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any
         OSError: a file could not be written.
         PictureError: only the picture is missing.
     """
-    check_prompt_file(config.prompts.file)
+    for file in config.prompts.files:
+        check_prompt_file(file)
     check_entries(config.entries, config.target.path)
     check_folder(config.out)
     if config.threads is not None:

@@ -86,6 +86,13 @@ def test_openai_records_and_columns() -> None:
     assert parse_record(columns, "x").messages == expected
 
 
+def test_a_category_is_kept() -> None:
+    """Catches reports without their figures by category, and a category that is no text taken for one."""
+    assert parse_record(GOOD, "x").category is None
+    assert parse_record({**GOOD, "category": "qa"}, "x").category == "qa"
+    assert parse_record({**GOOD, "category": ["qa"]}, "x").category is None
+
+
 def test_broken_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     """Catches one bad line ending the run: cut JSON, bytes that are no UTF-8, endless nesting, a byte-order mark."""
     lines = [

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.prompts import PromptsConfig, PromptSet, load_prompts
+from eval.prompts import Prompt, PromptsConfig, PromptSet, in_turns, load_prompts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
@@ -37,9 +37,9 @@ def write(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def load(file: Path, warmup: int = 1, max_new_tokens: int = 10, max_context: int = 20, **options: Any) -> PromptSet:
+def load(file: Path | list[Path], warmup: int = 1, **options: Any) -> PromptSet:
     config = PromptsConfig(file=file, **options)
-    return load_prompts(config, tiny_tokenizer(), warmup=warmup, max_new_tokens=max_new_tokens, max_context=max_context)
+    return load_prompts(config, tiny_tokenizer(), warmup=warmup, max_new_tokens=10, max_context=20)
 
 
 def test_sharegpt_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:
@@ -86,3 +86,101 @@ def test_too_few_usable_prompts_is_an_error_with_the_counts(tmp_path: Path) -> N
     file = write(tmp_path / "p.jsonl", [{"turns": ["w1"]}, {"turns": [" "]}])
     with pytest.raises(ValueError, match="1 usable prompts.*empty_prompt"):
         load(file)
+
+
+def questions(*categories: str, count: int, start: int = 0) -> list[dict[str, Any]]:
+    """``count`` records of each category, all different."""
+    return [
+        {"question_id": f"{name}{i}", "category": name, "turns": [f"w{start + place * count + i}"]}
+        for place, name in enumerate(categories)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("consecutive", "expected"),
+    [
+        (1, [f"{name}{i}" for i in range(20) for name in "abcd"]),
+        (4, [f"{name}{start + i}" for start in range(0, 20, 4) for name in "abcd" for i in range(4)]),
+        (10, [f"{name}{start + i}" for start in (0, 10) for name in "abcd" for i in range(10)]),
+        (20, [f"{name}{i}" for name in "abcd" for i in range(20)]),
+    ],
+)
+def test_consecutive_prompts_are_of_one_category(consecutive: int, expected: list[str]) -> None:
+    """Catches another order than that of Ouroboros, Appendix F: 4 tasks of 20 entries, CN of one task in a row."""
+    shuffled = [Prompt(f"{name}{i}", name, [i]) for i in range(20) for name in "dbac"]
+    assert [prompt.id for prompt in in_turns(shuffled, consecutive)] == expected
+
+
+def test_turns_go_on_when_a_category_runs_out() -> None:
+    """Catches prompts lost where the categories are unequal, or no multiple of the row; and the order given ignored."""
+    prompts = [Prompt(f"{name}{i}", name, [i]) for name, count in (("a", 5), ("b", 1)) for i in range(count)]
+    assert [p.id for p in in_turns(prompts, 2, ["b", "a"])] == ["b0", "a0", "a1", "a2", "a3", "a4"]
+
+
+def test_so_many_prompts_of_every_category(tmp_path: Path) -> None:
+    """Catches a draw that follows the file's shares, takes warm-up prompts from a quota, or changes with the order."""
+    file = write(tmp_path / "p.jsonl", questions("a", count=20) + questions("b", "c", count=5, start=20))
+    prompts = load(file, warmup=3, per_category=5)
+    assert prompts.describe()["categories"] == {"a": 5, "b": 5, "c": 5}
+    assert prompts.requested == 15
+    assert [prompt.category for prompt in prompts.warmup] == ["a"] * 3
+    assert not {p.id for p in prompts.warmup} & {p.id for p in prompts.measured}
+    ids = {prompt.id for prompt in prompts.measured}
+    for consecutive in (1, 5):
+        ordered = load(file, warmup=3, per_category=5, consecutive=consecutive)
+        assert {prompt.id for prompt in ordered.measured} == ids
+        assert ordered.warmup == prompts.warmup
+    categories = [prompt.category for prompt in ordered.measured]
+    assert categories == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
+    assert [prompt.category for prompt in prompts.measured] != categories
+    assert load(file, warmup=0, per_category=6, categories=["c", "b"]).describe()["categories"] == {"b": 5, "c": 5}
+
+
+def test_only_the_categories_asked_for(tmp_path: Path) -> None:
+    """Catches prompts of other kinds under a category's name, and a misspelt one that measures nothing."""
+    records = [sharegpt(f"w{i}", "w1") | {"category": "ab"[i % 2]} for i in range(8)] + [sharegpt("w50", "w1")]
+    file = write(tmp_path / "p.jsonl", records)
+    prompts = load(file, categories=["b"])
+    assert {prompt.category for prompt in prompts.measured} == {"b"}
+    assert (len(prompts.measured), prompts.skipped) == (3, {"other_category": 5})
+    assert load(file, consecutive=2).skipped == {"no_category": 1}
+    assert not load(file).skipped
+    with pytest.raises(ValueError, match="no prompt has category 'd'; there are: a, b"):
+        load(file, categories=["a", "d"])
+    plain = write(tmp_path / "q.jsonl", [sharegpt("w50", "w1")])
+    with pytest.raises(ValueError, match="no prompt has a category; there are: none"):
+        load(plain, per_category=3)
+
+
+def test_warmup_needs_prompts_of_its_own_beside_the_quotas(tmp_path: Path) -> None:
+    """Catches categories quietly measured on fewer prompts than the others because warm-up took them."""
+    file = write(tmp_path / "p.jsonl", questions("a", "b", count=5))
+    with pytest.raises(ValueError, match="10 usable prompts, of which warm-up has 0 and takes 1"):
+        load(file, warmup=1, per_category=5)
+
+
+def test_several_files_are_categories(tmp_path: Path) -> None:
+    """Catches files told apart by nothing, and a record's own category overruled."""
+    one = write(tmp_path / "gsm8k.jsonl", [sharegpt(f"w{i}", "w1") for i in range(3)])
+    two = write(tmp_path / "mbpp.test.jsonl", questions("own", count=2, start=10) + [{"turns": ["w30"]}])
+    prompts = load([one, two], warmup=0)
+    assert prompts.describe()["categories"] == {"gsm8k": 3, "own": 2, "mbpp": 1}
+    assert prompts.format == "sharegpt, spec-bench"
+    assert {prompt.category for prompt in load(one, warmup=0).measured} == {None}
+    with pytest.raises(ValueError, match="no prompt file at .*none"):
+        load([one, tmp_path / "none"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 3, "per_category": 3}, "count is 3 and per_category 3"),
+        ({"categories": ["a", "a"]}, "categories: one stands there twice"),
+        ({"categories": []}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    """Catches one of two contradicting keys silently ignored."""
+    with pytest.raises(ValueError, match=message):
+        PromptsConfig(file=Path("x"), **options)

@@ -249,7 +249,7 @@ def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
     config = config_for(files, tmp_path / "out", temperatures=[1.0], rounds=1)
     assert run(config, tmp_path, "prompts.count=50", "max_new_tokens=4") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["baseline"]["stock_generate_tokens_per_second"] > 0
-    shortage = "only 7 prompts are measured, not the 50 of prompts.count"
+    shortage = "only 7 prompts are measured, not the 50 asked for"
     assert shortage in (tmp_path / "out" / "report.md").read_text()
     assert shortage in capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 import json
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,20 +31,25 @@ def test_same_arguments_give_the_same_files(written, tmp_path):
 
 
 def test_records_are_sharegpt_and_counted(written):
-    """Catches empty turns, a wrong speaker order, over-long answers, and a manifest that does not match."""
+    """Catches empty turns, a wrong speaker order, over-long answers, lost kinds, and a manifest that is wrong."""
     manifest = json.loads((written / "manifest.json").read_text())
     total = 0
+    kinds = Counter()
     for name, entry in manifest["files"].items():
         rows = read(written / name)
         total += len(rows)
         assert entry["dialogues"] == len(rows)
         assert entry["bytes"] == (written / name).stat().st_size
+        kinds.update(row["category"] for row in rows)
         for row in rows:
+            assert row["id"].endswith(f"#{row['category']}")
             speakers = [turn["from"] for turn in row["conversations"]]
             assert speakers == ["human", "gpt"] * (len(speakers) // 2) and speakers
             assert all(turn["value"].strip() for turn in row["conversations"])
             assert all(len(turn["value"]) <= 1600 + len("```python\n\n```") for turn in row["conversations"])
-    assert total == 400 == sum(manifest["kinds"].values())
+    assert total == 400
+    assert kinds == manifest["kinds"]
+    assert set(kinds) == {"doc", "source", "methods", "doc+source", "source+doc"}
     assert not list(written.glob("*.tmp"))
 
 
