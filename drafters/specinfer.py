@@ -1,0 +1,128 @@
+"""SpecInfer (Miao et al. 2023): several small draft models, one token tree, verified in one forward.
+
+Each draft model speculates one sequence; the sequences are merged by their common prefixes; the target takes the tree
+as one input. Greedy decoding walks the matching children (VerifyGreedy: the loop's own rule), sampling goes by
+multi-step speculative sampling (VerifyStochastic). The draft models complement each other where they were boost-tuned
+together: model k trained on what the models before it got wrong.
+"""
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
+from .decoding.draft_tree import DraftTree
+from .decoding.loop import DecodeState
+from .decoding.sampling import Sampling, residual
+from .decoding.target import FeatureOutput, TargetModel
+from .draft_model import DraftModel
+from .merged_tree import MergedTree
+from .speculative import SpeculativeDrafter
+
+
+class SpecInferOptions(Config):
+    """``draft_models``: folders or Hub repositories of smaller LMs of the same tokenizer. ``gamma``: tokens of each."""
+
+    draft_models: list[DraftModel] = Field(min_length=1)
+    gamma: int = Field(4, ge=1)
+
+
+class SpecInferDrafter(Drafter):
+    """Merges what several draft models speculate; with one of them it is speculative decoding.
+
+    Args:
+        draft_models: loaded draft models, or where to load them from (in the target's dtype).
+
+    Raises:
+        ValueError: no draft model, or one whose vocabulary differs from the target's.
+    """
+
+    name = "specinfer"
+    options = SpecInferOptions
+    rewinds = True
+
+    def __init__(self, target: TargetModel, draft_models: list[str | TargetModel], gamma: int = 4) -> None:
+        super().__init__(target)
+        if not draft_models:
+            raise ValueError("draft_models is empty: SpecInfer needs at least one draft model")
+        self.speculators = [SpeculativeDrafter(target, model, gamma) for model in draft_models]
+        self.gamma = gamma
+        self._known = 0  # tokens that were committed when the draft began
+
+    @property
+    def max_draft(self) -> int:
+        return self.gamma * len(self.speculators)
+
+    @property
+    def max_context(self) -> int:
+        return min(speculator.max_context for speculator in self.speculators)
+
+    def rule(self, sampling: Sampling) -> Rule:
+        return verify_greedy if sampling.greedy else verify_stochastic
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        for speculator in self.speculators:
+            speculator.begin(state, output)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        self._known = len(state.tokens[0])
+        drafts = [speculator.propose(state) for speculator in self.speculators]
+        if not drafts[0].size:
+            return drafts[0]
+        q = [draft.q for draft in drafts if draft.q is not None]
+        return MergedTree.merge(torch.cat([draft.tokens for draft in drafts]), torch.cat(q) if q else None, state.eos)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        assert isinstance(draft, MergedTree)
+        for index, speculator in enumerate(self.speculators):
+            # The accepted path may be another model's: of its own draft, each keeps what the two have in common.
+            speculator.rewind(state, self._known + draft.shared(index, verdict.rows[0]))
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        for speculator in self.speculators:
+            speculator.rewind(state, kept)
+
+
+def verify_stochastic(
+    draft: DraftTree,
+    logits: torch.Tensor,
+    see: torch.Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """VerifyStochastic (slides, algorithm of SpecInfer, lines 24 to 43): the target's distribution is preserved.
+
+    At a node u, the models whose sequence passes through u are tried in random order; that of model s passes with
+    probability min(1, p(x_s) / q_s(x_s)), else p <- norm(max(0, p - q_s)). Where none passes, the bonus is drawn from
+    what is left of p. Two models that proposed the same token are two trials, each with its own q_s; whichever passes,
+    the sequences of both go on below it.
+    """
+    if draft.size == 0:
+        return verify_sampled(draft, logits, see, sampling, generator)
+    assert isinstance(draft, MergedTree)
+    p = sampling.probabilities(logits[0])
+    keys = torch.rand(draft.children.shape, device=p.device, generator=generator)
+    order = keys.masked_fill_(draft.children < 0, torch.inf).argsort(1)
+    shuffled = replace(draft, children=draft.children.gather(1, order), q_rows=draft.q_rows.gather(1, order))
+    return shuffled.settle(run_trials(shuffled, p), p, generator)
+
+
+def run_trials(draft: MergedTree, p: torch.Tensor) -> torch.Tensor:
+    """The chances ``[U, K]`` of every node's trials, one after another; ``p [N+1, V]`` becomes what they leave of it.
+
+    The first trials of all nodes are run side by side, then the second ones of the nodes that have two, and so on.
+    """
+    chances = p.new_zeros(draft.children.shape)
+    left = p[draft.rows]
+    for trial in range(chances.shape[1]):
+        n = sum(number > trial for number in draft.trials)
+        assert draft.q is not None
+        q_s = draft.q[0, draft.q_rows[:n, trial]]
+        x_s = draft.tokens[0, draft.children[:n, trial]][:, None]
+        chances[:n, trial] = (left[:n].gather(1, x_s) / q_s.gather(1, x_s))[:, 0]
+        left[:n] = residual(left[:n], q_s)
+    p[draft.rows] = left
+    return chances

@@ -1,0 +1,193 @@
+"""SpecTr (Sun et al. 2023): k independent drafts of one draft model, verified by K-SEQ.
+
+The k drafts are drawn independently, so two of them may begin alike: that costs diversity but keeps the rule simple and
+lossless. They are drafted side by side in one cache and merged into one tree for the target.
+"""
+
+import torch
+from pydantic import Field
+
+from .config import Config
+from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
+from .decoding.draft_tree import DraftTree
+from .decoding.kv_cache import KVCache
+from .decoding.loop import DecodeState
+from .decoding.sampling import Sampling, draw
+from .decoding.target import FeatureOutput, TargetModel
+from .draft_model import DraftModel, DraftModelDrafter, prefill
+from .merged_tree import MergedTree
+
+BISECTIONS = 10  # leave 1e-4 of acceptance or less
+
+
+class SpecTrOptions(Config):
+    """Options.
+
+    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens a draft.
+    ``drafts``: k, the independent drafts. ``draft_temperature``: of q, by default the generation's own. At temperature
+    0 the k drafts would be one and the same chain, and only one is drafted; a ``draft_temperature`` above 0 gives a
+    greedy target k different ones, verified greedily.
+    """
+
+    draft_model: DraftModel
+    gamma: int = Field(4, ge=1)
+    drafts: int = Field(2, ge=1)
+    draft_temperature: float | None = Field(None, ge=0.0)
+
+
+class SpecTrDrafter(DraftModelDrafter):
+    """Draws ``drafts`` independent chains of ``gamma`` tokens; with one of them it is speculative decoding.
+
+    Args:
+        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
+
+    Raises:
+        ValueError: the draft model's vocabulary differs from the target's.
+    """
+
+    name = "spectr"
+    options = SpecTrOptions
+    rewinds = True
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft_model: str | TargetModel,
+        gamma: int = 4,
+        drafts: int = 2,
+        draft_temperature: float | None = None,
+    ) -> None:
+        super().__init__(target, draft_model)
+        self.gamma, self.drafts, self.draft_temperature = gamma, drafts, draft_temperature
+        # Level by level, a row of each draft: it sees the rows of its own draft, every drafts-th one.
+        levels = torch.arange(gamma, device=target.device)
+        self._depths = levels.repeat_interleave(drafts)[None]
+        self._see = torch.eye(drafts, dtype=torch.bool, device=target.device).repeat(1, gamma)[None]
+        self._shape = (0, 0)  # drafts, tokens of the last one
+        self._cache: KVCache
+
+    @property
+    def max_draft(self) -> int:
+        return self.gamma * self.drafts
+
+    def rule(self, sampling: Sampling) -> Rule:
+        return verify_greedy if sampling.greedy else verify_k_seq
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._cache = self.draft_model.new_cache(1, state.cache.capacity)
+        prefill(self.draft_model, self._cache, state)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        gamma = min(self.gamma, state.room() - 1)
+        if gamma < 1:
+            return DraftTree.empty(1, self.target.device)
+        pending = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
+        features = self.draft_model.run(pending, self._cache).features[0, -1:]
+        self._cache.commit([list(range(pending.shape[1]))])
+        temperature = state.sampling.temperature if self.draft_temperature is None else self.draft_temperature
+        sampling = Sampling(temperature, state.sampling.top_k, state.sampling.top_p)
+        self._shape = (1 if sampling.greedy else self.drafts, gamma)
+        tokens, q = self._draw(features, sampling, state.generator)
+        return MergedTree.merge(tokens, None if state.sampling.greedy else q, state.eos)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        assert isinstance(draft, MergedTree)
+        k, gamma = self._shape
+        agreed = [draft.shared(index, verdict.rows[0]) for index in range(k)]
+        accepted = max(agreed)
+        index = agreed.index(accepted)
+        # A draft's last token has no row.
+        self._cache.commit([[level * k + index for level in range(min(accepted, gamma - 1))]])
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        self._cache.crop([min(self._cache.lengths[0], kept)])
+
+    def _draw(
+        self, features: torch.Tensor, sampling: Sampling, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[k, gamma]`` and what they were drawn from, q ``[k, gamma, V]``; nothing is copied to the host.
+
+        Args:
+            features: ``[1, H]`` of the draft model after the last committed token.
+        """
+        k, gamma = self._shape
+        q_all, tokens = [sampling.probabilities(self.draft_model.lm_head(features)).expand(k, -1)], []
+        tokens.append(draw(q_all[0], generator))
+        alike = tokens[0][:, None] == tokens[0]  # drafts with the same tokens so far
+        for level in range(1, gamma):
+            offset = (level - 1) * k
+            see = self._see[:, :, : offset + k] if k > 1 else None
+            depths = self._depths[:, : offset + k] if k > 1 else None
+            output = self.draft_model.run(tokens[-1][None], self._cache, see=see, depths=depths, offset=offset)
+            q = sampling.probabilities(self.draft_model.lm_head(output.features[0]))
+            # Of two rows with one context the last bits may differ, and K-SEQ wants drafts of one and the same q.
+            q_all.append(q.index_select(0, alike.int().argmax(1)) if k > 1 else q)
+            tokens.append(draw(q_all[-1], generator))
+            alike = alike & (tokens[-1][:, None] == tokens[-1])
+        return torch.stack(tokens, 1), torch.stack(q_all, 1)
+
+
+def verify_k_seq(
+    draft: DraftTree,
+    logits: torch.Tensor,
+    see: torch.Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """K-SEQ (Sun et al. 2023, Algorithm 2) at every node on the way: the target's distribution is preserved.
+
+    The k drafts through a node propose independent samples x of q; the first that passes is accepted, each with
+    probability min(1, p(x) / (rho q(x))). The drafts that share the accepted token go on together.
+    """
+    if draft.size == 0:
+        return verify_sampled(draft, logits, see, sampling, generator)
+    assert isinstance(draft, MergedTree)
+    p = sampling.probabilities(logits[0])
+    return draft.settle(k_seq(draft, p), p, generator)
+
+
+def k_seq(draft: MergedTree, p: torch.Tensor) -> torch.Tensor:
+    """The chances ``[U, K]`` of every node's trials; ``p [N+1, V]`` becomes what is left of it where all fail.
+
+    That is p - min(q, p / rho) p_acc / beta, with beta = sum_x min(q, p / rho) the probability that one draft passes
+    and p_acc = 1 - (1 - beta)^k that one of k does. It is nowhere negative, for rho >= p_acc / beta.
+    """
+    assert draft.q is not None
+    p_u, q = p[draft.rows], draft.q[0, draft.q_rows[:, 0]]
+    k = (draft.children >= 0).sum(1, keepdim=True)
+    rho = torch.ones_like(p_u[:, :1])
+    several = sum(number > 1 for number in draft.trials)  # these nodes come first; one draft alone has rho = 1
+    if several:
+        rho[:several] = solve_rho(p_u[:several], q[:several], k[:several])
+    x = draft.tokens[0, draft.children.clamp_min(0)]
+    chances = (p_u.gather(1, x) / (rho * q.gather(1, x))).masked_fill(draft.children < 0, 0.0)
+    passing = torch.minimum(q, p_u / rho)
+    left = (p_u - passing * _gain(passing.sum(1, keepdim=True), k)).clamp_min_(0.0)
+    # p == q leaves nothing, and there nothing fails but by rounding.
+    p[draft.rows] = torch.where(left.sum(1, keepdim=True) > 0, left, p_u)
+    return chances
+
+
+def solve_rho(p: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """rho* ``[U, 1]`` in [1, k], the root of 1 - (1 - beta)^k = rho beta, or slightly more.
+
+    Bisection on rho = G(rho), G = p_acc / beta. Any rho >= G(rho) is valid, the smallest accepts most. As G rises with
+    rho, G(rho) lies between rho and the root, so that an end may move to G(middle), beyond the middle itself. The upper
+    end is valid throughout, however early this stops.
+
+    Args:
+        p: ``[U, V]``, like ``q``. k: ``[U, 1]`` drafts at each node.
+    """
+    low, high = torch.ones_like(p[:, :1]), k.to(p.dtype)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        gain = _gain(torch.minimum(q, p / middle).sum(1, keepdim=True), k)
+        valid = gain <= middle
+        low, high = torch.where(valid, low, gain), torch.where(valid, gain.clamp_min(1.0), high)
+    return high
+
+
+def _gain(beta: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """p_acc / beta = (1 - (1 - beta)^k) / beta, which is k where beta = 0."""
+    beta = beta.clamp(torch.finfo(beta.dtype).tiny, 1.0)
+    return -torch.expm1(k * torch.log1p(-beta)) / beta

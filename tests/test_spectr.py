@@ -1,0 +1,331 @@
+"""SpecTr: K-SEQ worked by hand and by exact enumeration, and drafts that are independent samples of q."""
+
+import math
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
+from enumeration import Q, Trials, accepted, bias, committed, deduplicated, sampled
+from rigged import perturbed
+from test_loop import VOCAB, WARPS, deviation, toy
+
+from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters.cascade import CascadeDrafter
+from drafters.decoding.acceptance import Rule
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.decoding.sampling import residual
+from drafters.merged_tree import MergedTree
+from drafters.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq
+
+# rho.
+
+HALF = [0.5, 0.5]
+WORKED = [
+    # p, q, k, rho*, probability that one of k drafts is accepted
+    ([0.25, 0.75], [0.75, 0.25], 2, (7 + math.sqrt(33)) / 8, None),
+    ([0.5, 0.5], [1.0, 0.0], 2, 1 + math.sqrt(0.5), 0.5),
+    ([0.25, 0.75], [0.75, 0.25], 1, 1.0, 0.5),
+    (HALF, HALF, 3, 1.0, 1.0),
+    ([1.0, 0.0], [0.0, 1.0], 4, 4.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("p", "q", "k", "rho", "chance"), WORKED)
+def test_rho_worked_by_hand(p: list[float], q: list[float], k: int, rho: float, chance: float | None) -> None:
+    """Catches a wrong equation, its wrong root, and 0/0 where p == q or where p and q have no token in common.
+
+    For k = 2, 1 - (1 - beta)^2 = rho beta says rho = 2 - beta. With p = (1/4, 3/4), q = (3/4, 1/4) and rho <= 3,
+    beta = 1/(4 rho) + 1/4, so rho^2 - 7/4 rho + 1/4 = 0 and rho = (7 + sqrt 33) / 8. With p = (1/2, 1/2), q = (1, 0),
+    beta = 1/(2 rho), so rho^2 - 2 rho + 1/2 = 0 and rho = 1 + sqrt(1/2): one of two drafts passes with p(0) = 1/2.
+    """
+    p_, q_ = torch.tensor([p]), torch.tensor([q])
+    found = solve_rho(p_, q_, torch.tensor([[k]]))
+    assert found.item() == pytest.approx(rho, abs=2e-3) and found.item() >= rho - 1e-6
+    beta = torch.minimum(q_, p_ / found).sum().item()
+    assert 1 - (1 - beta) ** k == pytest.approx(rho * (2 - rho) if chance is None else chance, abs=1e-3)
+
+
+def test_rho_is_the_smallest_valid_one() -> None:
+    """Catches an end of the bisection on the wrong side: below rho* the residual is negative, far above tau is lost."""
+    generator = torch.Generator().manual_seed(0)
+    for k in (1, 2, 3, 8):
+        logits = 2 * torch.randn(2, 50, 30, generator=generator, dtype=torch.float64)
+        p, q = logits.softmax(-1)
+        rho = solve_rho(p, q, torch.full((50, 1), k))
+        beta = torch.minimum(q, p / rho).sum(1, keepdim=True)
+        excess = rho * beta - (1 - (1 - beta) ** k)
+        assert bool((excess > -1e-12).all()) and bool((excess < 2e-3).all())
+        assert bool((rho >= 1).all()) and bool((rho <= k).all())
+
+
+def test_rows_have_their_own_number_of_drafts() -> None:
+    """Catches one k for all nodes of a batch."""
+    p, q = torch.tensor([[0.25, 0.75]] * 3), torch.tensor([[0.75, 0.25]] * 3)
+    together = solve_rho(p, q, torch.tensor([[4], [2], [1]]))
+    alone = [solve_rho(p[:1], q[:1], torch.tensor([[k]])).item() for k in (4, 2, 1)]
+    assert together[:, 0].tolist() == pytest.approx(alone) and alone[0] > alone[1] + 0.1 > alone[2] + 0.2
+
+
+# The rule, over every draft of a toy vocabulary.
+
+
+def rho_of_one(tree: MergedTree, p: torch.Tensor) -> torch.Tensor:
+    """Plain speculative sampling of each draft, with the residual that K-SEQ would have."""
+    with mock.patch("drafters.spectr.solve_rho", lambda p, q, k: torch.ones_like(p[:, :1])):
+        return k_seq(tree, p)
+
+
+def residual_of_one(tree: MergedTree, p: torch.Tensor) -> torch.Tensor:
+    """Leviathan's residual after K-SEQ's trials."""
+    before = p.clone()
+    chances = k_seq(tree, p)
+    assert tree.q is not None
+    p[tree.rows] = residual(before[tree.rows], tree.q[0, tree.q_rows[:, 0]])
+    return chances
+
+
+def rule_with(trials: Trials) -> Rule:
+    """K-SEQ with other trials."""
+
+    def rule(draft, logits, see, sampling, generator):  # noqa: ANN001, ANN202
+        with mock.patch("drafters.spectr.k_seq", trials):
+            return verify_k_seq(draft, logits, see, sampling, generator)
+
+    return rule
+
+
+def rho_of_all(tree: MergedTree, p: torch.Tensor) -> torch.Tensor:
+    """The largest rho, which needs no solving: lossless, but accepts less."""
+    with mock.patch("drafters.spectr.solve_rho", lambda p, q, k: k.to(p.dtype)):
+        return k_seq(tree, p)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("table", [0, 1])
+def test_committed_tokens_follow_the_target(k: int, table: int) -> None:
+    """Catches any bias in the next three tokens, with every way of two drafts to begin alike: exact to rounding."""
+    assert bias(committed([Q[table]] * k, k_seq)) < 1e-12
+
+
+def as_it_is(tree: MergedTree) -> MergedTree:
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("change", "trials"), [(deduplicated, k_seq), (as_it_is, rho_of_one), (as_it_is, residual_of_one)]
+)
+def test_the_enumeration_sees_wrong_rules(change: Callable[..., MergedTree], trials: Trials) -> None:
+    """Catches an enumeration that cannot fail. Deduplicated, k_u would be the number of different tokens drafted."""
+    assert bias(committed([Q[2]] * 2, trials, change)) > 0.02
+
+
+def test_more_drafts_accept_more() -> None:
+    """Catches a rho larger than need be, and drafts that are never tried. One draft passes with sum min(p, q) = 0.7.
+
+    For two, by hand: p = (0.5, 0.3, 0.2), q = (0.2, 0.5, 0.3). For rho in [1, 2.5], beta = 0.2 + 0.5 / rho = 2 - rho,
+    so rho^2 - 1.8 rho + 0.5 = 0, rho = 0.9 + sqrt(0.31) = 1.4568, and p_acc = rho beta = 0.79135.
+    """
+    chances = [accepted([Q[0]] * k, k_seq) for k in (1, 2, 3)]
+    rho = 0.9 + math.sqrt(0.31)
+    assert chances[0] == pytest.approx(0.7) and chances[1] == pytest.approx(rho * (2 - rho), abs=2e-4)
+    assert chances[2] > chances[1] + 0.04
+    assert bias(committed([Q[0]] * 2, rho_of_all)) < 1e-12
+    assert accepted([Q[0]] * 2, rho_of_all) < chances[1] - 0.01
+
+
+def test_one_draft_is_speculative_sampling() -> None:
+    """Catches anything but min(1, p/q) and norm(max(0, p - q)) for k = 1 (Leviathan et al. 2023, Algorithm 1)."""
+    p, q = torch.rand(2, 4, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tokens = torch.tensor([[4, 0, 6]])
+    left = p.clone()
+    chances = k_seq(MergedTree.merge(tokens, q[None, :3], frozenset()), left)
+    torch.testing.assert_close(chances, (p[:3] / q[:3]).gather(1, tokens.T))
+    torch.testing.assert_close(left[:3] / left[:3].sum(1, keepdim=True), residual(p[:3], q[:3]))
+    assert torch.equal(left[3], p[3])
+
+
+def test_draft_equal_to_the_target_is_always_accepted() -> None:
+    """Catches 0/0 in the residual of p == q, and a rho above 1 there, which would reject."""
+    p = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tree = MergedTree.merge(torch.tensor([[4, 7], [4, 9]]), p[:1, :2].expand(2, -1, -1), frozenset())
+    left = torch.cat([p[0], p[1, :1]])
+    chances = k_seq(tree, left)
+    assert bool((chances[:, 0] > 0.98).all()) and bool(left.isfinite().all())
+    assert bool((left.sum(1) > 0).all())
+
+
+def test_rule_draws_what_the_enumeration_says() -> None:
+    """Catches what the enumeration leaves out: the random numbers, the walk and the bonus."""
+    assert sampled([Q[0]] * 2, verify_k_seq, 3000) < 4.0
+    assert sampled([Q[0]] * 2, rule_with(rho_of_one), 3000) > 8.0
+
+
+# The drafter.
+
+
+def state_of(target: TargetModel, ids: list[int], temperature: float, seed: int = 0) -> DecodeState:
+    return DecodeState(
+        target=target,
+        cache=target.new_cache(1, 2000),
+        tokens=[list(ids)],
+        prompt_lengths=[len(ids)],
+        sampling=Sampling(temperature),
+        generator=torch.Generator().manual_seed(seed),
+        max_new_tokens=20,
+        eos=frozenset(),
+        finished=[False],
+    )
+
+
+@torch.inference_mode()
+def test_drafts_are_independent_samples() -> None:
+    """Catches drafts that avoid or copy each other, and a level drawn after another draft's tokens.
+
+    Tokens of 600 drafts side by side against q(x) q(y | x), and how often two neighbours begin alike against sum q^2.
+    """
+    target, ids = toy(), [1, 3]
+    drafter = SpecTrDrafter(target, target, gamma=2, drafts=600)
+    state = state_of(target, ids, 1.0)
+    drafter.begin(state, None)  # type: ignore[arg-type]
+    first = target.model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+    second = target.model(torch.tensor([[*ids, x] for x in range(VOCAB)])).logits[:, -1].softmax(-1)
+    draft = drafter.propose(state)
+    assert isinstance(draft, MergedTree)
+    paths = torch.tensor([[draft.trie.tokens[node] for node in path] for path in draft.trie.paths])
+    counts = torch.bincount(paths[:, 0] * VOCAB + paths[:, 1], minlength=VOCAB**2)
+    expected = 600 * (first[:, None] * second).flatten()
+    statistic = ((counts - expected) ** 2 / expected)[expected > 1].sum()
+    assert statistic < 60, f"chi-square {statistic:.0f} with {VOCAB**2 - 1} degrees of freedom"
+    alike = (paths[1:, 0] == paths[:-1, 0]).float().mean()
+    assert alike == pytest.approx(float((first**2).sum()), abs=0.08)
+    assert draft.q is not None
+    q = draft.q[0].view(600, 2, VOCAB)
+    torch.testing.assert_close(q[:, 0], first.expand(600, -1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(q[:, 1], second[paths[:, 0]], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("temperature", "draft_temperature"), [(1.0, None), (1.0, 0.7), (0.0, 0.7), (0.0, None)])
+def test_draft_cache_follows_the_text(temperature: float, draft_temperature: float | None) -> None:
+    """Catches rows of another draft kept in the draft model's cache, and q without its temperature or warps."""
+    target = target_of("llama")
+    draft_model = perturbed(target, 0.05)
+    drafter = SpecTrDrafter(target, draft_model, gamma=3, drafts=3, draft_temperature=draft_temperature)
+    drawn, seen = drafter._draw, set()
+    known: list[int] = []
+    own = temperature if draft_temperature is None else draft_temperature
+
+    def checked(features, sampling, generator):  # noqa: ANN001, ANN202
+        tokens, q = drawn(features, sampling, generator)
+        assert tokens.shape[0] == (3 if own > 0 else 1)
+        for line, distributions in zip(tokens.tolist(), q, strict=True):
+            logits = draft_model.model(torch.tensor([known + line])).logits[0, len(known) - 1 : -1]
+            expected = Sampling(own, 30, 0.95).probabilities(logits)
+            torch.testing.assert_close(distributions, expected, atol=1e-4, rtol=1e-3)
+        seen.add(len({tuple(line) for line in tokens.tolist()}))
+        return tokens, q
+
+    propose = drafter.propose
+
+    def noted(state: DecodeState) -> DraftTree:
+        known[:] = state.tokens[0]
+        return propose(state)
+
+    accepted_lengths = set()
+    with mock.patch.object(drafter, "_draw", checked), mock.patch.object(drafter, "propose", noted):
+        for seed in range(3):
+            options = {"max_new_tokens": 20, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95, "seed": seed}
+            trace = generate(target, drafter, [prompt(8, seed)], temperature=temperature, **options).trace
+            accepted_lengths |= {step.accepted for step in trace.steps}
+    assert {0, 3} <= accepted_lengths and (max(seen) > 1) == (own > 0)
+
+
+@torch.inference_mode()
+def test_drafts_that_begin_alike_have_one_q() -> None:
+    """Catches a q that differs in the last bits between drafts of one context: K-SEQ wants samples of the same."""
+    target = target_of("llama")
+    drafter = SpecTrDrafter(target, perturbed(target, 0.05), gamma=4, drafts=8)
+    state = state_of(target, prompt(9), 0.3)
+    drafter.begin(state, None)  # type: ignore[arg-type]
+    draft = drafter.propose(state)
+    assert isinstance(draft, MergedTree) and draft.q is not None
+    for row, numbers in zip(draft.q_rows.tolist(), draft.trials, strict=True):
+        assert all(torch.equal(draft.q[0, row[0]], draft.q[0, other]) for other in row[:numbers])
+    assert any(number > 1 for number, row in zip(draft.trials, draft.inner, strict=True) if row > 0)
+
+
+def test_two_drafts_beat_one() -> None:
+    """Catches a second draft that costs but never helps, sampled and, with a draft temperature, greedy."""
+    target = target_of("llama")
+    draft_model = perturbed(target, 0.15)
+    for temperature, own in ((1.0, None), (0.0, 0.5)):
+        taus = []
+        for drafts in (1, 4):
+            drafter = SpecTrDrafter(target, draft_model, gamma=3, drafts=drafts, draft_temperature=own)
+            options = {"max_new_tokens": 30, "eos_token_id": NO_EOS, "temperature": temperature}
+            traces = [generate(target, drafter, [prompt(9, s)], seed=s, **options).trace for s in range(4)]
+            taus.append(sum(t.decoded_tokens for t in traces) / sum(t.forwards for t in traces))
+        assert taus[1] > taus[0] + 0.05
+
+
+DRAFTERS: dict[str, dict[str, object]] = {
+    "k 2": {"gamma": 2},
+    "k 3": {"gamma": 2, "drafts": 3},
+    "flat drafts": {"gamma": 2, "draft_temperature": 2.0},
+    "greedy drafts": {"gamma": 2, "draft_temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize(("name", "warp"), [("k 2", 0), ("k 3", 1), ("flat drafts", 1), ("greedy drafts", 0)])
+def test_output_is_distributed_as_the_targets(name: str, warp: int) -> None:
+    """Catches q without its warps, of another level or at another temperature, where the whole loop hands it over."""
+    drafter = SpecTrDrafter(toy(), toy(1, 1), **DRAFTERS[name])  # type: ignore[arg-type]
+    assert deviation(drafter, WARPS[warp], runs=800) < 4.0
+
+
+def flat_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
+    if draft.size:
+        draft.q = torch.full_like(draft.q, 1 / VOCAB)
+    return verify_k_seq(draft, *rest)
+
+
+@pytest.mark.parametrize("wrong", [flat_q, rule_with(rho_of_one)])
+def test_the_measurement_sees_wrong_rules(wrong: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a distribution test that cannot fail."""
+    drafter = SpecTrDrafter(toy(), toy(1, 1), gamma=2, drafts=3)
+    monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
+    assert deviation(drafter, WARPS[0], runs=800) > 8.0
+
+
+def test_greedy_drafts_one_chain() -> None:
+    """Catches k copies of one chain drafted and verified at temperature 0, and steps unlike speculative decoding's."""
+    target = target_of("llama")
+    draft_model = perturbed(target, 0.05)
+    runs = [
+        generate(target, make_drafter(name, target, draft_model=draft_model, gamma=3), [prompt(9)], max_new_tokens=30)
+        for name in ("spectr", "speculative")
+    ]
+    assert runs[0].tokens.tolist() == runs[1].tokens.tolist() and runs[0].trace.steps == runs[1].trace.steps
+
+
+def test_inside_a_cascade() -> None:
+    """Catches a draft cache that does not follow when tokens are taken back."""
+    target = target_of("llama")
+    draft_model = perturbed(target, 0.05)
+    inner = SpecTrDrafter(draft_model, perturbed(target, 0.1), gamma=2, drafts=3, draft_temperature=0.5)
+    result = generate(
+        target, CascadeDrafter(target, draft_model, inner), [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS
+    )
+    assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)
+    assert any(step.accepted > 1 for step in result.trace.steps)
+
+
+def test_bad_options() -> None:
+    """Catches sizes out of range, which would fail while decoding."""
+    target = target_of("llama")
+    for wrong in ({"gamma": 0}, {"drafts": 0}, {"draft_temperature": -1.0}, {"k": 2}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("spectr", target, draft_model=target, **wrong)
+    assert SpecTrDrafter(target, target, gamma=3, drafts=5).max_draft == 15
