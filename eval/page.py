@@ -34,7 +34,8 @@ EXPLANATION = """\
 Row = dict[str, Any]
 
 
-def _speedup(row: Row) -> str:
+def speedup_with_interval(row: Row) -> str:
+    """As text: ``1.87x [1.67, 2.07]``."""
     interval = row["speedup_ci"]
     return number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
@@ -51,7 +52,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tau, no loops": lambda row: number(row["tau_without_loops"], 2),
     "tokens/s": lambda row: number(row["tokens_per_second"], 1),
     "end to end": lambda row: number(row["end_to_end_tokens_per_second"], 1),
-    "speedup": _speedup,
+    "speedup": speedup_with_interval,
     "median": lambda row: number(row["speedup_median"], 2, "x"),
     "exact": lambda row: number(row["exact_match"], 3),
     "ppl": lambda row: number(row["perplexity"], 2),
@@ -87,7 +88,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 def markdown(report: dict[str, Any], picture: Path) -> str:
     """``report.md``."""
-    lines = ["# Speed of drafters", "", *_setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
+    lines = ["# Speed of drafters", "", *setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
     lines += [f"| {' | '.join(cell(row) for cell in COLUMNS.values())} |" for row in report["rows"]]
     lines += ["", *(f"- {line}" for line in statements(report))]
@@ -98,7 +99,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     return "\n".join(lines)
 
 
-def _setting(report: dict[str, Any]) -> list[str]:
+def setting(report: dict[str, Any]) -> list[str]:
     """What was measured, where."""
     facts = report["environment"]
     target, prompts, limits = facts["target"], facts["prompt_set"], facts["limits"]

@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 from eval.report import shown_name  # noqa: E402
 
@@ -30,6 +31,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
         fontsize=10,
     )
     figure.tight_layout()
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, replacing a file at once, and release it."""
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)

@@ -89,8 +89,32 @@ class SpeedConfig(Config):
         return [entry for given in (first, *others) for entry in given.expand()]
 
 
-def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any]:
+def check(config: SpeedConfig) -> None:
+    """What can be found out before the target is loaded.
+
+    Raises:
+        ValueError: unknown drafters, files or folders that are not there, or an ``out`` that cannot be written to.
+    """
+    for file in config.prompts.files:
+        check_prompt_file(file)
+    check_entries(config.entries, config.target.path)
+    check_folder(config.out)
+
+
+def load_models(chosen: TargetConfig) -> Models:
+    """The target; draft models join it when they are needed.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    return Models(TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision))
+
+
+def run(config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None) -> dict[str, Any]:
     """Measure, write the report and print its table; returns the report.
+
+    Args:
+        models: of ``config.target``, where they are loaded already.
 
     Raises:
         ValueError: something configured is missing or does not fit; found before anything is measured.
@@ -98,18 +122,15 @@ def run(config: SpeedConfig, argv: list[str], console: Console) -> dict[str, Any
         OSError: a file could not be written.
         PictureError: only the picture is missing.
     """
-    for file in config.prompts.files:
-        check_prompt_file(file)
-    check_entries(config.entries, config.target.path)
-    check_folder(config.out)
+    check(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    chosen = config.target
-    target = TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision)
-    lineup = Lineup(config.entries, Models(target))
+    models = models or load_models(config.target)
+    target = models.target
+    lineup = Lineup(config.entries, models)
     prompts = load_prompts(
         config.prompts,
-        load_tokenizer(chosen.path, chosen.revision).tokenizer,
+        load_tokenizer(config.target.path, config.target.revision).tokenizer,
         warmup=config.warmup,
         max_new_tokens=config.max_new_tokens,
         max_context=lineup.max_context,
@@ -194,6 +215,12 @@ def count_runs(config: SpeedConfig, prompts: PromptSet) -> int:
     return methods * config.rounds * (len(prompts.measured) + len(prompts.warmup))
 
 
+def make_console() -> Console:
+    """The screen, or a log file, where a row has a line to itself."""
+    console = Console()
+    return console if console.is_terminal else Console(width=170)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m eval.speed", description=__doc__.splitlines()[0])
@@ -204,9 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(given)
     disable_progress_bar()  # transformers' own, one for every model loaded
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=170)  # a log file: one line a row
+    console = make_console()
     try:
         config = load_config(SpeedConfig, parsed.config, parsed.overrides)
         run(config, ["python", "-m", "eval.speed", *given], console)

@@ -1,0 +1,170 @@
+"""`python -m eval.sweep` from a config file to its pages, on a tiny target."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_eval_prompts import questions, tiny_tokenizer, write
+from transformers import PreTrainedModel
+
+import eval.sweep
+from drafters import TargetModel
+from eval.measure import MeasurementError
+from eval.sweep_report import numeric, series
+
+
+@pytest.fixture
+def config(
+    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> dict[str, Any]:
+    """A sweep over max_new_tokens with one drafter."""
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    prompts = write(tmp_path / "prompts.jsonl", questions("a", "b", count=4))
+    draft = str(tiny_checkpoint("llama", 1))
+    return {
+        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": {"file": str(prompts), "per_category": 2},
+        "drafters": [{"label": "S", "drafter": "speculative", "draft_model": draft, "gamma": 2}],
+        "out": str(tmp_path / "out"),
+        "temperatures": [0.0],
+        "warmup": 1,
+        "vary": {"max_new_tokens": [3, 6]},
+    }
+
+
+def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return eval.sweep.main(["--config", str(path), *overrides])
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that models are loaded from, as they are."""
+    found: list[str] = []
+    load = TargetModel.from_pretrained
+
+    def counted(name: str, *arguments: Any, **options: Any) -> TargetModel:
+        found.append(Path(name).name)
+        return load(name, *arguments, **options)
+
+    monkeypatch.setattr(TargetModel, "from_pretrained", counted)
+    return found
+
+
+def test_every_value_has_its_report_and_the_sweep_compares_them(
+    config: dict[str, Any], tmp_path: Path, loads: list[str]
+) -> None:
+    """Catches a value that is not passed on, figures under another value's name, and models loaded for every value."""
+    assert run(config, tmp_path) == 0
+    assert len(loads) == 2  # the target and the draft model
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [value["value"] for value in found["values"]] == [3, 6]
+    for value, tokens in zip(found["values"], (3, 6), strict=True):
+        assert value["folder"] == f"max_new_tokens={tokens}"
+        report = json.loads((tmp_path / "out" / value["folder"] / "report.json").read_text())
+        assert report["environment"]["limits"]["max_new_tokens"] == tokens
+        assert [row["drafter"] for row in value["rows"]] == ["autoregressive", "S"]
+        for kept, row in zip(value["rows"], report["rows"], strict=True):
+            assert kept.items() <= row.items()
+        assert value["rows"][0]["speedup"] == 1.0  # over the plain decoding of the same value
+    page = (tmp_path / "out" / "sweep.md").read_text()
+    assert "| drafter | T | max_new_tokens = 3 | max_new_tokens = 6 |" in page
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
+    config: dict[str, Any], tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches hours measured twice after a stop, and an old report passed off as one of the changed config."""
+    measured: list[str] = []
+    plain = eval.sweep.speed.run
+
+    def counted(one: Any, *arguments: Any) -> dict[str, Any]:
+        measured.append(one.out.name)
+        if fail and one.max_new_tokens == 6:
+            raise MeasurementError("out of memory")
+        return plain(one, *arguments)
+
+    monkeypatch.setattr(eval.sweep.speed, "run", counted)
+    fail = True
+    assert run(config, tmp_path) == 1
+    fail = False
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [value["value"] for value in found["values"]] == [3]  # what was measured is there to be read
+    assert run(config, tmp_path) == 0
+    assert measured == ["max_new_tokens=3", "max_new_tokens=6", "max_new_tokens=6"]
+    loads.clear()
+    assert run(config, tmp_path) == 0
+    assert (len(measured), loads) == (3, [])
+    assert run(config, tmp_path, "seed=1", 'vary={"max_new_tokens": [6]}') == 0
+    assert measured[3:] == ["max_new_tokens=6"]
+
+
+def test_the_order_of_prompts_and_the_target_itself_can_vary(
+    config: dict[str, Any], tmp_path: Path, loads: list[str]
+) -> None:
+    """Catches nested keys and null values that are lost, and a target of the value before measured again."""
+    assert run(config, tmp_path, 'vary={"prompts.consecutive": [2, 1, null]}', "max_new_tokens=3") == 0
+    assert len(loads) == 2
+    sets = [
+        json.loads((tmp_path / "out" / f"prompts.consecutive={value}" / "report.json").read_text())["environment"]
+        for value in ("2", "1", "null")
+    ]
+    assert [facts["prompt_set"]["consecutive"] for facts in sets] == [2, 1, None]
+    loads.clear()
+    assert run(config, tmp_path, 'vary={"target.dtype": ["float32", "bfloat16"]}', "max_new_tokens=3") == 0
+    assert len(loads) == 4
+    rows = json.loads((tmp_path / "out" / "target.dtype=bfloat16" / "report.json").read_text())
+    assert rows["environment"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("vary", "message"),
+    [
+        ({}, "at least 1"),
+        ({"seed": [1], "warmup": [1]}, "at most 1"),
+        ({"seed": []}, "seed has no values"),
+        ({"seed": [1, 1]}, "values must be different"),
+        ({"prompts.file": ["a/b", "a_b"]}, "values must be different"),
+        ({"out": ["a"]}, "out cannot vary"),
+        ({"max_new_token": [1]}, "unknown key 'max_new_token'; did you mean 'max_new_tokens'"),
+        ({"seed.x": [1]}, "'seed' holds a value"),
+        ({"max_new_tokens": [3, 0]}, "max_new_tokens=0: max_new_tokens: "),
+        ({"prompts.file": ["none"]}, "no prompt file at none"),
+    ],
+)
+def test_a_bad_value_is_found_before_anything_is_measured(
+    config: dict[str, Any],
+    tmp_path: Path,
+    loads: list[str],
+    capsys: pytest.CaptureFixture[str],
+    vary: Any,
+    message: str,
+) -> None:
+    """Catches a sweep that ends at its last value, after hours."""
+    assert run(config | {"vary": vary, "seed": 0}, tmp_path) == 1
+    assert message in capsys.readouterr().err
+    assert not loads
+    assert not (tmp_path / "out").exists()
+
+
+def test_temperatures_that_vary_are_one_line() -> None:
+    """Catches a line a temperature, each with a single point, where the temperature is what varies."""
+    values = [{"value": [t], "rows": [{"drafter": "S", "temperature": t}]} for t in (0.0, 0.5)]
+    assert [list(rows) for rows in series({"values": values}).values()] == [[0, 1]]
+    both = [{"value": n, "rows": [{"drafter": "S", "temperature": t} for t in (0.0, 1.0)]} for n in (3, 6)]
+    assert list(series({"values": both})) == [("S", 0.0), ("S", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [([1, 2.5], [1.0, 2.5]), ([[0.0], [1.0]], [0.0, 1.0]), ([20, None], None), ([True, False], None), (["a"], None)],
+)
+def test_only_numbers_are_an_axis(values: list[Any], numbers: list[float] | None) -> None:
+    """Catches "null" at zero, and lines drawn through names."""
+    assert numeric(values) == numbers
