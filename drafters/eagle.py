@@ -165,7 +165,7 @@ class EagleDrafter(LearnedDrafter):
         lengths, count = self._cache.lengths, tokens.shape[1]
         positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
         mask = attention_mask(lengths, see, depths, positions, offset, count)
-        with model_time(tokens.device):
+        with model_time():
             return self.module(
                 features,
                 self.target.embed(tokens),

@@ -164,7 +164,7 @@ class KangarooDrafter(LearnedDrafter):
         lengths, count = self._cache.lengths, rows.shape[1]
         positions, upto = row_positions(lengths, None, 0, count, rows.device)
         mask = attention_mask(lengths, None, None, positions, 0, count)
-        with model_time(rows.device):
+        with model_time():
             rope = self.target.rope(positions, upto, consecutive=True)
             output = self.module(rows, positions, mask, self._cache.at(count), rope=rope)
         self._cache.commit([list(range(count))])

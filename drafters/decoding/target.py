@@ -156,7 +156,7 @@ class TargetModel:
 
     def lm_head(self, features: torch.Tensor) -> torch.Tensor:
         """Features ``[..., H]`` -> logits ``[..., V]``."""
-        with model_time(features.device):
+        with model_time():
             return self.model.lm_head(features)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -179,8 +179,8 @@ class TargetModel:
             self._rope_table = (cos[0].clone(), sin[0].clone())
         cos, sin = self._rope_table
         if consecutive:
-            rows = slice(upto - positions.shape[1], upto)
-            return cos[rows][None], sin[rows][None]
+            first = upto - positions.shape[1]
+            return cos[first:upto][None], sin[first:upto][None]
         return cos[positions], sin[positions]
 
     def features(
@@ -235,7 +235,7 @@ class TargetModel:
             cache.at(rows, offset)
         last = self.num_layers if stop is None else stop
         collected: dict[int, torch.Tensor] = {}
-        with model_time(given.device):
+        with model_time():
             if hidden is None:
                 hidden = self.embed(given)
             for index in range(start, last):
