@@ -1,0 +1,126 @@
+"""`python -m eval.tune`: the order of the search, what it takes for best, and that a killed search goes on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_eval_prompts import questions, tiny_tokenizer, write
+from transformers import PreTrainedModel
+
+import eval.tune
+from drafters.config import validate
+from eval import speed
+
+
+@pytest.fixture
+def config(
+    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> dict[str, Any]:
+    """A search of two knobs of Ouroboros."""
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    prompts = write(tmp_path / "prompts.jsonl", questions("a", "b", count=4))
+    entry = {"label": "O", "drafter": "ouroboros", "draft_model": str(tiny_checkpoint("llama", 1)), "k": 2}
+    return {
+        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": {"file": str(prompts), "count": 2},
+        "drafters": [entry],
+        "out": str(tmp_path / "out"),
+        "temperatures": [0.0],
+        "max_new_tokens": 4,
+        "warmup": 1,
+        "knobs": {"gamma": [1, 2, 3], "window": [2, 3]},
+        "start": {"gamma": 1, "window": 3},
+    }
+
+
+def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
+    path = folder / "tune.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return eval.tune.main(["--config", str(path), *overrides])
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, figures: Callable[[dict[str, Any]], tuple[float, float]]) -> list[Any]:
+    """Reports whose (tokens/s, perplexity) depend on the knobs as ``figures`` says; the grids asked for, in order."""
+    asked = []
+
+    def measured(one: speed.SpeedConfig, *arguments: Any) -> dict[str, Any]:
+        rows = []
+        for entry in one.entries[1:]:
+            rate, perplexity = figures(entry.options)
+            row = {"grid": entry.knobs, "tokens_per_second": rate, "perplexity": perplexity, "tau": 2.0}
+            rows.append(row | {"speedup": rate, "speedup_ci": [rate - 0.1, rate + 0.1], "lossless": True})
+        asked.append(one.drafters[0].grid)
+        return {"rows": rows}
+
+    monkeypatch.setattr(eval.tune, "measured", measured)
+    monkeypatch.setattr(eval.tune, "setting", lambda report: [])
+    return asked
+
+
+def test_knobs_are_searched_one_after_the_other(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a knob searched at the start's values instead of those just found, and the slowest taken for the best."""
+    asked = pretend(monkeypatch, lambda o: (10.0 - (o["gamma"] - 2) ** 2 + (o["window"] == 2) * o["gamma"], 5.0))
+    assert run(config, tmp_path) == 0
+    assert asked == [{"gamma": [1, 2, 3], "window": [3]}, {"gamma": [2], "window": [2, 3]}]
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert best == [config["drafters"][0] | {"gamma": 2, "window": 2}]
+    validate(eval.tune.TuneConfig, config, source="config").drafters[0].model_validate(best[0])
+
+
+def test_another_pass_starts_from_what_was_found(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches passes that repeat the first, and a search that goes on when nothing changes any more."""
+    # With window 3 gamma 1 is best; with window 2 gamma 3 is.
+    asked = pretend(monkeypatch, lambda o: (o["gamma"] * (1 if o["window"] == 2 else -1) + 9.0 * (o["window"] == 2), 5))
+    assert run(config, tmp_path, "passes=9") == 0
+    assert [grid["gamma"] for grid in asked] == [[1, 2, 3], [1], [1, 2, 3], [3], [1, 2, 3], [3]]
+    assert yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())[0]["gamma"] == 3
+
+
+def test_perplexity_as_objective(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an objective that is ignored, or that takes the largest perplexity for the best."""
+    pretend(monkeypatch, lambda o: (o["gamma"], 7.0 - (o["gamma"] == 2)))
+    assert run(config, tmp_path, "objective=perplexity") == 0
+    assert yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())[0]["gamma"] == 2
+
+
+def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a finished knob measured again; every figure comes from a real run here."""
+    assert run(config, tmp_path) == 0
+    first = json.loads((tmp_path / "out" / "tune.json").read_text())
+    (tmp_path / "out" / "2-window" / "report.json").unlink()
+    seen, measure = [], speed.run
+    monkeypatch.setattr(speed, "run", lambda one, *rest: (seen.append(one.out.name), measure(one, *rest))[1])
+    assert run(config, tmp_path) == 0
+    again = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert seen == ["2-window"] and again["stages"][0] == first["stages"][0]
+    assert {row["value"] for row in again["stages"][0]["values"]} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperatures": [0.0, 1.0]}, "one temperature"),
+        ({"drafters": [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]}, "found 2"),
+        ({"start": {"beta": 3}}, "beta"),
+        ({"start": {"gamma": 9}}, "gamma=9"),
+        ({"knobs": {"gama": [1, 2]}, "start": {}}, "gama"),
+        ({"knobs": {"gamma": [0, 1]}, "start": {}}, "gamma"),
+        ({"knobs": {"gamma": []}, "start": {}}, "gamma"),
+        ({"knobs": {"k": [1, 2]}, "start": {}}, "k is set in the entry itself"),
+    ],
+)
+def test_bad_searches_are_refused(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    """Catches a search that fails in its third knob, hours later, and a traceback instead of a line."""
+    assert run(config | changes, tmp_path) == 1
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*/report.json"))
