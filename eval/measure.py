@@ -5,23 +5,21 @@ loop takes its own: neither side's prefill, nor the first token, which the prefi
 """
 
 import contextlib
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from drafters import Drafter, TargetModel, generate
-from drafters.decoding.trace import Step, Trace
+from drafters.decoding.trace import Trace
+from eval.energy import Meter, Reading
 from eval.prompts import Prompt
 
 STOCK = "stock generate"
-STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
-TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")
 
 
 class MeasurementError(RuntimeError):
@@ -41,7 +39,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded once by one method. ``prompt`` is its index; ``trace`` is None for stock generate."""
+    """One prompt decoded once by one method.
+
+    ``prompt`` is its index; ``trace`` is None for stock generate; the joules are the whole call's, of the device and,
+    beside a GPU, of the host, and None where they are not available.
+    """
 
     method: str
     temperature: float
@@ -52,6 +54,8 @@ class Run:
     decode_seconds: float
     wall_seconds: float
     trace: Trace | None
+    energy_joules: float | None = None
+    host_energy_joules: float | None = None
 
     @property
     def decoded_tokens(self) -> int:
@@ -76,8 +80,9 @@ def measure(
     temperatures: list[float],
     rounds: int,
     limits: Limits,
-    journal: IO[str] | None = None,
+    keep: Callable[[Run], None] = lambda run: None,
     on_run: Callable[[str], None] = lambda method: None,
+    meter: Meter | None = None,
 ) -> list[Run]:
     """Run every method on every prompt, ``rounds`` times at each temperature.
 
@@ -86,8 +91,9 @@ def measure(
             (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's before are
             released first.
         warmup: decoded first by every method of a round; not measured.
-        journal: gets one JSON line a run as soon as it is done; ``run_from_line`` reads it back.
+        keep: gets each run as soon as it is done.
         on_run: called before each run with its method's label.
+        meter: of the energy; None measures none.
 
     Raises:
         MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
@@ -95,31 +101,58 @@ def measure(
     runs = []
     for temperature in temperatures:
         for round_ in range(rounds):
-            for run in _round(build(temperature), prompts, warmup, limits, temperature, round_, on_run):
+            one_round = _Round(build(temperature), limits, temperature, round_, on_run, meter)
+            for run in one_round.runs(prompts, warmup):
                 runs.append(run)
-                if journal is not None:
-                    journal.write(json.dumps(journal_line(run, prompts[run.prompt]), allow_nan=False) + "\n")
-                    journal.flush()
+                keep(run)
+            del one_round  # its drafters, before the next round's are built
     return runs
 
 
-def _round(
-    methods: Mapping[str, Method],
-    prompts: list[Prompt],
-    warmup: list[Prompt],
-    limits: Limits,
-    temperature: float,
-    round_: int,
-    on_run: Callable[[str], None],
-) -> Iterator[Run]:
-    for number, prompt in enumerate(warmup):
-        for method in methods:
-            on_run(method)
-            _run(methods, method, prompt, limits, temperature, round_, -1 - number)
-    for index, prompt in enumerate(prompts):
-        for method in method_order(list(methods), index, limits.seed + round_):
-            on_run(method)
-            yield _run(methods, method, prompt, limits, temperature, round_, index)
+@dataclass(frozen=True)
+class _Round:
+    methods: Mapping[str, Method]
+    limits: Limits
+    temperature: float
+    number: int
+    on_run: Callable[[str], None]
+    meter: Meter | None
+
+    def runs(self, prompts: list[Prompt], warmup: list[Prompt]) -> Iterator[Run]:
+        for number, prompt in enumerate(warmup):
+            for method in self.methods:
+                self._run(method, prompt, -1 - number)
+        for index, prompt in enumerate(prompts):
+            for method in method_order(list(self.methods), index, self.limits.seed + self.number):
+                yield self._run(method, prompt, index)
+
+    def _run(self, method: str, prompt: Prompt, index: int) -> Run:
+        self.on_run(method)
+        try:
+            with self.meter.measure() if self.meter else contextlib.nullcontext(Reading()) as joules:
+                start = time.perf_counter()
+                # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
+                tokens, prefill, decode, trace = self.methods[method](prompt.ids, self.limits.seed + index)
+                wall = time.perf_counter() - start
+            _check_tokens(tokens, self.limits)
+        except Exception as error:
+            raise MeasurementError(
+                f"{method} failed at temperature {self.temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} "
+                f"tokens): {type(error).__name__}: {error}"
+            ) from error
+        return Run(
+            method,
+            self.temperature,
+            self.number,
+            index,
+            tokens,
+            prefill,
+            decode,
+            wall,
+            trace,
+            joules.device,
+            joules.host,
+        )
 
 
 def method_order(methods: list[str], index: int, seed: int) -> list[str]:
@@ -221,72 +254,9 @@ class _Timestamps:
         pass
 
 
-def _run(
-    methods: Mapping[str, Method],
-    method: str,
-    prompt: Prompt,
-    limits: Limits,
-    temperature: float,
-    round_: int,
-    index: int,
-) -> Run:
-    start = time.perf_counter()
-    try:
-        # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
-        tokens, prefill, decode, trace = methods[method](prompt.ids, limits.seed + index)
-        wall = time.perf_counter() - start
-        _check_tokens(tokens, limits)
-    except Exception as error:
-        raise MeasurementError(
-            f"{method} failed at temperature {temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} tokens): "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return Run(method, temperature, round_, index, tokens, prefill, decode, wall, trace)
-
-
 def _check_tokens(tokens: list[int], limits: Limits) -> None:
     """Every method is counted alike, whatever its own code believes."""
     if not 1 <= len(tokens) <= limits.max_new_tokens:
         raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
     if any(token in limits.eos for token in tokens[:-1]):
         raise ValueError(f"tokens after EOS are counted: {tokens}")
-
-
-def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
-    """All of a run, so that nothing measured is lost whatever comes after it; times in seconds, steps in order."""
-    line: dict[str, Any] = {
-        "method": run.method,
-        "temperature": run.temperature,
-        "round": run.round,
-        "index": run.prompt,
-        "prompt": prompt.id,
-        "prompt_tokens": len(prompt.ids),
-        "new_tokens": len(run.tokens),
-        "tokens": run.tokens,
-        "prefill_seconds": run.prefill_seconds,
-        "decode_seconds": run.decode_seconds,
-        "wall_seconds": run.wall_seconds,
-    }
-    if run.trace is not None:
-        line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
-        line |= {name: getattr(run.trace, name) for name in TIME_FIELDS}
-    return line
-
-
-def run_from_line(line: dict[str, Any]) -> Run:
-    """What ``journal_line`` was made from."""
-    trace = None
-    if STEP_FIELDS[0] in line:
-        steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
-        trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
-    return Run(
-        line["method"],
-        line["temperature"],
-        line["round"],
-        line["index"],
-        line["tokens"],
-        line["prefill_seconds"],
-        line["decode_seconds"],
-        line["wall_seconds"],
-        trace,
-    )

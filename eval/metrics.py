@@ -128,5 +128,19 @@ def times(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def joules_per_token(runs: Sequence[Run]) -> dict[str, float | None]:
+    """Energy of whole calls, prefill included, over all their new tokens, both in total; None where one is unknown.
+
+    A single call may be shorter than the counter's resolution: so give the runs of all prompts and rounds.
+    """
+    tokens = sum(len(run.tokens) for run in runs)
+    device = [run.energy_joules for run in runs if run.energy_joules is not None]
+    host = [run.host_energy_joules for run in runs if run.host_energy_joules is not None]
+    return {
+        "joules_per_token": sum(device) / tokens if len(device) == len(runs) else None,
+        "host_joules_per_token": sum(host) / tokens if len(host) == len(runs) else None,
+    }
+
+
 def _mean(values: Sequence[float], scale: float = 1.0) -> float | None:
     return scale * sum(values) / len(values) if values else None

@@ -21,6 +21,8 @@ EXPLANATION = """\
   sampled.
 - **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every
   token weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's shows the change.
+- **J/token**: energy of the device over whole calls, prefill included, over all new tokens, first ones included; all
+  rounds together. It is the counter's own reading, idle power included; where there is none it is not estimated.
 - **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
   before), the target's forward with the acceptance rule, the rest. A drafter's pass over the prompt belongs to the
   prefill, which is in *end to end* and in none of these.
@@ -56,6 +58,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "median": lambda row: number(row["speedup_median"], 2, "x"),
     "exact": lambda row: number(row["exact_match"], 3),
     "ppl": lambda row: number(row["perplexity"], 2),
+    "J/token": lambda row: number(row["joules_per_token"], 3),
+    "host J/token": lambda row: number(row["host_joules_per_token"], 3),
     "draft ms": lambda row: number(row["draft_ms"], 2),
     "verify ms": lambda row: number(row["verify_ms"], 2),
     "other ms": lambda row: number(row["other_ms"], 2),
@@ -67,10 +71,16 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 NOT_ON_SCREEN = ("median", "other ms")  # the page has them; a terminal is narrow
 
 
+def _columns(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
+    """All, but the host's energy only where it was measured, which is beside a GPU."""
+    hidden = set() if any(row["host_joules_per_token"] is not None for row in report["rows"]) else {"host J/token"}
+    return {name: cell for name, cell in COLUMNS.items() if name not in hidden}
+
+
 def print_table(report: dict[str, Any], console: Console) -> None:
     """The table on the screen."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = {name: cell for name, cell in COLUMNS.items() if name not in NOT_ON_SCREEN}
+    shown = {name: cell for name, cell in _columns(report).items() if name not in NOT_ON_SCREEN}
     for index, column in enumerate(shown):
         table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
     last = None
@@ -89,8 +99,9 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 def markdown(report: dict[str, Any], picture: Path) -> str:
     """``report.md``."""
     lines = ["# Speed of drafters", "", *setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    lines += [f"| {' | '.join(cell(row) for cell in COLUMNS.values())} |" for row in report["rows"]]
+    columns = _columns(report)
+    lines += [f"| {' | '.join(columns)} |", "|" + " --- |" + " ---: |" * (len(columns) - 1)]
+    lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in report["rows"]]
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]

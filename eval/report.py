@@ -1,11 +1,20 @@
 """The rows of ``report.json``, and what must be said of them; how they are shown is ``eval.page``'s."""
 
+from itertools import chain
 from typing import Any
 
 from drafters import TargetModel
 from eval.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
 from eval.measure import STOCK, Run
-from eval.metrics import acceptance, ends_in_loop, paired_speedup, times, tokens_per_second, typical_run
+from eval.metrics import (
+    acceptance,
+    ends_in_loop,
+    joules_per_token,
+    paired_speedup,
+    times,
+    tokens_per_second,
+    typical_run,
+)
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 
@@ -47,6 +56,9 @@ def _baseline(temperature: float, plain: list[Run], looping: set[int], stock: li
         "tokens_per_second": tokens_per_second(plain),
         "stock_generate_tokens_per_second": tokens_per_second(typical_stock),
         "over_stock_generate": paired_speedup(plain, typical_stock).total,
+        "stock_generate_joules_per_token": joules_per_token([r for rounds in stock for r in rounds])[
+            "joules_per_token"
+        ],
         "stock_generate_exact_match": exact_share(stock, plain) if temperature == 0 else None,
         "loop_share": len(looping) / len(plain),
     }
@@ -59,6 +71,7 @@ def _row(
     speedup = paired_speedup(typical, plain, seed)
     steady = [run for run in typical if run.prompt not in looping]
     row = acceptance(typical, looping) | times(typical)
+    row |= joules_per_token(list(chain(*rounds)))
     row |= {
         "speedup": speedup.total,
         "speedup_ci": speedup.total_interval,
@@ -140,11 +153,21 @@ def statements(report: dict[str, Any]) -> list[str]:
             f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
             "drafter; tau without them stands beside tau over all)"
         )
+    lines += _about_energy(facts["energy"])
     if facts["load_average"] is not None and facts["load_average"] > facts["cpu_cores"]:
         lines.append(
             f"the machine was busy before the first run (load average {facts['load_average']:.1f}): times are rough"
         )
     return lines + [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
+
+
+def _about_energy(energy: dict[str, Any]) -> list[str]:
+    lines = []
+    for place, column in (("device", "J/token"), ("host", "host J/token")):
+        if place in energy:
+            state = "" if energy[place]["available"] else "not available: "
+            lines.append(f"{column}: {state}{energy[place]['how']}")
+    return lines
 
 
 def shortage_line(prompts: dict[str, Any]) -> str | None:

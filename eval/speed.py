@@ -8,6 +8,7 @@ so far are in measurements.unfinished.jsonl.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,9 @@ from data_prep.encoding import load_tokenizer
 from drafters import TargetModel
 from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
+from eval.energy import Meter
 from eval.environment import environment, load_average, peak_memory_bytes
+from eval.journal import journal_line
 from eval.lineup import DrafterEntry, Lineup, Models, check_entries
 from eval.measure import STOCK, Limits, MeasurementError, Method, Run, drafter_method, measure, stock_method
 from eval.output import PAGE, PICTURE, REPORT, PictureError, check_folder, draw_picture, open_journal, write_report
@@ -138,8 +141,10 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
-    runs = measure_all(config, target, lineup, prompts, facts, console)
+    meter = Meter(target.device)
+    runs = measure_all(config, target, lineup, prompts, facts, meter, console)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
+    facts["energy"] = meter.describe()
     baseline, rows = make_rows(runs, lineup.describe(), config.entries[0].name, prompts.measured, target, config.seed)
     report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
     try:
@@ -178,6 +183,7 @@ def measure_all(
     lineup: Lineup,
     prompts: PromptSet,
     facts: dict[str, Any],
+    meter: Meter,
     console: Console,
 ) -> list[Run]:
     """Run everything, showing progress and journalling every run."""
@@ -204,9 +210,13 @@ def measure_all(
             speed = progress.tasks[0].speed
             progress.update(task, description=method, advance=1, rate=f"{speed:.1f} outputs/s" if speed else "")
 
-        return measure(
-            build, prompts.measured, prompts.warmup, config.temperatures, config.rounds, limits, journal, on_run
-        )
+        def keep(run: Run) -> None:
+            line = journal_line(run, prompts.measured[run.prompt])
+            journal.write(json.dumps(line, allow_nan=False) + "\n")
+            journal.flush()
+
+        measured, others = prompts.measured, prompts.warmup
+        return measure(build, measured, others, config.temperatures, config.rounds, limits, keep, on_run, meter)
 
 
 def count_runs(config: SpeedConfig, prompts: PromptSet) -> int:

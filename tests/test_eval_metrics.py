@@ -1,8 +1,8 @@
 """The figures of a report: loops, alternation, paired speedups, exactness, counting."""
 
-import io
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from tiny import VOCAB_SIZE, build
 from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
 from eval.divergence import find_divergences
-from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order, run_from_line
-from eval.metrics import acceptance, ends_in_loop, paired_speedup, times, typical_run
+from eval.journal import journal_line, run_from_line
+from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
+from eval.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 
@@ -83,7 +84,7 @@ def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
         assert len({prompt for _, prompt in calls[start : start + 3]}) == 1
 
 
-def test_a_failure_names_method_and_prompt_and_keeps_the_journal() -> None:
+def test_a_failure_names_method_and_prompt_and_keeps_what_was_measured() -> None:
     """Catches an error that is swallowed while an earlier time is reused."""
 
     def fine(ids: list[int], seed: int) -> Outcome:
@@ -94,12 +95,11 @@ def test_a_failure_names_method_and_prompt_and_keeps_the_journal() -> None:
             raise RuntimeError("out of memory")
         return fine(ids, seed)
 
-    journal = io.StringIO()
+    kept: list[Run] = []
     with pytest.raises(MeasurementError, match="bad failed at temperature 0 on prompt 'p2'.*out of memory"):
-        measure(lambda _: {"good": fine, "bad": breaks}, PROMPTS[:4], PROMPTS[4:5], [0.0], 1, Limits(8), journal)
-    lines = [json.loads(line) for line in journal.getvalue().splitlines()]
-    assert {line["prompt"] for line in lines} >= {"p0", "p1"}
-    assert not [line for line in lines if line["prompt"] == "p2" and line["method"] == "bad"]
+        measure(lambda _: {"good": fine, "bad": breaks}, PROMPTS[:4], PROMPTS[4:5], [0.0], 1, Limits(8), kept.append)
+    assert {run.prompt for run in kept} >= {0, 1}
+    assert not [run for run in kept if run.prompt == 2 and run.method == "bad"]
 
 
 def test_the_journal_holds_all_of_every_run() -> None:
@@ -111,9 +111,10 @@ def test_the_journal_holds_all_of_every_run() -> None:
         "loop": lambda ids, seed: ([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
         "stock": lambda ids, seed: ([4, 5], 0.1, 0.2, None),
     }
-    journal = io.StringIO()
-    runs = measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8), journal)
-    assert [run_from_line(json.loads(line)) for line in journal.getvalue().splitlines()] == runs
+    runs = measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8))
+    runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5)
+    lines = [json.dumps(journal_line(run, PROMPTS[run.prompt])) for run in runs]
+    assert [run_from_line(json.loads(line)) for line in lines] == runs
 
 
 def test_a_rounds_drafters_are_released_before_the_next() -> None:
@@ -180,6 +181,13 @@ def test_overhead_is_the_share_of_all_decoding_outside_forward_passes() -> None:
     long = Trace([Step(0, 1, 1, 1, 2)], [4.0], [5.0], [1.0], [2.0], prefill_seconds=7.0)
     runs = [Run("m", 0.0, 0, i, [1, 2, 3], 7.0, 1.0, 9.0, trace) for i, trace in enumerate((short, long))]
     assert times(runs)["overhead"] == pytest.approx(0.75)
+
+
+def test_energy_is_of_all_tokens_of_all_calls() -> None:
+    """Catches a mean of the calls' own figures, the first token left out, and a missing reading taken for zero."""
+    runs = [replace(make_run(0, 4, 1.0), energy_joules=10.0), replace(make_run(1, 9, 1.0), energy_joules=5.0)]
+    assert joules_per_token(runs) == {"joules_per_token": 1.0, "host_joules_per_token": None}
+    assert joules_per_token([*runs, make_run(2, 4, 1.0)])["joules_per_token"] is None
 
 
 def test_the_median_round_counts() -> None:

@@ -20,6 +20,7 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.loop import eos_ids
 from drafters.decoding.sampling import Sampling
+from eval.energy import Meter
 from eval.environment import environment
 from eval.measure import Limits, stock_method
 from eval.report import warnings
@@ -28,6 +29,7 @@ ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
     "other_ms", "prompts", "new_tokens", "tau_without_loops", "speedup_ci", "ctar", "n_alpha", "prefill_ms",
     "perplexity", "overhead", "target_forwards",
+    "joules_per_token",
 }  # fmt: skip
 
 
@@ -147,6 +149,39 @@ class Wrong(AutoregressiveDrafter):
 
 def make_wrong(name: str, target: TargetModel, **options: Any) -> Drafter:
     return Wrong(target) if name == "speculative" else AutoregressiveDrafter(target)
+
+
+def test_energy_is_reported_or_its_absence_explained(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches counters around something else than the decodes, and a column of dashes without a reason."""
+
+    class OneJoule:
+        how = "a counter of our own"
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> float:
+            return 1.0
+
+    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("eval.energy.Rapl", OneJoule)
+        assert run(config, tmp_path) == 0
+    report = strict((tmp_path / "out" / "report.json").read_text())
+    for row in report["rows"]:
+        assert row["joules_per_token"] == pytest.approx(row["prompts"] / row["new_tokens"])
+    assert report["baseline"]["stock_generate_joules_per_token"] > 0
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "J/token: a counter of our own" in page
+    monkeypatch.setattr("eval.speed.Meter", lambda device: Meter(device, tmp_path / "none"))
+    assert run(config, tmp_path, "prompts.count=1") == 0
+    assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
+    assert "J/token: not available: " in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_wrong_drafter_is_caught(

@@ -1,0 +1,257 @@
+"""Joules, from the counters of the hardware: NVML's for an NVIDIA GPU, RAPL's for a CPU.
+
+Where there is no counter, or it may not be read, energy is not available, and the report says why. It is never
+estimated. A counter is the whole device's: idle power, and whatever else runs there, are in it.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+POWERCAP = Path("/sys/class/powercap")
+SAMPLE_SECONDS = 0.025
+
+
+class UnavailableError(RuntimeError):
+    """There is no such counter here, or it cannot be read; the message is the reason."""
+
+
+class Counter(Protocol):
+    """Measures from ``start`` to ``stop``; ``how`` is a phrase for the report."""
+
+    how: str
+
+    def start(self) -> None:
+        """From here on."""
+
+    def stop(self) -> float:
+        """Joules since ``start``."""
+
+
+class Rapl:
+    """The energy counters of all CPU packages, in microjoules; they wrap around.
+
+    Only packages are read: their sub-domains (cores, memory controllers) are counted in them, and the platform domain
+    of some machines would count them again.
+
+    Args:
+        root: the kernel's power-capping folder.
+
+    Raises:
+        UnavailableError: no package has a counter, or one may not be read.
+    """
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        domains = [path for path in sorted(root.glob("intel-rapl:*")) if re.fullmatch(r"intel-rapl:\d+", path.name)]
+        packages = [path for path in domains if _text(path / "name").startswith("package")]
+        if not packages:
+            raise UnavailableError(f"this CPU's energy counters (RAPL) are not exposed: no package under {root}")
+        self._files = [path / "energy_uj" for path in packages]
+        self._ranges = [int(_text(path / "max_energy_range_uj")) for path in packages]
+        self._before = self._read()
+        self.how = (
+            f"RAPL counters of {len(packages)} CPU package(s), which advance about once a millisecond, read before and "
+            "after every call"
+        )
+
+    def start(self) -> None:
+        self._before = self._read()
+
+    def stop(self) -> float:
+        moved = zip(self._before, self._read(), self._ranges, strict=True)
+        return sum(after - before + (span if after < before else 0) for before, after, span in moved) / 1e6
+
+    def _read(self) -> list[int]:
+        return [int(_text(file)) for file in self._files]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except PermissionError:
+        raise UnavailableError(
+            f"{file} may be read by root only: run as root, or give read permission (chmod a+r {file})"
+        ) from None
+    except OSError as error:
+        raise UnavailableError(f"{file}: {error.strerror or error}") from None
+
+
+class NvmlEnergy:
+    """A GPU's own energy counter, in millijoules.
+
+    Raises:
+        Exception: NVML's own, where the GPU has no such counter (before Volta, or a part of a partitioned one).
+    """
+
+    how = (
+        "NVML's energy counter of the GPU, which advances every few tens of milliseconds, read before and after every "
+        "call"
+    )
+
+    def __init__(self, nvml: ModuleType, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._before = self._read()
+
+    def start(self) -> None:
+        self._before = self._read()
+
+    def stop(self) -> float:
+        return (self._read() - self._before) / 1e3
+
+    def _read(self) -> int:
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+
+
+class NvmlPower:
+    """A GPU's power, sampled in a thread and integrated by trapezia, for GPUs without an energy counter.
+
+    Raises:
+        Exception: NVML's own, where the GPU does not tell its power either.
+    """
+
+    how = f"the GPU's power from NVML, sampled every {SAMPLE_SECONDS * 1e3:.0f} ms and integrated by trapezia"
+
+    def __init__(self, nvml: ModuleType, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._sample()
+        self._samples: list[tuple[float, float]] = []
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._samples, self._error = [self._sample()], None
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> float:
+        assert self._thread is not None
+        self._ended.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return integrate([*self._samples, self._sample()])
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(SAMPLE_SECONDS):
+                self._samples.append(self._sample())
+        except Exception as error:  # an energy that lacks samples is no measurement
+            self._error = error
+
+    def _sample(self) -> tuple[float, float]:
+        """Seconds and watts."""
+        watts = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+        return time.perf_counter(), watts
+
+
+def integrate(samples: list[tuple[float, float]]) -> float:
+    """Joules under (seconds, watts), by trapezia."""
+    pairs = zip(samples, samples[1:], strict=False)
+    return sum((after - before) * (first + second) / 2 for (before, first), (after, second) in pairs)
+
+
+def gpu_counter(uuid: str) -> Counter:
+    """The energy counter of the GPU with this UUID, or, where it has none, its power.
+
+    Raises:
+        UnavailableError: NVML is missing, does not know the GPU, or is told nothing by it.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        raise UnavailableError("the package nvidia-ml-py is not installed (pip install nvidia-ml-py)") from None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        try:
+            return NvmlEnergy(pynvml, handle)
+        except pynvml.NVMLError:
+            return NvmlPower(pynvml, handle)
+    except pynvml.NVMLError as error:
+        raise UnavailableError(f"NVML tells no energy of this GPU: {error}") from None
+
+
+@dataclass
+class Reading:
+    """Joules of one call; None where they are not available."""
+
+    device: float | None = None
+    host: float | None = None
+
+
+class Meter:
+    """Joules of the device that decodes and, beside a GPU's, of the CPU.
+
+    A counter that fails is not asked again: what it would have measured is not available, and the report says why.
+
+    Args:
+        powercap: where the kernel exposes RAPL.
+    """
+
+    def __init__(self, device: torch.device, powercap: Path = POWERCAP) -> None:
+        self._counters: dict[str, Counter] = {}
+        self._reasons: dict[str, str] = {}
+        if device.type == "cpu":
+            self._open("device", lambda: Rapl(powercap))
+        elif device.type == "cuda":
+            self._open("device", lambda: gpu_counter(str(torch.cuda.get_device_properties(device).uuid)))
+            self._open("host", lambda: Rapl(powercap))
+        else:
+            self._reasons["device"] = f"there is no energy counter for devices of type {device.type!r}"
+
+    def _open(self, place: str, make: Callable[[], Counter]) -> None:
+        try:
+            self._counters[place] = make()
+        except UnavailableError as error:
+            self._reasons[place] = str(error)
+        except Exception as error:  # NVML's errors are its own; none of them is worth the measurement of speed
+            self._reasons[place] = f"{type(error).__name__}: {error}"
+
+    @contextmanager
+    def measure(self) -> Iterator[Reading]:
+        """Around a call; the reading is filled in when it has ended."""
+        reading = Reading()
+        started = [place for place in list(self._counters) if self._start(place)]
+        try:
+            yield reading
+        finally:
+            for place in started:
+                self._stop(place, reading)
+
+    def _start(self, place: str) -> bool:
+        try:
+            self._counters[place].start()
+        except Exception as error:
+            self._drop(place, error)
+            return False
+        return True
+
+    def _stop(self, place: str, reading: Reading) -> None:
+        try:
+            setattr(reading, place, self._counters[place].stop())
+        except Exception as error:
+            self._drop(place, error)
+
+    def _drop(self, place: str, error: Exception) -> None:
+        self._reasons[place] = f"{self._counters.pop(place).how}: failed ({type(error).__name__}: {error})"
+
+    def describe(self) -> dict[str, Any]:
+        """For the report: how the energy of the device and (beside a GPU) of the host is measured, or why not."""
+        return {
+            place: {"available": place in self._counters, "how": self._how(place)}
+            for place in ("device", "host")
+            if place in self._counters or place in self._reasons
+        }
+
+    def _how(self, place: str) -> str:
+        return self._counters[place].how if place in self._counters else self._reasons[place]
