@@ -41,7 +41,7 @@ class BiLDDrafter(SpeculativeDrafter):
     """
 
     name = "bild"
-    options = BiLDOptions
+    options: ClassVar[type[SpeculativeOptions]] = BiLDOptions
     lossless: ClassVar[bool] = False
     rewinds = False  # in a cascade what it gives would have to be a draft model's own, drawn from a known q
 

@@ -6,6 +6,7 @@ import math
 import conformance
 import pytest
 import torch
+from likelihood import excess
 from tiny import build
 
 from drafters import Sampling, TargetModel, generate, make_drafter
@@ -193,27 +194,12 @@ def test_sampled_last_tokens() -> None:
     assert float((seen - expected).abs().sum()) / 2 < 0.01
 
 
-def surprise(model: TargetModel, drafter: MJGDDrafter, **sampling: float) -> float:
-    """How many standard deviations the sampled tokens' log-likelihood lies above what plain sampling would give."""
-    excess, variance = 0.0, 0.0
-    for seed in range(4):
-        result = generate(model, drafter, [[3, 1]], max_new_tokens=150, temperature=1.0, seed=seed, eos_token_id=[])
-        tokens = [3, 1, *result.tokens[0].tolist()]
-        logits = model.model(torch.tensor([tokens])).logits[0, 2:-1]
-        p = Sampling(1.0).probabilities(logits)
-        mean = (p * p.log()).sum(-1)
-        log_p = p.log().gather(1, torch.tensor(tokens[3:])[:, None])[:, 0]
-        excess += float((log_p - mean).sum())
-        variance += float((p * (p.log() - mean[:, None]) ** 2).sum())
-    return excess / math.sqrt(variance)
-
-
 def test_one_token_or_one_beam_is_plain_sampling() -> None:
     """Catches likelihood that leaks into a choice where there is none; with several beams it must show (the power)."""
     model = TargetModel(build("llama", vocab_size=6, num_hidden_layers=1, initializer_range=0.2, eos_token_id=None))
-    assert abs(surprise(model, MJGDDrafter(model, k=1))) < 3
-    assert abs(surprise(model, MJGDDrafter(model, k=3, beams=1))) < 3
-    assert surprise(model, MJGDDrafter(model, k=2, beams=2)) > 5
+    assert abs(excess(model, MJGDDrafter(model, k=1), [3, 1])) < 3
+    assert abs(excess(model, MJGDDrafter(model, k=3, beams=1), [3, 1])) < 3
+    assert excess(model, MJGDDrafter(model, k=2, beams=2), [3, 1]) > 5
 
 
 def test_one_token_is_distributed_like_the_target() -> None:

@@ -1,0 +1,254 @@
+"""LLMCad: budgets and thresholds by hand, trees against whole forwards, and drafting while the target verifies."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import conformance
+import pytest
+import tiny
+import torch
+from likelihood import excess
+from rigged import perturbed
+
+from drafters import GenerateResult, TargetModel, generate, make_drafter
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.llmcad import LLMCadDrafter, TokenTree, next_alpha
+
+TestChain = conformance.suite(
+    lambda target: LLMCadDrafter(target, target, nodes=4, branches=1, alpha=1e-9),
+    accepts="all",
+    families=("llama", "mistral-sliding"),
+    longest_draft=4,
+)
+TestTree = conformance.suite(
+    lambda target: LLMCadDrafter(target, perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-3),
+    accepts="some",
+    longest_draft=6,
+)
+TestOverlap = conformance.suite(
+    lambda target: LLMCadDrafter(target, perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-3, overlap=True),
+    accepts="some",
+    families=("llama", "mistral-sliding"),
+    longest_draft=6,
+)
+
+
+def tree_of(nodes: int, branches: int, alpha: float = 1e-9, depth: int = 99) -> TokenTree:
+    return TokenTree(nodes, branches, alpha, depth, torch.zeros(0))
+
+
+# Budgets: f(x) = M * C_x / sum(C_i) - T_x.
+
+
+def test_branches_go_on_while_they_are_due() -> None:
+    """Catches a budget that grows with the length (the product), shares of the wrong sum, and a lost parent.
+
+    M = 6, N = 3. After the root C = .5, .3, .1: shares of 6 tokens 3.33, 2 and 0.67, so two branches are due one. They
+    have .30, .15 and .27 as likeliest children: shares 2.5, 2.25 and 1.25 for a length of 2: one child each. Then
+    .24, .2025 and .0675 have shares 2.8, 2.4 and 0.8 for a length of 3: none is due, and the likeliest goes on.
+    """
+    tree = tree_of(6, 3)
+    tree.extend([[0.5, 0.3, 0.1]], [[10, 11, 12]])
+    assert (tree.tokens, tree.parents, tree.level) == ([10, 11], [ROOT, ROOT], [0, 1])
+    tree.extend([[0.6, 0.3, 0.05], [0.9, 0.05, 0.0]], [[13, 14, 15], [16, 17, 18]])
+    assert (tree.tokens, tree.parents) == ([10, 11, 13, 16], [ROOT, ROOT, 0, 1])
+    assert tree.confidence == pytest.approx([0.3, 0.27]) and not tree.done
+    tree.extend([[0.8, 0.1, 0.1], [0.75, 0.25, 0.0]], [[19, 20, 21], [22, 23, 24]])
+    assert (tree.tokens[4:], tree.parents[4:], tree.lengths) == ([19], [2], [1, 1, 2, 2, 3])
+    assert tree.path(4) == [0, 2, 4] and tree.path(3) == [1, 3]
+    assert (tree.branch_length(ROOT), tree.branch_length(0), tree.branch_length(1)) == (3, 3, 2)
+
+
+def test_trees_end() -> None:
+    """Catches a tree larger than the buffers, deeper than the room, or drafted on below the threshold.
+
+    The level at which the likeliest branch falls below alpha still belongs to the tree.
+    """
+    full = tree_of(3, 2)
+    full.extend([[0.5, 0.5]], [[1, 2]])
+    full.extend([[0.5, 0.5], [0.5, 0.5]], [[3, 4], [5, 6]])
+    assert full.tokens == [1, 2, 3] and full.done
+    deep = tree_of(9, 1, depth=2)
+    for _ in range(2):
+        assert not deep.done
+        deep.extend([[0.9]], [[1]])
+    assert deep.done and tree_of(9, 1, depth=0).done
+    doubtful = tree_of(9, 2, alpha=0.3)
+    doubtful.extend([[0.5, 0.4]], [[1, 2]])
+    assert not doubtful.done  # the likeliest branch counts: 0.5
+    doubtful.extend([[0.5, 0.5], [0.7, 0.1]], [[3, 4], [5, 6]])
+    assert doubtful.done and doubtful.confidence[0] == pytest.approx(0.28) and doubtful.tokens == [1, 2, 5, 3]
+
+
+def test_threshold_learns() -> None:
+    """Catches a threshold that moves the wrong way, leaves (0, 1], or jumps to 1 at the first mistake.
+
+    All of 4 right: halved. 1 of 4 right at T_c = 0.0001: divided by 0.0001^(3/4) = 0.001. None right: by T_c itself.
+    """
+    assert next_alpha(0.01, 4, 4, 0.5) == 0.005
+    assert next_alpha(0.0001, 1, 4, 0.0001) == pytest.approx(0.1)
+    assert next_alpha(0.01, 0, 3, 0.05) == pytest.approx(0.2)
+    assert next_alpha(0.5, 0, 2, 0.1) == 1.0
+    alpha = 1.0
+    for _ in range(2000):
+        alpha = next_alpha(alpha, 1, 1, 0.5)
+    assert 0 < alpha < 1e-300 and next_alpha(alpha, 1, 1, 0.5) > 0
+
+
+# Trees of a draft model.
+
+
+def reference(model: TargetModel, known: list[int], like: TokenTree) -> TokenTree:
+    """The same tree grown by whole forwards of each branch."""
+    tree = tree_of(like.nodes, like.branches, like.alpha, like.depth)
+    while not tree.done:
+        found = []
+        for end in tree.level:
+            branch = [] if end == ROOT else [tree.tokens[node] for node in tree.path(end)]
+            logits = model.model(torch.tensor([known + branch])).logits[0, -1]
+            found.append(logits.softmax(-1).topk(tree.branches))
+        tree.extend([q.tolist() for q, _ in found], [tokens.tolist() for _, tokens in found])
+    return tree
+
+
+def watched(drafter: LLMCadDrafter, temperature: float = 0.0, new_tokens: int = 40) -> tuple[GenerateResult, list]:
+    """A generation, and for each step the tokens before it and its tree."""
+    seen = []
+    go = drafter.propose
+
+    def record(state: DecodeState) -> DraftTree:
+        draft = go(state)
+        if draft.size:
+            assert draft.q is None and drafter._tree is not None
+            assert draft.tokens[0].tolist() == drafter._tree.tokens
+            assert torch.equal(draft.ancestors(), DraftTree(draft.tokens, draft.parents).ancestors())
+            seen.append((list(state.tokens[0]), drafter._tree))
+        return draft
+
+    drafter.propose = record  # type: ignore[method-assign]
+    ids = conformance.prompt(9)
+    options = {"max_new_tokens": new_tokens, "temperature": temperature, "eos_token_id": []}
+    return generate(drafter.target, drafter, [ids], **options), seen  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_are_the_draft_models(family: str, overlap: bool, temperature: float) -> None:
+    """Catches branches that see each other, wrong positions, and a draft cache that drifts from the text unseen."""
+    target = conformance.target_of(family)
+    draft_model = perturbed(target, 0.02)
+    drafter = LLMCadDrafter(target, draft_model, nodes=9, branches=3, alpha=1e-3, overlap=overlap)
+    result, seen = watched(drafter, temperature)
+    for known, tree in seen:
+        expected = reference(draft_model, known, tree)
+        assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
+        assert tree.confidence == pytest.approx(expected.confidence, rel=1e-3)
+    accepted = {step.accepted for step in result.trace.steps}
+    assert len(accepted) > (1 if temperature else 2) and len({len(tree.tokens) for _, tree in seen}) > 2
+
+
+def test_threshold_follows_the_outcomes() -> None:
+    """Catches N_all taken of the whole tree, not of the branch that matched, and a threshold kept between prompts."""
+    target = conformance.target_of("llama")
+    drafter = LLMCadDrafter(target, perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-2)
+    for _ in range(2):
+        result, seen = watched(drafter)
+        answer = conformance.prompt(9) + result.tokens[0].tolist()
+        alpha, ended_early = 1e-2, 0
+        for step, (known, tree) in zip(result.trace.steps, seen, strict=False):
+            assert tree.alpha == alpha
+            right = answer[len(known) : len(known) + step.accepted]
+            paths = [tree.path(node) for node in range(len(tree.tokens))]
+            matching = [path for path in paths if [tree.tokens[node] for node in path[: step.accepted]] == right]
+            total = max(len(path) for path in matching)
+            ended_early += total < max(tree.lengths)
+            alpha = next_alpha(alpha, step.accepted, total, tree.confidence[0])
+        assert ended_early > 0, "the rig must match branches shorter than the tree"
+
+
+# Drafting while the target verifies.
+
+
+@contextmanager
+def levels(drafter: LLMCadDrafter, count: int) -> Iterator[None]:
+    """In place of a side stream: the target is done after ``count`` levels more."""
+
+    @contextmanager
+    def beside() -> Iterator[Callable[[], bool]]:
+        left = iter(range(count))
+        yield lambda: next(left, None) is not None
+
+    drafter._beside = beside  # type: ignore[method-assign]
+    yield
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("count", [0, 1, 99])
+def test_overlap_changes_nothing(count: int, temperature: float) -> None:
+    """Catches rows drafted ahead that are kept on a wrong guess, moved to the wrong place, or not drafted on from."""
+    target = conformance.target_of("llama")
+    options = {"nodes": 7, "branches": 2, "alpha": 1e-3}
+    draft_model = perturbed(target, 0.02)
+    plain, trees = watched(LLMCadDrafter(target, draft_model, overlap=False, **options), temperature)  # type: ignore
+    ahead = LLMCadDrafter(target, draft_model, overlap=True, **options)  # type: ignore[arg-type]
+    hits: list[bool] = []
+    observe = ahead.observe
+
+    def record(*args: object) -> None:
+        observe(*args)  # type: ignore[arg-type]
+        hits.append(ahead._ahead is not None)
+
+    ahead.observe = record  # type: ignore[method-assign]
+    with levels(ahead, count):
+        result, others = watched(ahead, temperature)
+    assert result.tokens.tolist() == plain.tokens.tolist() and result.trace.steps == plain.trace.steps
+    assert [(tree.tokens, tree.parents) for _, tree in others] == [(tree.tokens, tree.parents) for _, tree in trees]
+    assert set(hits) == {False, True}, "the rig must guess right and wrong"
+
+
+def test_guesses_save_forwards() -> None:
+    """Catches a hit after which everything is drafted again: on one, the next draft costs no forward of its own."""
+    target = conformance.target_of("llama")
+    drafter = LLMCadDrafter(target, target, nodes=3, branches=1, alpha=1e-9, overlap=True)
+    run, calls, go = target.run, [0], drafter.propose
+    during: list[int] = []
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        return run(*args, **kwargs)  # type: ignore[arg-type]
+
+    def propose(state: DecodeState) -> DraftTree:
+        before = calls[0]
+        draft = go(state)
+        during.append(calls[0] - before)
+        return draft
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    drafter.draft_model = TargetModel(target.model, name="same")
+    run = drafter.draft_model.run
+    drafter.draft_model.run = counted  # type: ignore[method-assign, assignment]
+    generate(target, drafter, [conformance.prompt(9)], max_new_tokens=17, eos_token_id=[])
+    assert during == [3, 0, 0, 0]
+
+
+def test_sampled_text_is_the_targets_own() -> None:
+    """Catches nodes accepted because they are likely: what is sampled would be likelier than the target's own."""
+    model = TargetModel(
+        tiny.build("llama", vocab_size=6, num_hidden_layers=1, initializer_range=0.2, eos_token_id=None)
+    )
+    drafter = LLMCadDrafter(model, perturbed(model, 0.3), nodes=5, branches=2, overlap=True)
+    assert abs(excess(model, drafter, [3, 1])) < 3
+
+
+def test_bad_options() -> None:
+    """Catches sizes and thresholds out of range, which would fail while decoding or draft nothing."""
+    target = conformance.target_of("llama")
+    for wrong in ({"nodes": 0}, {"branches": 0}, {"alpha": 0.0}, {"alpha": 1.5}, {"gamma": 4}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("llmcad", target, draft_model="x", **wrong)
+    drafter = make_drafter("llmcad", target, draft_model=target, branches=200)
+    assert isinstance(drafter, LLMCadDrafter) and not drafter.overlap and drafter.max_draft == 16
+    result = generate(target, drafter, [conformance.prompt(9)], max_new_tokens=8, eos_token_id=[])
+    assert result.tokens[0].tolist() == conformance.plain_greedy(target, conformance.prompt(9), 8)
