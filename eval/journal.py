@@ -24,6 +24,7 @@ def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
         "prefill_seconds": run.prefill_seconds,
         "decode_seconds": run.decode_seconds,
         "wall_seconds": run.wall_seconds,
+        "first_tokens": run.first_tokens,
         "energy_joules": run.energy_joules,
         "host_energy_joules": run.host_energy_joules,
     }
@@ -40,15 +41,16 @@ def run_from_line(line: dict[str, Any]) -> Run:
         steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
     return Run(
-        line["method"],
-        line["temperature"],
-        line["round"],
-        line["index"],
-        line["tokens"],
-        line["prefill_seconds"],
-        line["decode_seconds"],
-        line["wall_seconds"],
-        trace,
-        line["energy_joules"],
-        line["host_energy_joules"],
+        method=line["method"],
+        temperature=line["temperature"],
+        round=line["round"],
+        prompt=line["index"],
+        tokens=line["tokens"],
+        prefill_seconds=line["prefill_seconds"],
+        decode_seconds=line["decode_seconds"],
+        wall_seconds=line["wall_seconds"],
+        trace=trace,
+        first_tokens=line["first_tokens"],
+        energy_joules=line["energy_joules"],
+        host_energy_joules=line["host_energy_joules"],
     )

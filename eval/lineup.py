@@ -146,7 +146,7 @@ class Lineup:
     def describe(self) -> dict[str, dict[str, Any]]:
         """By name, what the report's rows say of each drafter beside what is measured."""
         return {
-            e.name: {"lossless": self._lossless[e.name], "entry": e.base, "grid": e.knobs or None}
+            e.name: {"lossless": self._lossless[e.name], "stock": False, "entry": e.base, "grid": e.knobs or None}
             for e in self._entries
         }
 
@@ -170,13 +170,16 @@ def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel])
     return value
 
 
-def check_entries(entries: list[DrafterEntry], target_path: str) -> None:
+def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
     """What can be found out before the target is loaded.
+
+    Args:
+        paths: of other models, by their key in the config.
 
     Raises:
         ValueError: unknown drafters, or folders and files that are not there.
     """
-    named = [("target.path", "checkpoint", target_path)]
+    named = [(place, "checkpoint", path) for place, path in paths.items()]
     for entry in entries:
         _check_drafter(entry.drafter)
         named += [(f"{entry.name}: {place}", key, text) for place, key, text in _texts(entry.options, "", "")]

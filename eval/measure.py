@@ -1,7 +1,6 @@
 """Decode the same prompts with every method, alternating, and keep what each did and how long it took.
 
-Of stock ``generate`` a streamer notes when the first token comes out, so that its prefill is taken apart just as the
-loop takes its own: neither side's prefill, nor the first token, which the prefill gives, counts as decoding.
+No method's prefill, nor the first token, which the prefill gives, counts as decoding.
 """
 
 import contextlib
@@ -9,17 +8,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from transformers import GenerationConfig
 
 from drafters import Drafter, TargetModel, generate
 from drafters.decoding.trace import Trace
 from eval.energy import Meter, Reading
 from eval.prompts import Prompt
-
-STOCK = "stock generate"
 
 
 class MeasurementError(RuntimeError):
@@ -41,8 +34,14 @@ class Limits:
 class Run:
     """One prompt decoded once by one method.
 
-    ``prompt`` is its index; ``trace`` is None for stock generate; the joules are the whole call's, of the device and,
-    beside a GPU, of the host, and None where they are not available.
+    Attributes:
+        prompt: its index.
+        prefill_seconds: until the first new tokens came out. decode_seconds: from there to the end.
+        trace: None for stock generate, which tells no steps.
+        first_tokens: how many the prefill gave: one, but assisted generation drafts before its first forward and may
+            give several at once.
+        energy_joules, host_energy_joules: of the whole call, the device's and, beside a GPU, the CPU's; None where they
+            are not available.
     """
 
     method: str
@@ -54,13 +53,14 @@ class Run:
     decode_seconds: float
     wall_seconds: float
     trace: Trace | None
+    first_tokens: int = 1
     energy_joules: float | None = None
     host_energy_joules: float | None = None
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens after the first, which the prefill gives."""
-        return len(self.tokens) - 1
+        """Tokens after those that the prefill gave."""
+        return len(self.tokens) - self.first_tokens
 
     @property
     def seconds_per_token(self) -> float:
@@ -68,9 +68,18 @@ class Run:
         return self.decode_seconds / max(self.decoded_tokens, 1)
 
 
-# (prompt ids, seed) -> tokens, prefill seconds, decode seconds, trace
-Outcome = tuple[list[int], float, float, Trace | None]
-Method = Callable[[list[int], int], Outcome]
+@dataclass(frozen=True)
+class Outcome:
+    """What a method made of one prompt; see ``Run``."""
+
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    trace: Trace | None = None
+    first_tokens: int = 1
+
+
+Method = Callable[[list[int], int], Outcome]  # of prompt ids and a seed
 
 
 def measure(
@@ -132,26 +141,27 @@ class _Round:
             with self.meter.measure() if self.meter else contextlib.nullcontext(Reading()) as joules:
                 start = time.perf_counter()
                 # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
-                tokens, prefill, decode, trace = self.methods[method](prompt.ids, self.limits.seed + index)
+                made = self.methods[method](prompt.ids, self.limits.seed + index)
                 wall = time.perf_counter() - start
-            _check_tokens(tokens, self.limits)
+            _check_tokens(made, self.limits)
         except Exception as error:
             raise MeasurementError(
                 f"{method} failed at temperature {self.temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} "
                 f"tokens): {type(error).__name__}: {error}"
             ) from error
         return Run(
-            method,
-            self.temperature,
-            self.number,
-            index,
-            tokens,
-            prefill,
-            decode,
-            wall,
-            trace,
-            joules.device,
-            joules.host,
+            method=method,
+            temperature=self.temperature,
+            round=self.number,
+            prompt=index,
+            tokens=made.tokens,
+            prefill_seconds=made.prefill_seconds,
+            decode_seconds=made.decode_seconds,
+            wall_seconds=wall,
+            trace=made.trace,
+            first_tokens=made.first_tokens,
+            energy_joules=joules.device,
+            host_energy_joules=joules.host,
         )
 
 
@@ -185,78 +195,17 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
         trace = result.trace
         if trace.decoded_tokens != len(tokens) - 1:
             raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {len(tokens) - 1}")
-        return tokens, trace.prefill_seconds, trace.decode_seconds, trace
+        return Outcome(tokens, trace.prefill_seconds, trace.decode_seconds, trace)
 
     return decode
 
 
-def stock_method(target: TargetModel, temperature: float, limits: Limits) -> Method:
-    """Decode with transformers' own ``generate``: greedily, or sampling with the same temperature, top-k and top-p.
-
-    Its settings are the limits' and no others. A model's own generation config may hold more, a repetition penalty
-    say, which changes the output and costs time; the loop does nothing of the kind. Sampled tokens come from PyTorch's
-    global generator, so they are others than the loop's, from the same distribution.
-    """
-    warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
-    settings = GenerationConfig(
-        max_new_tokens=limits.max_new_tokens,
-        do_sample=temperature > 0,
-        eos_token_id=sorted(limits.eos) or None,
-        pad_token_id=min(limits.eos, default=0),
-        **warped,
-    )
-
-    def decode(ids: list[int], seed: int) -> Outcome:
-        input_ids = torch.tensor([ids], device=target.device)
-        streamer = _Timestamps()
-        torch.manual_seed(seed)
-        with _only(target.model, settings):
-            start = time.perf_counter()
-            output = target.model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                generation_config=settings,
-                streamer=streamer,
-            )
-            tokens = output[0, len(ids) :].tolist()  # waits for the device
-            end = time.perf_counter()
-        return tokens, streamer.first_token - start, end - streamer.first_token, None
-
-    return decode
-
-
-@contextlib.contextmanager
-def _only(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """``generate`` fills what a given config leaves open from the model's own: put the given one in its place."""
-    own, model.generation_config = model.generation_config, settings
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-class _Timestamps:
-    """A streamer that keeps the time of the first new token.
-
-    ``generate`` hands it the prompt, then each token, on the host.
-    """
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self.first_token = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        self._calls += 1
-        if self._calls == 2:
-            self.first_token = time.perf_counter()
-
-    def end(self) -> None:
-        pass
-
-
-def _check_tokens(tokens: list[int], limits: Limits) -> None:
+def _check_tokens(made: Outcome, limits: Limits) -> None:
     """Every method is counted alike, whatever its own code believes."""
+    tokens = made.tokens
     if not 1 <= len(tokens) <= limits.max_new_tokens:
         raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
     if any(token in limits.eos for token in tokens[:-1]):
         raise ValueError(f"tokens after EOS are counted: {tokens}")
+    if not 1 <= made.first_tokens <= len(tokens):
+        raise ValueError(f"the prefill cannot have given {made.first_tokens} of {len(tokens)} tokens")

@@ -94,8 +94,16 @@ def _interval(samples: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+ACCEPTANCE = ("tau", "tau_without_loops", "ctar", "n_alpha", "steps", "target_forwards", "drafted_per_step")
+
+
 def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
-    """tau over all prompts and without those of ``looping`` (indices), CTAR(1..) and n-alpha."""
+    """tau over all prompts and without those of ``looping`` (indices), CTAR(1..) and n-alpha.
+
+    All None for stock generate, which tells no steps.
+    """
+    if any(run.trace is None for run in runs):
+        return dict.fromkeys(ACCEPTANCE)
     trace = merged_trace(runs)
     rest = merged_trace([run for run in runs if run.prompt not in looping])
     longest = max((step.committed for step in trace.steps), default=1)
@@ -114,8 +122,11 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
 
 
 def times(runs: Sequence[Run]) -> dict[str, Any]:
-    """Speeds, milliseconds of a step's parts and of a prefill, and the share of decoding outside forward passes."""
-    trace = merged_trace(runs)
+    """Speeds, milliseconds of a step's parts and of a prefill, and the share of decoding outside forward passes.
+
+    What steps would tell is None for stock generate.
+    """
+    trace = merged_trace([run for run in runs if run.trace is not None])
     wall = sum(run.wall_seconds for run in runs)
     return {
         "tokens_per_second": tokens_per_second(runs),

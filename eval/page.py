@@ -30,6 +30,8 @@ EXPLANATION = """\
   pools, trees, masks, acceptance rules, the host.
 - **stock generate**: transformers' `generate`, by the same count. Where sampling, it draws other tokens than the loop
   (same temperature, top-k and top-p, another generator); the two are paired by prompt all the same.
+- rows marked **(stock)** are transformers' accelerated generation, which tells no steps: no tau. It drafts before its
+  first forward; the tokens that this forward gives at once, and its time, are counted as prefill.
 - **drafted**: nodes proposed a step. **lossy** methods change the target's output distribution; all others preserve it.
 """
 
@@ -147,7 +149,7 @@ def _categories(report: dict[str, Any]) -> list[str]:
         "| --- |" + " ---: |" * (len(names) + 1),
     ]
     for row in rows:
-        cells = [f"{number(c['speedup'], 2, 'x')} ({c['tau']:.2f})" for c in row["categories"].values()]
+        cells = [f"{number(c['speedup'], 2, 'x')} ({number(c['tau'], 2)})" for c in row["categories"].values()]
         lines.append(f"| {shown_name(row)} | {row['temperature']:g} | {' | '.join(cells)} |")
     return [*lines, ""]
 

@@ -57,7 +57,8 @@ def _panel(panel: Axes, rows: list[dict[str, Any]], baseline: dict[str, Any], wi
             low, high = row["speedup_ci"]
             panel.plot([low, high], [place, place], color="black", linewidth=1)
             end = max(end, high)
-        panel.text(end + 0.02 * widest, place, f"{speedup:.2f}x   τ {row['tau']:.2f}", va="center", fontsize=9)
+        tau = "" if row["tau"] is None else f"   τ {row['tau']:.2f}"
+        panel.text(end + 0.02 * widest, place, f"{speedup:.2f}x{tau}", va="center", fontsize=9)
     panel.axvline(1.0, color="black", linewidth=0.8)
     if baseline["over_stock_generate"]:
         stock = 1 / baseline["over_stock_generate"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from drafters import TargetModel
 from eval.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
-from eval.measure import STOCK, Run
+from eval.measure import Run
 from eval.metrics import (
     acceptance,
     ends_in_loop,
@@ -17,6 +17,7 @@ from eval.metrics import (
 )
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
+from eval.stock import STOCK
 
 
 def make_rows(
@@ -129,8 +130,8 @@ def warnings(report: dict[str, Any]) -> list[str]:
 
 
 def shown_name(row: dict[str, Any]) -> str:
-    """The label, with its mark where the method is lossy."""
-    return row["drafter"] if row["lossless"] else f"{row['drafter']} (lossy)"
+    """The label, with its mark where the method is lossy, or transformers' own."""
+    return row["drafter"] + (" (stock)" if row["stock"] else "") + ("" if row["lossless"] else " (lossy)")
 
 
 def number(value: float | None, digits: int, unit: str = "") -> str:

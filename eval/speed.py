@@ -24,15 +24,17 @@ from data_prep.encoding import load_tokenizer
 from drafters import TargetModel
 from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
+from drafters.draft_model import load_draft_model
 from eval.energy import Meter
 from eval.environment import environment, load_average, peak_memory_bytes
 from eval.journal import journal_line
 from eval.lineup import DrafterEntry, Lineup, Models, check_entries
-from eval.measure import STOCK, Limits, MeasurementError, Method, Run, drafter_method, measure, stock_method
+from eval.measure import Limits, MeasurementError, Method, Run, drafter_method, measure
 from eval.output import PAGE, PICTURE, REPORT, PictureError, check_folder, draw_picture, open_journal, write_report
 from eval.page import print_table
 from eval.prompts import PromptsConfig, PromptSet, check_prompt_file, load_prompts
 from eval.report import make_rows, shortage_line, tolerance_note
+from eval.stock import STOCK, StockEntry, stock_method
 
 BASELINE = "autoregressive"
 
@@ -52,6 +54,7 @@ class SpeedConfig(Config):
     target: TargetConfig
     prompts: PromptsConfig
     drafters: list[DrafterEntry] = Field(min_length=1, description="plain decoding is added where it is not among them")
+    stock: list[StockEntry] = Field([], description="rows of transformers' accelerated generation")
     out: Path
     max_new_tokens: int = Field(128, ge=1)
     temperatures: list[float] = Field([0.0, 1.0], min_length=1, description="0 is greedy")
@@ -64,7 +67,7 @@ class SpeedConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [entry.name for entry in self.entries]
+        names = [entry.name for entry in self.entries] + [entry.label for entry in self.stock]
         repeated = sorted({name for name in names if names.count(name) > 1} | ({STOCK} & set(names)))
         if repeated:
             raise ValueError(f"rows need names of their own, {repeated} are taken twice; set label: on the entries")
@@ -100,7 +103,9 @@ def check(config: SpeedConfig) -> None:
     """
     for file in config.prompts.files:
         check_prompt_file(file)
-    check_entries(config.entries, config.target.path)
+    paths = {"target.path": config.target.path}
+    paths |= {f"{e.label}: assistant_model": e.assistant_model for e in config.stock if e.assistant_model}
+    check_entries(config.entries, paths)
     check_folder(config.out)
 
 
@@ -131,21 +136,25 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     models = models or load_models(config.target)
     target = models.target
     lineup = Lineup(config.entries, models)
+    assistants = load_assistants(config.stock, models)
     prompts = load_prompts(
         config.prompts,
         load_tokenizer(config.target.path, config.target.revision).tokenizer,
         warmup=config.warmup,
         max_new_tokens=config.max_new_tokens,
-        max_context=lineup.max_context,
+        max_context=min([lineup.max_context, *(assistant.max_context for assistant in assistants.values())]),
     )
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
     meter = Meter(target.device)
-    runs = measure_all(config, target, lineup, prompts, facts, meter, console)
+    runs = measure_all(config, target, lineup, assistants, prompts, facts, meter, console)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     facts["energy"] = meter.describe()
-    baseline, rows = make_rows(runs, lineup.describe(), config.entries[0].name, prompts.measured, target, config.seed)
+    described = lineup.describe()
+    for entry in config.stock:
+        described[entry.label] = {"lossless": True, "stock": True, "entry": entry.label, "grid": None}
+    baseline, rows = make_rows(runs, described, config.entries[0].name, prompts.measured, target, config.seed)
     report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
     try:
         write_report(report, config.out)
@@ -154,6 +163,16 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     draw_picture(report, config.out)
     console.print(f"{config.out / PAGE}, {config.out / REPORT}, {config.out / PICTURE}", markup=False, highlight=False)
     return report
+
+
+def load_assistants(entries: list[StockEntry], models: Models) -> dict[str, TargetModel]:
+    """The assistants of stock generation by the entries' labels, shared with drafters of the same draft model.
+
+    Raises:
+        ValueError: one cannot be loaded, or has another vocabulary than the target.
+    """
+    chosen = {entry.label: entry.assistant_model for entry in entries if entry.assistant_model is not None}
+    return {label: load_draft_model(models.target, models.draft_model(path)) for label, path in chosen.items()}
 
 
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:
@@ -181,6 +200,7 @@ def measure_all(
     config: SpeedConfig,
     target: TargetModel,
     lineup: Lineup,
+    assistants: dict[str, TargetModel],
     prompts: PromptSet,
     facts: dict[str, Any],
     meter: Meter,
@@ -192,6 +212,8 @@ def measure_all(
     def build(temperature: float) -> Mapping[str, Method]:
         drafters = lineup.fresh(temperature).items()
         methods = {name: drafter_method(target, drafter, temperature, limits) for name, drafter in drafters}
+        for entry in config.stock:
+            methods[entry.label] = stock_method(target, temperature, limits, entry, assistants.get(entry.label))
         return methods | {STOCK: stock_method(target, temperature, limits)}
 
     columns = [
@@ -221,7 +243,8 @@ def measure_all(
 
 def count_runs(config: SpeedConfig, prompts: PromptSet) -> int:
     """How many outputs there are to make, warm-up and stock ``generate`` included."""
-    methods = sum(len(entry.temperatures or config.temperatures) for entry in config.entries) + len(config.temperatures)
+    methods = sum(len(entry.temperatures or config.temperatures) for entry in config.entries)
+    methods += (len(config.stock) + 1) * len(config.temperatures)
     return methods * config.rounds * (len(prompts.measured) + len(prompts.warmup))
 
 

@@ -14,7 +14,7 @@ from eval.report import warnings
 
 DATA, PAGE, PICTURE = "sweep.json", "sweep.md", "sweep.png"
 KEPT = (
-    "drafter", "entry", "grid", "temperature", "lossless", "tokens_per_second", "speedup", "speedup_ci",
+    "drafter", "entry", "grid", "temperature", "lossless", "stock", "tokens_per_second", "speedup", "speedup_ci",
     "tau", "perplexity", "joules_per_token", "exact_match", "overhead", "prompts",
 )  # fmt: skip
 

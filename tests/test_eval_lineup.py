@@ -119,7 +119,7 @@ def test_what_is_missing_is_named_before_anything_is_loaded(
     plain = eval.lineup.drafter_class
     monkeypatch.setattr(eval.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
     with pytest.raises(ValueError, match=message):
-        check_entries(entries(entry), "owner/target")
+        check_entries(entries(entry), {"target.path": "owner/target"})
 
 
 def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:

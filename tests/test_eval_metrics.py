@@ -68,7 +68,7 @@ def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
     def method(name: str) -> Method:
         def decode(ids: list[int], seed: int) -> Outcome:
             calls.append((name, ids[1]))
-            return [1, 2], 0.0, 0.1, trace_of(1)
+            return Outcome([1, 2], 0.0, 0.1, trace_of(1))
 
         return decode
 
@@ -88,7 +88,7 @@ def test_a_failure_names_method_and_prompt_and_keeps_what_was_measured() -> None
     """Catches an error that is swallowed while an earlier time is reused."""
 
     def fine(ids: list[int], seed: int) -> Outcome:
-        return [1, 2], 0.0, 0.1, trace_of(1)
+        return Outcome([1, 2], 0.0, 0.1, trace_of(1))
 
     def breaks(ids: list[int], seed: int) -> Outcome:
         if ids == PROMPTS[2].ids:
@@ -108,8 +108,8 @@ def test_the_journal_holds_all_of_every_run() -> None:
         [Step(0, 7, 4, 2, 3, 2), Step(0, 5, 3, 0, 1)], [0.1, 1 / 3], [0.2, 0.4], [0.01, 0.02], [0.2, 0.5], 0.7
     )
     methods: dict[str, Method] = {
-        "loop": lambda ids, seed: ([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
-        "stock": lambda ids, seed: ([4, 5], 0.1, 0.2, None),
+        "loop": lambda ids, seed: Outcome([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
+        "stock": lambda ids, seed: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
     }
     runs = measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8))
     runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5)
@@ -131,7 +131,7 @@ def test_a_rounds_drafters_are_released_before_the_next() -> None:
             alive -= 1
 
         def __call__(self, ids: list[int], seed: int) -> Outcome:
-            return [1, 2], 0.0, 0.1, trace_of(1)
+            return Outcome([1, 2], 0.0, 0.1, trace_of(1))
 
     def make(temperature: float) -> dict[str, Method]:
         assert not alive
@@ -145,10 +145,25 @@ def test_overcounting_is_refused(tokens: list[int], message: str) -> None:
     """Catches tokens after EOS, or past the limit, that would count as speed."""
 
     def decode(ids: list[int], seed: int) -> Outcome:
-        return tokens, 0.0, 0.1, None
+        return Outcome(tokens, 0.0, 0.1)
 
     with pytest.raises(MeasurementError, match=message):
         measure(lambda _: {"m": decode}, PROMPTS[:1], [], [0.0], 1, Limits(8, eos=frozenset([1])))
+
+
+def test_tokens_that_the_prefill_gave_are_not_decoded() -> None:
+    """Catches an assisted run credited with tokens that it had before its decoding was timed."""
+    run = Run("m", 0.0, 0, 0, [1, 2, 3, 4, 5], 1.0, 2.0, 3.0, None, first_tokens=3)
+    assert (run.decoded_tokens, run.seconds_per_token) == (2, 1.0)
+    with pytest.raises(MeasurementError, match="cannot have given 4 of 3"):
+        measure(
+            lambda _: {"m": lambda ids, seed: Outcome([1, 2, 3], 0, 1, first_tokens=4)},
+            PROMPTS,
+            [],
+            [0.0],
+            1,
+            Limits(8),
+        )
 
 
 def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:

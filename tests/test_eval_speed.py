@@ -11,18 +11,16 @@ import pytest
 import torch
 import yaml
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import eval.lineup
 import eval.speed
 from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
-from drafters.decoding.loop import eos_ids
 from drafters.decoding.sampling import Sampling
 from eval.energy import Meter
 from eval.environment import environment
-from eval.measure import Limits, stock_method
 from eval.report import warnings
 
 ROW_KEYS = {
@@ -222,6 +220,9 @@ def test_lossy_methods_are_marked(
         ('drafters=[{"drafter": "autoregressive", "gamma": 3}]', "unknown key 'gamma'"),
         ('drafters=[{"drafter": "eagle"}, {"drafter": "eagle"}]', "set label"),
         ("max_new_tokens=255", "too_long"),
+        ('stock=[{"label": "draft model", "prompt_lookup_num_tokens": 3}]', "are taken twice"),
+        ('stock=[{"label": "stock generate", "prompt_lookup_num_tokens": 3}]', "are taken twice"),
+        ('stock=[{"label": "a", "assistant_model": "./nowhere"}]', "do not exist: a: assistant_model './nowhere'"),
         ("temperatures=[0.0, 0.0]", "must be different"),
         ("rounds=2", "give 1 or 3"),
     ],
@@ -233,48 +234,6 @@ def test_bad_input_is_one_message_before_anything_runs(
     assert run(config_for(files, tmp_path / "out"), tmp_path, override) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_stock_generate_is_timed_without_its_prefill(tiny_model: Callable[..., PreTrainedModel]) -> None:
-    """Catches a baseline whose time includes the prefill while the methods' does not."""
-    model = tiny_model("llama")
-    target = TargetModel(model)
-    ids = list(range(3, 60))
-    tokens, prefill, decode, _ = stock_method(target, 0.0, Limits(6, eos=eos_ids(target, None)))(ids, 0)
-    expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=2)
-    assert tokens == expected[0, len(ids) :].tolist()
-    assert prefill > 0
-    assert decode > 0
-    _, _, nothing, _ = stock_method(target, 0.0, Limits(1))(ids, 0)
-    assert nothing < prefill
-
-
-def test_stock_generate_takes_nothing_from_the_models_generation_config(
-    tiny_model: Callable[..., PreTrainedModel],
-) -> None:
-    """Catches a penalty or a filter of the model's own, which generate fills in even where a config is passed."""
-    model = tiny_model("llama")
-    target = TargetModel(model)
-    ids = list(range(3, 20))
-    plain = stock_method(target, 0.0, Limits(8))(ids, 0)[0]
-    own = GenerationConfig(eos_token_id=plain[3], suppress_tokens=[plain[0]], repetition_penalty=9.0, max_length=7)
-    model.generation_config = own
-    assert stock_method(target, 0.0, Limits(8))(ids, 0)[0] == plain
-    assert model.generation_config is own
-    assert (
-        stock_method(target, 0.0, Limits(8, eos=frozenset([plain[3]])))(ids, 0)[0] == plain[: plain.index(plain[3]) + 1]
-    )
-
-
-def test_stock_generate_samples_as_the_loop_does(tiny_model: Callable[..., PreTrainedModel]) -> None:
-    """Catches a stock baseline that decodes greedily, or unfiltered, beside sampled rows."""
-    target = TargetModel(tiny_model("llama"))
-    ids = list(range(3, 20))
-    greedy = stock_method(target, 0.0, Limits(12))(ids, 0)[0]
-    sample = stock_method(target, 1.0, Limits(12))
-    assert sample(ids, 1)[0] == sample(ids, 1)[0] != sample(ids, 2)[0]
-    assert stock_method(target, 1.0, Limits(12, top_k=1))(ids, 1)[0] == greedy
-    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))(ids, 1)[0] == greedy
 
 
 def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
@@ -431,3 +390,28 @@ def test_a_folder_with_other_things_in_it_will_do(files: dict[str, Path], tmp_pa
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "out" / "report.json").is_file()
+
+
+def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], tmp_path: Path) -> None:
+    """Catches rows of transformers' own methods without a mark, with a tau that nobody measured, or left unpaired."""
+    stock = [
+        {"label": "assisted", "assistant_model": str(files["draft"]), "num_assistant_tokens": 3},
+        {"label": "lookup", "prompt_lookup_num_tokens": 3},
+    ]
+    config = config_for(files, tmp_path / "out", stock=stock, rounds=1)
+    config["prompts"]["count"] = 2
+    assert run(config, tmp_path) == 0
+    report = strict((tmp_path / "out" / "report.json").read_text())
+    rows = {(row["drafter"], row["temperature"]): row for row in report["rows"]}
+    assert len(rows) == len(report["rows"]) == 8
+    for label in ("assisted", "lookup"):
+        greedy, sampled = rows[label, 0.0], rows[label, 1.0]
+        assert greedy["stock"] and greedy["lossless"]
+        assert (greedy["exact_match"], sampled["exact_match"]) == (1.0, None)
+        assert greedy["tau"] is greedy["draft_ms"] is greedy["overhead"] is None
+        assert greedy["speedup"] > 0 and sampled["speedup"] > 0
+        base = rows["autoregressive", 0.0]["tokens_per_second"]
+        assert greedy["speedup"] == pytest.approx(greedy["tokens_per_second"] / base)
+        assert greedy["perplexity"] == pytest.approx(rows["autoregressive", 0.0]["perplexity"])
+        assert f"| {label} (stock) | 0 | - |" in (tmp_path / "out" / "report.md").read_text()
+    assert not rows["draft model", 0.0]["stock"]

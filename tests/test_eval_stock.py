@@ -1,0 +1,176 @@
+"""transformers' own generate, plain and accelerated, under the loop's counts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import candidate_generator
+
+from drafters import TargetModel
+from drafters.decoding.loop import eos_ids
+from eval.measure import Limits
+from eval.stock import StockEntry, stock_method
+
+IDS = list(range(3, 20))
+
+
+def test_stock_generate_is_timed_without_its_prefill(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """Catches a baseline whose time includes the prefill while the methods' does not."""
+    model = tiny_model("llama")
+    target = TargetModel(model)
+    ids = list(range(3, 60))
+    made = stock_method(target, 0.0, Limits(6, eos=eos_ids(target, None)))(ids, 0)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=2)
+    assert made.tokens == expected[0, len(ids) :].tolist()
+    assert made.prefill_seconds > 0
+    assert made.decode_seconds > 0
+    assert stock_method(target, 0.0, Limits(1))(ids, 0).decode_seconds < made.prefill_seconds
+
+
+def test_stock_generate_takes_nothing_from_the_models_generation_config(
+    tiny_model: Callable[..., PreTrainedModel],
+) -> None:
+    """Catches a penalty or a filter of the model's own, which generate fills in even where a config is passed."""
+    model = tiny_model("llama")
+    target = TargetModel(model)
+    ids = list(range(3, 20))
+    plain = stock_method(target, 0.0, Limits(8))(ids, 0).tokens
+    own = GenerationConfig(eos_token_id=plain[3], suppress_tokens=[plain[0]], repetition_penalty=9.0, max_length=7)
+    model.generation_config = own
+    assert stock_method(target, 0.0, Limits(8))(ids, 0).tokens == plain
+    assert model.generation_config is own
+    assert (
+        stock_method(target, 0.0, Limits(8, eos=frozenset([plain[3]])))(ids, 0).tokens
+        == plain[: plain.index(plain[3]) + 1]
+    )
+
+
+def test_stock_generate_samples_as_the_loop_does(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """Catches a stock baseline that decodes greedily, or unfiltered, beside sampled rows."""
+    target = TargetModel(tiny_model("llama"))
+    ids = list(range(3, 20))
+    greedy = stock_method(target, 0.0, Limits(12))(ids, 0).tokens
+    sample = stock_method(target, 1.0, Limits(12))
+    assert sample(ids, 1).tokens == sample(ids, 1).tokens != sample(ids, 2).tokens
+    assert stock_method(target, 1.0, Limits(12, top_k=1))(ids, 1).tokens == greedy
+    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))(ids, 1).tokens == greedy
+
+
+@pytest.fixture
+def pair(tiny_model: Callable[..., PreTrainedModel]) -> tuple[TargetModel, TargetModel]:
+    """A target and another model for its assistant."""
+    return TargetModel(tiny_model("llama")), TargetModel(tiny_model("llama", 1))
+
+
+def assisted(tokens: int | None = None) -> StockEntry:
+    return StockEntry(label="a", assistant_model="x", num_assistant_tokens=tokens)
+
+
+@pytest.mark.parametrize("tokens", [None, 1, 4])
+def test_assisted_greedy_generation_is_plain_decoding(
+    pair: tuple[TargetModel, TargetModel], tokens: int | None
+) -> None:
+    """Catches an assistant whose own generation config leaks in, and outputs past the limit or EOS."""
+    target, draft = pair
+    plain = stock_method(target, 0.0, Limits(12))(IDS, 0)
+    own = GenerationConfig(num_assistant_tokens=1, repetition_penalty=9.0)
+    draft.model.generation_config = own
+    try:
+        for assistant in (draft, target):  # one that is hardly ever right, one that always is
+            for limit in (1, 2, 7, 12):
+                made = stock_method(target, 0.0, Limits(limit), assisted(tokens), assistant)(IDS, 0)
+                assert made.tokens == plain.tokens[:limit]
+            eos = frozenset([plain.tokens[5]])
+            cut = plain.tokens[: plain.tokens.index(plain.tokens[5]) + 1]
+            assert stock_method(target, 0.0, Limits(12, eos=eos), assisted(tokens), assistant)(IDS, 0).tokens == cut
+        assert draft.model.generation_config is own
+    finally:
+        draft.model.generation_config = GenerationConfig.from_model_config(draft.model.config)
+
+
+def test_the_tokens_of_the_first_forward_are_the_prefills(pair: tuple[TargetModel, TargetModel]) -> None:
+    """Catches several tokens that came out with the first forward credited to decoding, which did not make them."""
+    target, draft = pair
+    itself = stock_method(target, 0.0, Limits(12), assisted(4), target)(IDS, 0)
+    assert itself.first_tokens == 5  # all four accepted, and the bonus
+    assert stock_method(target, 0.0, Limits(12))(IDS, 0).first_tokens == 1
+    everything = stock_method(target, 0.0, Limits(4), assisted(9), target)(IDS, 0)
+    assert everything.first_tokens == len(everything.tokens) == 4
+    assert everything.decode_seconds < everything.prefill_seconds
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(4, {4}), (None, {20})])
+def test_a_draft_has_the_length_that_is_asked_for(
+    pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch, tokens: int | None, expected: set[int]
+) -> None:
+    """Catches drafts cut short by an unsure assistant, or growing with success, under the name of a fixed length."""
+    target, draft = pair
+    lengths: list[int] = []
+    thresholds: set[float] = set()
+    kind = candidate_generator.AssistedCandidateGenerator
+    plain = kind.get_candidates
+
+    def counted(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        asked = self._calculate_new_tokens(input_ids)[1]
+        ids, logits = plain(self, input_ids, **options)
+        if asked == self.num_assistant_tokens:  # not at the limit of the output
+            lengths.append(ids.shape[1] - input_ids.shape[1] if tokens else asked)
+        thresholds.add(self.assistant_confidence_threshold)
+        return ids, logits
+
+    monkeypatch.setattr(kind, "get_candidates", counted)
+    for assistant in (draft, target):
+        stock_method(target, 0.0, Limits(60), assisted(tokens), assistant)(IDS, 0)
+    assert set(lengths) == expected
+    assert thresholds == ({0.0} if tokens else {0.4})
+
+
+def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
+    pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches settings that never reach generate, so that the row is plain generate under another name."""
+    target, _ = pair
+    made: list[tuple[int, int]] = []
+    kind = candidate_generator.PromptLookupCandidateGenerator
+    begin = kind.__init__
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        made.append((self.num_output_tokens, self.max_matching_ngram_size))
+
+    monkeypatch.setattr(kind, "__init__", noted)
+    ids = [5, 6, 7, 8] * 4
+    plain = stock_method(target, 0.0, Limits(12))(ids, 0).tokens
+    for entry in (
+        StockEntry(label="l", prompt_lookup_num_tokens=3),
+        StockEntry(label="l", prompt_lookup_num_tokens=5, max_matching_ngram_size=4),
+    ):
+        assert stock_method(target, 0.0, Limits(12), entry)(ids, 0).tokens == plain
+    assert made == [(3, 2), (5, 4)]
+
+
+def test_assisted_sampling_is_seeded_and_filtered(pair: tuple[TargetModel, TargetModel]) -> None:
+    """Catches a greedy row among sampled ones, and one without the run's top-k."""
+    target, draft = pair
+    greedy = stock_method(target, 0.0, Limits(12))(IDS, 0).tokens
+    for entry, assistant in ((assisted(3), draft), (StockEntry(label="l", prompt_lookup_num_tokens=3), None)):
+        sample = stock_method(target, 1.0, Limits(12), entry, assistant)
+        assert sample(IDS, 1).tokens == sample(IDS, 1).tokens != sample(IDS, 2).tokens
+        assert stock_method(target, 1.0, Limits(12, top_k=1), entry, assistant)(IDS, 1).tokens == greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either"),
+        ({"assistant_model": "x", "prompt_lookup_num_tokens": 3}, "give either"),
+        ({"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 4}, "num_assistant_tokens is for an assistant_model"),
+        ({"assistant_model": "x", "max_matching_ngram_size": 2}, "needs prompt_lookup_num_tokens"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(options: dict[str, Any], message: str) -> None:
+    """Catches a setting that transformers would quietly leave unused."""
+    with pytest.raises(ValueError, match=message):
+        StockEntry(label="s", **options)
