@@ -4,15 +4,19 @@ SpecTr).
 A merged node saves the target a row, but it stays as many trials as sequences drew it: each is a sample of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.sampling import draw
+from .decoding.sampling import Sampling, draw
 from .phrase_pool import Trie, tree_mask
+
+# (tree, p [U, V] at its inner rows) -> the chances [U, K] of each trial to be accepted given that those before it were
+# not (above 1: certain; 0 for padding), and what of p is left where none is, [U, V], not normalised.
+Trials = Callable[["MergedTree", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -75,20 +79,23 @@ class MergedTree(DraftTree):
             q_rows=q_row_of.view(len(inner), most),
         )
 
-    def settle(self, chances: torch.Tensor, left: torch.Tensor, generator: torch.Generator | None) -> Verdict:
-        """Draw the outcome of every trial, walk from the root as far as one is accepted, and draw the bonus there.
+    def walk(
+        self, trials: Trials, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None
+    ) -> Verdict:
+        """From the root, draw the outcome of a node's trials, go on where one is accepted, else draw the bonus.
 
-        All rows are decided side by side, those too that the walk will not reach, so that the device is asked once.
+        All nodes are judged side by side, those too that are not reached, so that the device is asked once. (On a CPU
+        too: what an operation costs there is mostly its launch.)
 
         Args:
-            chances: ``[U, K]`` of each trial to be accepted given that those before it were not (above 1: certain); 0
-                for padding.
-            left: ``[N+1, V]`` what the bonus is drawn from where no trial is accepted; need not sum to one.
+            trials: how they are judged. logits: ``[1, N+1, V]`` of [root, nodes].
         """
-        accept = torch.rand(chances.shape, device=chances.device, generator=generator) < chances
-        first = accept.int().argmax(1, keepdim=True)
-        child = torch.where(accept.gather(1, first), self.children.gather(1, first), -1)[:, 0]
-        outcome = torch.cat([child, draw(left, generator)]).tolist()
+        p = sampling.probabilities(logits[0])
+        chances, p[self.rows] = trials(self, p[self.rows])
+        passed = torch.rand(chances.shape, device=p.device, generator=generator) < chances
+        first = passed.int().argmax(1, keepdim=True)
+        child = torch.where(passed.gather(1, first), self.children.gather(1, first), -1)[:, 0]
+        outcome = torch.cat([child, draw(p, generator)]).tolist()
         after = dict(zip(self.inner, outcome, strict=False))
         rows, tokens = [0], []
         while (node := after.get(rows[-1], -1)) >= 0:

@@ -103,20 +103,19 @@ def verify_stochastic(
     if draft.size == 0:
         return verify_sampled(draft, logits, see, sampling, generator)
     assert isinstance(draft, MergedTree)
-    p = sampling.probabilities(logits[0])
-    keys = torch.rand(draft.children.shape, device=p.device, generator=generator)
+    keys = torch.rand(draft.children.shape, device=logits.device, generator=generator)
     order = keys.masked_fill_(draft.children < 0, torch.inf).argsort(1)
     shuffled = replace(draft, children=draft.children.gather(1, order), q_rows=draft.q_rows.gather(1, order))
-    return shuffled.settle(run_trials(shuffled, p), p, generator)
+    return shuffled.walk(run_trials, logits, sampling, generator)
 
 
-def run_trials(draft: MergedTree, p: torch.Tensor) -> torch.Tensor:
-    """The chances ``[U, K]`` of every node's trials, one after another; ``p [N+1, V]`` becomes what they leave of it.
+def run_trials(draft: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chances ``[U, K]`` of the nodes' trials, one after another, and what they leave of ``p [U, V]``.
 
     The first trials of all nodes are run side by side, then the second ones of the nodes that have two, and so on.
     """
     chances = p.new_zeros(draft.children.shape)
-    left = p[draft.rows]
+    left = p.clone()
     for trial in range(chances.shape[1]):
         n = sum(number > trial for number in draft.trials)
         assert draft.q is not None
@@ -124,5 +123,4 @@ def run_trials(draft: MergedTree, p: torch.Tensor) -> torch.Tensor:
         x_s = draft.tokens[0, draft.children[:n, trial]][:, None]
         chances[:n, trial] = (left[:n].gather(1, x_s) / q_s.gather(1, x_s))[:, 0]
         left[:n] = residual(left[:n], q_s)
-    p[draft.rows] = left
-    return chances
+    return chances, left

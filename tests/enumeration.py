@@ -11,13 +11,10 @@ from dataclasses import replace
 import torch
 
 from drafters.decoding.draft_tree import DraftTree
-from drafters.merged_tree import MergedTree
+from drafters.merged_tree import MergedTree, Trials
 
 VOCAB, GAMMA = 3, 2
 NEW = GAMMA + 1
-# (tree, p [N+1, V]) -> chances [U, K]; p becomes what is left of it
-Trials = Callable[[MergedTree, torch.Tensor], torch.Tensor]
-
 # After no token, and after each of the three; deeper contexts are those of the last two tokens, rotated.
 P = [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.6, 0.4, 0.0], [0.25, 0.25, 0.5]]
 Q = [
@@ -114,7 +111,8 @@ def committed(
     result = torch.zeros((VOCAB,) * NEW, dtype=torch.float64)
     for weight, drafted, p in drafts(tables):
         tree = change(drafted)
-        result += weight * outcomes(tree, trials(tree, p), p)
+        chances, p[tree.rows] = trials(tree, p[tree.rows])
+        result += weight * outcomes(tree, chances, p)
     return result
 
 
@@ -127,7 +125,7 @@ def accepted(tables: list[list[list[float]]], trials: Trials) -> float:
     """Probability that the first token of some draft is accepted."""
     result = 0.0
     for weight, tree, p in drafts(tables):
-        passing = trials(tree, p)[tree.inner.index(0)].clamp_max(1.0)
+        passing = trials(tree, p[tree.rows])[0][tree.inner.index(0)].clamp_max(1.0)
         result += weight * (1.0 - float((1.0 - passing).prod()))
     return result
 

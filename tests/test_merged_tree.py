@@ -2,6 +2,7 @@
 
 import torch
 
+from drafters import Sampling
 from drafters.merged_tree import MergedTree
 
 #   root -> 5 -> 6 -> 7     sequences 5 6 7, 8 9 (EOS), 5 6 4
@@ -54,12 +55,13 @@ def test_one_sequence_is_a_chain() -> None:
 def test_walk() -> None:
     """Catches a bonus from another row than the last accepted one, and a trial accepted after an accepted one."""
     tree = merged()
-    left = torch.zeros(7, 10)
-    left[torch.arange(7), torch.tensor([0, 1, 2, 3, 4, 5, 6])] = 0.3  # row i's bonus is token i; not normalised
+    logits = torch.full((1, 7, 10), -100.0)
+    logits[0, torch.arange(7), torch.arange(7)] = 0.0  # row i's bonus is token i
     never, always = 0.0, 2.0
 
     def walk(*chances: list[float]) -> tuple[list[int], list[int]]:
-        verdict = tree.settle(torch.tensor(chances), left, torch.Generator().manual_seed(0))
+        judged = lambda tree, p: (torch.tensor(chances), p)  # noqa: E731
+        verdict = tree.walk(judged, logits, Sampling(1.0), torch.Generator().manual_seed(0))
         assert verdict.depths == [3]
         return verdict.rows[0], verdict.tokens[0]
 
@@ -74,8 +76,9 @@ def test_trials_pass_with_their_chances() -> None:
     """Catches one random number for several trials, which would make them pass together."""
     tree = MergedTree.merge(torch.tensor([[1], [2]]), torch.rand(2, 1, 3), frozenset())
     generator = torch.Generator().manual_seed(0)
-    left = torch.eye(3)
-    found = [tree.settle(torch.tensor([[0.5, 0.5]]), left, generator).rows[0][-1] for _ in range(4000)]
+    logits = torch.zeros(1, 3, 3)
+    half = lambda tree, p: (torch.tensor([[0.5, 0.5]]), p)  # noqa: E731
+    found = [tree.walk(half, logits, Sampling(1.0), generator).rows[0][-1] for _ in range(4000)]
     shares = torch.bincount(torch.tensor(found), minlength=3) / 4000
     torch.testing.assert_close(shares, torch.tensor([0.25, 0.5, 0.25]), atol=0.03, rtol=0)
 

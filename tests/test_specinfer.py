@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
-from enumeration import Q, Trials, accepted, bias, committed, deduplicated, sampled
+from enumeration import Q, accepted, bias, committed, deduplicated, sampled
 from rigged import perturbed
 from test_loop import WARPS, deviation, toy
 from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ from drafters.cascade import CascadeDrafter
 from drafters.decoding.acceptance import Rule
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.merged_tree import MergedTree
+from drafters.merged_tree import MergedTree, Trials
 from drafters.specinfer import SpecInferDrafter, SpecInferOptions, run_trials, verify_stochastic
 from drafters.speculative import SpeculativeDrafter
 
@@ -37,7 +37,7 @@ def other_models_q(tree: MergedTree) -> MergedTree:
     return replace(tree, q=tree.q.view(2, -1, tree.q.shape[-1]).flip(0).reshape(tree.q.shape))
 
 
-def whole_p(tree: MergedTree, p: torch.Tensor) -> torch.Tensor:
+def whole_p(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each trial against the whole p, as if none had failed before it."""
     with mock.patch("drafters.specinfer.residual", lambda p, q: p):
         return run_trials(tree, p)
@@ -79,9 +79,9 @@ def test_worked_example() -> None:
     q = torch.tensor([[[0.6, 0.4]], [[0.5, 0.5]]])
     for order, chance in (([0, 1], 1 / 3), ([1, 0], 0.4)):
         tree = MergedTree.merge(torch.tensor([[0], [0]]), q[order], frozenset())
-        p = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
-        torch.testing.assert_close(run_trials(tree, p), torch.tensor([[chance, 0.0]]))
-        torch.testing.assert_close(p, torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
+        chances, left = run_trials(tree, torch.tensor([[0.2, 0.8]]))
+        torch.testing.assert_close(chances, torch.tensor([[chance, 0.0]]))
+        torch.testing.assert_close(left, torch.tensor([[0.0, 1.0]]))
 
 
 def test_rule_draws_what_the_enumeration_says() -> None:
