@@ -13,16 +13,26 @@ from typing import Any
 
 import torch
 
+from drafters import TargetModel
 from drafters.provenance import UNCOMMITTED, git_commit
 
 LIBRARIES = ("torch", "transformers", "numpy")
 CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Machine, libraries, commit and date. ``load_average`` tells whether other work disturbed the timing."""
+def environment(target: TargetModel) -> dict[str, Any]:
+    """Target, machine, libraries, commit and date. ``load_average`` tells whether other work disturbed the timing."""
     commit, dirty = _commit()
+    device = target.device
     return {
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "parameters": sum(weights.numel() for weights in target.model.parameters()),
+        },
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -115,26 +115,43 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
 def setting(report: dict[str, Any]) -> list[str]:
     """What was measured, where."""
     facts = report["environment"]
-    target, prompts, limits = facts["target"], facts["prompt_set"], facts["limits"]
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
+    prompts, limits = facts["prompt_set"], facts["limits"]
     skipped = ", ".join(f"{reason} {count:,}" for reason, count in prompts["skipped"].items()) or "none"
     order = f"; {prompts['consecutive']} of one category in a row" if prompts["consecutive"] else ""
     counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
     by_category = f" (by category: {counts}{order})" if counts else ""
-    revision = f" at revision {target['revision']}" if target["revision"] else ""
     return [
-        f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
-        "batch 1",
-        f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
-        f"load average {number(facts['load_average'], 1)} before, {number(facts['load_average_after'], 1)} after",
+        f"{target_line(facts)}, batch 1",
+        machine_line(facts),
         f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}){by_category}, "
         f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}; "
         f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
         f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
-        f"- software: Python {facts['python']}, {versions}; commit {commit}; {facts['date']}",
+        software_line(facts),
     ]
+
+
+def target_line(facts: dict[str, Any]) -> str:
+    """The target, for a list."""
+    target = facts["target"]
+    revision = f" at revision {target['revision']}" if target["revision"] else ""
+    return f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}"
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """The machine and its load, for a list."""
+    return (
+        f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
+        f"load average {number(facts['load_average'], 1)} before, {number(facts['load_average_after'], 1)} after"
+    )
+
+
+def software_line(facts: dict[str, Any]) -> str:
+    """Versions, commit and date, for a list."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
+    return f"- software: Python {facts['python']}, {versions}; commit {commit}; {facts['date']}"
 
 
 def _categories(report: dict[str, Any]) -> list[str]:

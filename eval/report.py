@@ -154,7 +154,7 @@ def statements(report: dict[str, Any]) -> list[str]:
             f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
             "drafter; tau without them stands beside tau over all)"
         )
-    lines += _about_energy(facts["energy"])
+    lines += about_energy(facts["energy"])
     if facts["load_average"] is not None and facts["load_average"] > facts["cpu_cores"]:
         lines.append(
             f"the machine was busy before the first run (load average {facts['load_average']:.1f}): times are rough"
@@ -162,12 +162,13 @@ def statements(report: dict[str, Any]) -> list[str]:
     return lines + [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
 
 
-def _about_energy(energy: dict[str, Any]) -> list[str]:
+def about_energy(energy: dict[str, Any]) -> list[str]:
+    """How the joules were measured, or why they were not; ``energy`` is the meter's description."""
     lines = []
-    for place, column in (("device", "J/token"), ("host", "host J/token")):
+    for place, name in (("device", "energy"), ("host", "energy of the host")):
         if place in energy:
             state = "" if energy[place]["available"] else "not available: "
-            lines.append(f"{column}: {state}{energy[place]['how']}")
+            lines.append(f"{name}: {state}{energy[place]['how']}")
     return lines
 
 

@@ -178,15 +178,7 @@ def load_assistants(entries: list[StockEntry], models: Models) -> dict[str, Targ
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:
     """The report's ``environment``."""
     limits = ("max_new_tokens", "temperatures", "top_k", "top_p", "rounds", "warmup", "seed")
-    return environment(target.device) | {
-        "target": {
-            "name": target.name,
-            "revision": target.revision,
-            "fingerprint": target.fingerprint(),
-            "parameters": sum(weights.numel() for weights in target.model.parameters()),
-        },
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
+    return environment(target) | {
         "batch": 1,
         "prompt_set": prompts.describe(),
         "limits": {name: getattr(config, name) for name in limits},

@@ -175,11 +175,11 @@ def test_energy_is_reported_or_its_absence_explained(
         assert row["joules_per_token"] == pytest.approx(row["prompts"] / row["new_tokens"])
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "J/token: a counter of our own" in page
+    assert "energy: a counter of our own" in page
     monkeypatch.setattr("eval.speed.Meter", lambda device: Meter(device, tmp_path / "none"))
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
-    assert "J/token: not available: " in (tmp_path / "out" / "report.md").read_text()
+    assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_wrong_drafter_is_caught(
@@ -343,7 +343,11 @@ def test_a_folder_that_cannot_be_written_is_one_message(
 
 @pytest.mark.parametrize(("name", "dirty"), [("eval/new.py", True), ("configs/new.yaml", True), ("notes.md", False)])
 def test_new_code_makes_the_commit_dirty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dirty: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Callable[..., PreTrainedModel],
+    name: str,
+    dirty: bool,
 ) -> None:
     """Catches figures of a method that was never committed under the name of a commit without it."""
 
@@ -357,10 +361,11 @@ def test_new_code_makes_the_commit_dirty(
     git("add", "eval")
     git("commit", "-m", "first")
     monkeypatch.setattr("eval.environment.__file__", str(tmp_path / "eval" / "environment.py"))
-    assert environment(torch.device("cpu"))["dirty"] is False
+    target = TargetModel(tiny_model("llama"))
+    assert environment(target)["dirty"] is False
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("")
-    assert environment(torch.device("cpu"))["dirty"] is dirty
+    assert environment(target)["dirty"] is dirty
 
 
 def test_a_grid_is_measured_in_one_run(files: dict[str, Path], tmp_path: Path) -> None:
