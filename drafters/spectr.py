@@ -134,7 +134,7 @@ def verify_k_seq(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> Verdict:
-    """K-SEQ (Sun et al. 2023, Algorithm 2) at every node on the way: the target's distribution is preserved.
+    """K-SEQ (Sun et al. 2023) at every node on the way: the target's distribution is preserved.
 
     The k drafts through a node propose independent samples x of q; the first that passes is accepted, each with
     probability min(1, p(x) / (rho q(x))). The drafts that share the accepted token go on together.
