@@ -4,7 +4,7 @@
 
 Writes report.json, report.md, speedup.png and measurements.jsonl (the environment, then every single run with its
 tokens and steps) into ``out``. They replace those of an earlier report when everything is measured; until then the runs
-so far are in measurements.unfinished.jsonl.
+so far are in measurements.unfinished.jsonl. ``eval.sweep`` does this for several values of one key.
 """
 
 import argparse

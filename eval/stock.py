@@ -58,19 +58,7 @@ def stock_method(
         entry: how it is accelerated; None: not at all.
         assistant: the loaded ``entry.assistant_model``.
     """
-    warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
-    lookup: dict[str, int | None] = {}
-    if entry is not None and entry.prompt_lookup_num_tokens is not None:
-        lookup["prompt_lookup_num_tokens"] = entry.prompt_lookup_num_tokens
-        lookup["max_matching_ngram_size"] = entry.max_matching_ngram_size
-    settings = GenerationConfig(
-        max_new_tokens=limits.max_new_tokens,
-        do_sample=temperature > 0,
-        eos_token_id=sorted(limits.eos) or None,
-        pad_token_id=min(limits.eos, default=0),
-        **warped,
-        **lookup,
-    )
+    settings = _settings(temperature, limits, entry)
     assisted = {"assistant_model": assistant.model} if assistant is not None else {}
     drafting = _drafting(entry.num_assistant_tokens if entry is not None else None)
 
@@ -93,6 +81,22 @@ def stock_method(
         return Outcome(tokens, first - start, end - first, first_tokens=streamer.first_tokens)
 
     return decode
+
+
+def _settings(temperature: float, limits: Limits, entry: StockEntry | None) -> GenerationConfig:
+    warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
+    lookup: dict[str, int | None] = {}
+    if entry is not None and entry.prompt_lookup_num_tokens is not None:
+        lookup["prompt_lookup_num_tokens"] = entry.prompt_lookup_num_tokens
+        lookup["max_matching_ngram_size"] = entry.max_matching_ngram_size
+    return GenerationConfig(
+        max_new_tokens=limits.max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=sorted(limits.eos) or None,
+        pad_token_id=min(limits.eos, default=0),
+        **warped,
+        **lookup,
+    )
 
 
 def _drafting(tokens: int | None) -> GenerationConfig:
