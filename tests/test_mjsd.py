@@ -165,6 +165,10 @@ def test_sampled_beams() -> None:
     state = state_of(model, ids, temperature=3.0)
     seen = {tuple(propose(drafter, state).tokens[0].tolist()) for _ in range(20)}
     assert len(seen) > 1
+    narrow = MJSDDrafter(model, model, gamma=1, beams=1, top_k=2, top_p=1.0)
+    likeliest = model.model(torch.tensor([ids])).logits[0, -1].topk(2).indices.tolist()
+    state = state_of(model, ids, temperature=100.0)
+    assert {propose(narrow, state).tokens[0].tolist()[0] for _ in range(40)} == set(likeliest)
     every = MJSDDrafter(model, model, gamma=2, beams=6, top_k=0, top_p=1.0)  # all tokens drawn: nothing is random
     best = beam_search(model, ids, 2, 6)
     assert propose(every, state_of(model, ids, temperature=1.0)).tokens[0].tolist() == best

@@ -1,0 +1,43 @@
+"""Beam search: what extends a hypothesis. (The search is compared with brute force in MJSD's and MJGD's tests.)"""
+
+import pytest
+import torch
+
+from drafters import Sampling
+from drafters.beam_search import _candidates, is_end, until_end
+
+LOGITS = torch.tensor([2.0, 1.5, 1.4, 1.0, 0.0, -1.0, -3.0])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6, 4), Sampling(1.5, 0, 0.8), Sampling(0.8, 5, 0.85)])
+def test_tokens_are_drawn_from_the_warped_distribution(sampling: Sampling) -> None:
+    """Catches top-k taken before the temperature's cut, ids of the pool taken for the vocabulary's, and unwarped draws.
+
+    The first draw has the warped distribution, the second that without the first; their likelihoods are not warped.
+    """
+    count, generator = 40_000, torch.Generator().manual_seed(0)
+    shuffled = LOGITS[[3, 6, 0, 4, 2, 5, 1]]
+    step, tokens = _candidates(shuffled.expand(count, -1), 2, sampling, generator)
+    p = sampling.probabilities(shuffled)
+    expected = p[:, None] * p / (1 - p[:, None])
+    expected.fill_diagonal_(0.0)
+    seen = torch.bincount(tokens[:, 0] * 7 + tokens[:, 1], minlength=49).view(7, 7) / count
+    assert float((seen - expected).abs().sum()) / 2 < 0.02
+    torch.testing.assert_close(step, shuffled.log_softmax(-1)[tokens])
+
+
+def test_exhausted_support() -> None:
+    """Catches tokens of probability zero drawn where fewer are left than beams: they must lose against everything."""
+    step, tokens = _candidates(LOGITS[None], 4, Sampling(1.0, 0, 0.6), torch.Generator().manual_seed(0))
+    allowed = Sampling(1.0, 0, 0.6).probabilities(LOGITS) > 0
+    assert step.isfinite().tolist() == allowed[tokens].tolist() and 1 <= int(allowed.sum()) < 4
+    assert _candidates(LOGITS[None], 4, Sampling(1.0, 3), torch.Generator().manual_seed(0))[1].shape == (1, 3)
+
+
+def test_ends() -> None:
+    """Catches padding that counts, an EOS that does not, and all but one of several EOS overlooked."""
+    tokens = torch.tensor([[5, 1, 1, 1], [5, 2, 2, 2], [1, 1, 1, 1], [5, 6, 7, 8]])
+    assert is_end(tokens, frozenset([1, 2])).tolist()[1] == [False, True, True, True]
+    valid = until_end(tokens, frozenset([1, 2]))
+    assert valid is not None and valid.sum(1).tolist() == [2, 2, 1, 4]
+    assert until_end(tokens, frozenset()) is None
