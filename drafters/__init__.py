@@ -6,6 +6,7 @@
 >>> result = generate(target, drafter, input_ids, max_new_tokens=128)
 """
 
+import difflib
 import importlib
 import pkgutil
 from typing import Any
@@ -43,7 +44,10 @@ def drafter_class(name: str) -> type[Drafter]:
         for value in vars(importlib.import_module(f"{__name__}.{name}")).values():
             if isinstance(value, type) and issubclass(value, Drafter) and value.name == name:
                 return value
-    raise ValueError(f"there is no drafter {name!r}; known: {', '.join(sorted(_known()))}")
+    known = sorted(_known())
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"there is no drafter {name!r}; {meant}known: {', '.join(known)}")
 
 
 def make_drafter(name: str, target: TargetModel, **options: Any) -> Drafter:

@@ -1,16 +1,13 @@
 """The configured drafters, built afresh for every round; what they only read, the draft models, is loaded once."""
 
 import copy
-import difflib
 import itertools
-import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-import drafters
 from drafters import Drafter, TargetModel, drafter_class, make_drafter
 from drafters.config import Config
 
@@ -181,11 +178,11 @@ def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
     """
     named = [(place, "checkpoint", path) for place, path in paths.items()]
     for entry in entries:
-        _check_drafter(entry.drafter)
+        drafter_class(entry.drafter)
         named += [(f"{entry.name}: {place}", key, text) for place, key, text in _texts(entry.options, "", "")]
     for _, key, text in named:
         if key == "drafter":
-            _check_drafter(text)
+            drafter_class(text)
     folders = [f"{place} {path!r}" for place, key, path in named if key in FOLDERS and _is_missing_folder(path)]
     files = [f"{place} {path!r}" for place, key, path in named if key in FILES and not Path(path).is_file()]
     for kind, missing in (("folders", folders), ("files", files)):
@@ -205,22 +202,6 @@ def _texts(value: Any, key: str, place: str) -> Iterator[tuple[str, str, str]]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item, key, place)
-
-
-def _check_drafter(name: str) -> None:
-    try:
-        drafter_class(name)
-    except ValueError as error:
-        near = difflib.get_close_matches(name, [module.name for module in pkgutil.iter_modules(drafters.__path__)])
-        methods = [other for other in near if _is_drafter(other)]
-        raise ValueError(f"{error}; did you mean {methods[0]!r}?" if methods else str(error)) from None
-
-
-def _is_drafter(name: str) -> bool:
-    try:
-        return bool(drafter_class(name))
-    except ValueError:
-        return False
 
 
 def _is_missing_folder(path: str) -> bool:

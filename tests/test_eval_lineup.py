@@ -108,7 +108,7 @@ def test_an_option_that_the_drafter_does_not_have_loads_nothing(
         ({"drafter": "cascade", "inner": {"drafter": "eagle", "checkpoint": "./no"}}, "inner.checkpoint './no'"),
         ({"drafter": "ouroboros", "pool": "./none.json"}, r"files do not exist: ouroboros: pool './none.json'"),
         ({"drafter": "cascade", "inner": {"drafter": "speculativ"}}, "did you mean 'speculative'"),
-        ({"drafter": "ourobors"}, "no drafter 'ourobors'; known: .*; did you mean 'ouroboros'"),
+        ({"drafter": "ourobors"}, "no drafter 'ourobors'; did you mean 'ouroboros'"),
         ({"drafter": "zzz"}, "no drafter 'zzz'; known: [a-z_, ]*$"),
     ],
 )
