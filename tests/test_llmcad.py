@@ -199,6 +199,7 @@ def test_overlap_changes_nothing(count: int, temperature: float) -> None:
     def record(*args: object) -> None:
         observe(*args)  # type: ignore[arg-type]
         hits.append(ahead._ahead is not None)
+        assert ahead._ahead is None or max(ahead._ahead.tree.lengths, default=0) <= count
 
     ahead.observe = record  # type: ignore[method-assign]
     with levels(ahead, count):
@@ -206,6 +207,17 @@ def test_overlap_changes_nothing(count: int, temperature: float) -> None:
     assert result.tokens.tolist() == plain.tokens.tolist() and result.trace.steps == plain.trace.steps
     assert [(tree.tokens, tree.parents) for _, tree in others] == [(tree.tokens, tree.parents) for _, tree in trees]
     assert set(hits) == {False, True}, "the rig must guess right and wrong"
+
+
+def test_drafting_ahead_minds_the_limit() -> None:
+    """Catches a tree drafted ahead that is deeper than what may still be committed when its turn comes."""
+    target = conformance.target_of("llama")
+    for new_tokens in range(5, 11):
+        runs = []
+        for overlap in (False, True):
+            drafter = LLMCadDrafter(target, target, nodes=3, branches=1, alpha=1e-9, overlap=overlap)
+            runs.append(watched(drafter, new_tokens=new_tokens)[0].trace.steps)
+        assert runs[0] == runs[1]
 
 
 def test_guesses_save_forwards() -> None:
