@@ -139,19 +139,15 @@ class Ahead:
         path: nodes of the verified tree, down to its likeliest end.
         guess: the token expected after them.
         tree: what would be drafted then.
-        see, depths: which uncommitted rows of the draft cache all its nodes attend to, and where those stand: the
-            verified tree's inner nodes, its likeliest end, the guess.
     """
 
     path: list[int]
     guess: int
     tree: TokenTree
-    see: list[bool]
-    depths: list[int]
 
 
 class LLMCadDrafter(DraftModelDrafter):
-    """Grows a token tree level by level; one value is read from the device a level, whether to draft on.
+    """Grows a token tree level by level, with one copy to the host a level: what is drafted next depends on it.
 
     Args:
         draft_model: a loaded draft model, or where to load one from (in the target's dtype).
@@ -260,13 +256,14 @@ class LLMCadDrafter(DraftModelDrafter):
         depths = [length - 1 for length in tree.lengths[: inner + 1]]
         end = self._run([tree.tokens[inner]], np.array([see]), depths, inner)
         guess = int(most_likely(self.draft_model.lm_head(end)))
+        # What its nodes attend to, and where that stands: the likeliest branch and the guess, not the tree's other rows.
         see, depths = [*see, True], [*depths, length]
         features = self._run([guess], np.array([see]), depths, inner + 1)
         # Were it so, the threshold would be what it is after a draft that was right.
         alpha = next_alpha(self.alpha, length, length, tree.confidence[0])
         follows = TokenTree(self.nodes, self.branches, alpha, room - length - 2, features)
         self._grow(follows, see, depths, verifying)
-        return Ahead(path, guess, follows, see, depths)
+        return Ahead(path, guess, follows)
 
     def _grow(
         self, tree: TokenTree, see: list[bool], depths: list[int], going: Callable[[], bool] = lambda: True
