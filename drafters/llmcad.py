@@ -256,7 +256,7 @@ class LLMCadDrafter(DraftModelDrafter):
         depths = [length - 1 for length in tree.lengths[: inner + 1]]
         end = self._run([tree.tokens[inner]], np.array([see]), depths, inner)
         guess = int(most_likely(self.draft_model.lm_head(end)))
-        # What its nodes attend to, and where that stands: the likeliest branch and the guess, not the tree's other rows.
+        # What its nodes attend to, and where that stands: the likeliest branch and the guess, no other branch.
         see, depths = [*see, True], [*depths, length]
         features = self._run([guess], np.array([see]), depths, inner + 1)
         # Were it so, the threshold would be what it is after a draft that was right.
