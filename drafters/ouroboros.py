@@ -1,5 +1,7 @@
 """Ouroboros: longer drafts, phrase by phrase (Zhao et al. 2024, sections 3.1 to 3.4). Needs no training."""
 
+from pathlib import Path
+
 import torch
 from pydantic import Field
 
@@ -11,7 +13,8 @@ from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw
 from .decoding.target import FeatureOutput, TargetModel
 from .draft_model import DraftModel, DraftModelDrafter, prefill
-from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
+from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
+from .pool_file import load_pool, save_pool
 
 
 class OuroborosOptions(Config):
@@ -20,7 +23,8 @@ class OuroborosOptions(Config):
     ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens the draft model
     drafts before the target verifies (its last forward may add a few more). ``window``: W, phrases guessed by each of
     its forwards. ``beta``: tokens of a phrase, the first included. ``k``: phrases tried after the last draft token.
-    ``guesses``: phrases that the draft model itself verifies at once. The other four switch the components of Table 4.
+    ``guesses``: phrases that the draft model itself verifies at once. Four switch the components of Table 4. ``pool``:
+    file of a saved pool to begin with; without ``from_history``, every prompt begins with it alone.
 
     The defaults suit small models on a CPU, where every row costs time. For billions of parameters on a GPU the paper
     recommends gamma 7 to 14 where the models agree much (code) and 2 to 6 elsewhere, window 15 to 20, beta 5 to 7, k 3
@@ -37,6 +41,7 @@ class OuroborosOptions(Config):
     lengthen: bool = True
     from_verification: bool = True
     from_history: bool = True
+    pool: str | None = None
 
 
 class OuroborosDrafter(DraftModelDrafter):
@@ -51,9 +56,10 @@ class OuroborosDrafter(DraftModelDrafter):
         lengthen: phrases that start with the last draft token are appended (3.2).
         from_verification: what the target's verification agreed on or corrected becomes phrases (3.3).
         from_history: the pool persists from prompt to prompt (3.4).
+        pool: file of a saved pool to begin with.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model's vocabulary differs from the target's, or that of the phrases in ``pool``.
     """
 
     name = "ouroboros"
@@ -72,12 +78,15 @@ class OuroborosDrafter(DraftModelDrafter):
         lengthen: bool = True,
         from_verification: bool = True,
         from_history: bool = True,
+        pool: str | None = None,
     ) -> None:
         super().__init__(target, draft_model)
         self.gamma, self.beta, self.k, self.guesses = gamma, beta, k, guesses
         self.accelerate, self.lengthen = accelerate, lengthen
         self.from_verification, self.from_history = from_verification, from_history
-        self.pool = PhrasePool(beta - 1, per_token=2 * max(k, guesses))
+        sizes = {"tail": beta - 1, "per_token": 2 * max(k, guesses)}
+        self._first_pool = load_pool(pool, target, **sizes) if pool is not None else PhrasePool(**sizes)
+        self.pool = self._first_pool.copy()
         self.window = PhraseWindow(window, beta - 1)
         self._cache: KVCache
         self._drafted: list[int] = []
@@ -109,9 +118,9 @@ class OuroborosDrafter(DraftModelDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.from_history:
-            self.pool.clear()
+            self.pool = self._first_pool.copy()
         self.window.start(state.tokens[0])
-        scratch = self.guesses * (self.beta - 1) + (self.window.width + self.beta) * self.beta
+        scratch = self.guesses * (self.beta - 1) + self.window.most_tokens
         self._cache = self.draft_model.new_cache(1, state.cache.capacity + scratch)
         prefill(self.draft_model, self._cache, state)
 
@@ -142,6 +151,14 @@ class OuroborosDrafter(DraftModelDrafter):
             self._learn_agreements(len(accepted), choice, state)
         else:
             self._learn_corrections(accepted[len(self._drafted) :], choice, state)
+
+    def save_pool(self, path: str | Path) -> None:
+        """Write the pool as it stands, for the option ``pool``.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        save_pool(path, self.pool, self.target)
 
     def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[torch.Tensor]) -> list[int]:
         """One forward of the draft model: 1 to ``min(beta, longest)`` new draft tokens, each a sample of its q.
@@ -241,21 +258,13 @@ class OuroborosDrafter(DraftModelDrafter):
             if index == winner or len(path) < len(tail):  # cut at the limit: not all of it was verified
                 continue
             rows = [drafted, *(drafted + node + 1 for node in path[:-1])]
-            self.pool.replace(last, tail, _until([choice[row] for row in rows], state.eos))
+            self.pool.replace(last, tail, until([choice[row] for row in rows], state.eos))
         if winner >= 0:
             self._remember(last, self._tails[winner], state)
 
     def _remember(self, first: int, tail: tuple[int, ...] | list[int], state: DecodeState) -> None:
         if first not in state.eos:
-            self.pool.add(first, _until(tail, state.eos))
+            self.pool.add(first, until(tail, state.eos))
 
     def _ids(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self.target.device)
-
-
-def _until(tokens: tuple[int, ...] | list[int], stop: frozenset[int]) -> tuple[int, ...]:
-    """Tokens up to the first in ``stop``, that one included."""
-    for index, token in enumerate(tokens):
-        if token in stop:
-            return tuple(tokens[: index + 1])
-    return tuple(tokens)

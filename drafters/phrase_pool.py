@@ -1,6 +1,6 @@
 """Phrases by their first token, for methods that draft from n-grams seen before (Lookahead, Ouroboros)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -70,6 +70,13 @@ class PhrasePool:
         if not tails:
             return []
         return list(reversed(tails))[:most]
+
+    def copy(self) -> "PhrasePool":
+        """Another pool with the same phrases."""
+        pool = PhrasePool(self.tail, self.per_token, self.capacity)
+        pool._tails = {first: tails.copy() for first, tails in self._tails.items()}
+        pool._size = self._size
+        return pool
 
     def clear(self) -> None:
         """Forget everything."""
@@ -154,6 +161,12 @@ class PhraseWindow:
         return [token for level in self._guesses for token in level][1:]
 
     @property
+    def most_tokens(self) -> int:
+        """The longest that ``tokens`` gets: while the window fills, a level is gained and a column lost each time."""
+        columns = self.width + self.levels
+        return max(level * (columns - level) for level in range(1, self.levels + 1)) - 1
+
+    @property
     def outputs(self) -> int:
         """How many of the last rows predict new guesses (where there is one level, the root's row does too)."""
         return len(self._guesses[0]) - (len(self._guesses) == 1)
@@ -184,6 +197,14 @@ class PhraseWindow:
         self._guesses = [*self._guesses[1:], predictions]
         self._placeholders = False
         return phrases
+
+
+def until(tokens: Sequence[int], stop: frozenset[int]) -> tuple[int, ...]:
+    """Tokens up to the first in ``stop`` (EOS), that one included."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tuple(tokens[: index + 1])
+    return tuple(tokens)
 
 
 @lru_cache(maxsize=1024)

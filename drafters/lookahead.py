@@ -1,0 +1,142 @@
+"""Lookahead decoding: the target guesses n-grams and verifies them in one forward (Fu et al. 2024). Untrained."""
+
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Verdict
+from .decoding.draft_tree import DraftTree
+from .decoding.loop import DecodeState
+from .decoding.target import FeatureOutput, TargetModel
+from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
+from .pool_file import load_pool, save_pool
+
+
+class LookaheadOptions(Config):
+    """Options.
+
+    ``window``: W, columns of the two-dimensional window. ``ngram``: N, tokens of an n-gram, the first included; the
+    window has N - 1 levels. ``guesses``: G, n-grams verified at once. ``from_prompt``: the prompt's own n-grams are
+    taken into the pool; ``from_output``: the output's too (not in the paper). ``from_history``: the pool persists from
+    prompt to prompt. ``pool``: file of a saved pool to begin with; without ``from_history``, every prompt begins with
+    it alone.
+
+    The defaults suit small models on a CPU, where each of the (N - 1)(W + G) rows costs time. For 7B parameters on a
+    GPU the authors take window 15, ngram 5, guesses 15, and less where a row costs more: 10, 5, 10 for 13B and 7, 5, 7
+    for 33B.
+    """
+
+    window: int = Field(4, ge=1)
+    ngram: int = Field(3, ge=2)
+    guesses: int = Field(3, ge=1)
+    from_prompt: bool = True
+    from_output: bool = False
+    from_history: bool = False
+    pool: str | None = None
+
+
+class LookaheadDrafter(Drafter):
+    """One forward of the target verifies up to G n-grams and moves the window of Jacobi iterations on by one level.
+
+    The n-grams follow the last committed token and are verified as deterministic nodes, so that sampled output is the
+    target's own; the window's guesses are argmaxes at any temperature, ride along as scratch rows and are never
+    committed. Every forward completes one n-gram a column; the pool keeps, by first token, those used last.
+
+    Raises:
+        ValueError: ``pool`` holds no phrases of this target's vocabulary.
+    """
+
+    name = "lookahead"
+    options = LookaheadOptions
+    rewinds = True
+
+    def __init__(
+        self,
+        target: TargetModel,
+        window: int = 4,
+        ngram: int = 3,
+        guesses: int = 3,
+        from_prompt: bool = True,
+        from_output: bool = False,
+        from_history: bool = False,
+        pool: str | None = None,
+    ) -> None:
+        super().__init__(target)
+        self.guesses = guesses
+        self.from_prompt, self.from_output, self.from_history = from_prompt, from_output, from_history
+        sizes = {"tail": ngram - 1, "per_token": 2 * guesses}
+        self._first_pool = load_pool(pool, target, **sizes) if pool is not None else PhrasePool(**sizes)
+        self.pool = self._first_pool.copy()
+        self.window = PhraseWindow(window, ngram - 1)
+        self._read = 0  # where the first n-gram starts that was not read off the text
+        self._tails: list[tuple[int, ...]] = []  # of the n-grams being verified
+        self._trie = Trie()
+
+    @property
+    def max_draft(self) -> int:
+        return self.guesses * self.pool.tail + self.window.most_tokens
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        if not self.from_history:
+            self.pool = self._first_pool.copy()
+        self.window.start(state.tokens[0])
+        self._read = 0
+        if self.from_prompt:
+            self._read_text(state)
+        else:
+            self._read = len(state.tokens[0]) - 1
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        room = state.room() - 1
+        self._tails, self._trie = [], Trie()
+        if room < 1:  # the last token: there will be no forward to use new guesses in
+            return DraftTree.empty(1, self.target.device)
+        self._tails = self.pool.get(state.tokens[0][-1], self.guesses)
+        self._trie = trie = Trie.of(self._tails, room, state.eos)
+        parents = (*trie.parents, *self.window.parents(-1, len(trie.tokens)))
+        guessed = self.window.tokens
+        return DraftTree(
+            tokens=torch.tensor([trie.tokens + guessed], dtype=torch.long, device=self.target.device),
+            parents=torch.tensor([parents], dtype=torch.long, device=self.target.device),
+            scratch=len(guessed),
+            scratch_outputs=self.window.outputs,
+            see=tree_mask(parents, self.target.device)[0],
+        )
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        tokens, accepted = verdict.tokens[0], [row - 1 for row in verdict.rows[0][1:]]
+        root = state.tokens[0][-1 - len(tokens)]
+        for tail, path in zip(self._tails, self._trie.paths, strict=True):
+            if accepted and path[: len(accepted)] == accepted:
+                self.pool.add(root, tail)  # used just now
+        predictions = output.scratch[0].argmax(-1).tolist() if output.scratch is not None else []
+        for first, tail in self.window.advance(root, tokens[0], predictions):
+            self._remember(first, tail, state)
+        if self.from_output:
+            self._read_text(state)
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        # Pool and window are guesses, wherever in the text they came from. N-grams that ran past ``kept`` read on now.
+        self._read = min(self._read, max(kept - self.pool.tail, 0))
+
+    def save_pool(self, path: str | Path) -> None:
+        """Write the pool as it stands, for the option ``pool``.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        save_pool(path, self.pool, self.target)
+
+    def _read_text(self, state: DecodeState) -> None:
+        """Take in the text's own n-grams that were not read before."""
+        tokens, tail = state.tokens[0], self.pool.tail
+        for start in range(self._read, len(tokens) - tail):
+            self._remember(tokens[start], tokens[start + 1 : start + 1 + tail], state)
+        self._read = max(self._read, len(tokens) - tail)
+
+    def _remember(self, first: int, tail: tuple[int, ...] | list[int], state: DecodeState) -> None:
+        if first not in state.eos:
+            self.pool.add(first, until(tail, state.eos))

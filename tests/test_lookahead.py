@@ -1,0 +1,269 @@
+"""Lookahead: a window worked by hand, guesses that are the target's, what the pool takes in, and sampled output."""
+
+from typing import Any
+
+import conformance
+import pytest
+import torch
+from conformance import NO_EOS, prompt, target_of
+from test_conformance_lookahead import Primed
+from test_loop import NEW, PROMPT, VOCAB, WARPS, exact, toy
+
+from drafters import FeatureOutput, TargetModel, generate, make_drafter
+from drafters.decoding.acceptance import Verdict
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.decoding.sampling import Sampling
+from drafters.lookahead import LookaheadDrafter
+
+
+def state_of(target: TargetModel, tokens: list[int], eos: frozenset[int] = frozenset(), new: int = 99) -> DecodeState:
+    sampling, generator = Sampling(), torch.Generator()
+    return DecodeState(
+        target, target.new_cache(1, 4), [tokens], [len(tokens) - 1], sampling, generator, new, eos, [False]
+    )
+
+
+def said(*tokens: int) -> FeatureOutput:
+    """A forward whose scratch rows predict ``tokens``."""
+    scratch = torch.nn.functional.one_hot(torch.tensor([tokens], dtype=torch.long), 97).float()
+    return FeatureOutput(torch.zeros(1, 1, 1), scratch=scratch)
+
+
+def commit(drafter: LookaheadDrafter, state: DecodeState, rows: list[int], tokens: list[int], *guesses: int) -> None:
+    """A step as the loop would have it: accept ``rows``, append ``tokens``, hand over the window's predictions."""
+    state.append(0, tokens)
+    drafter.observe(state, DraftTree.empty(1, drafter.target.device), said(*guesses), Verdict([rows], [tokens], [0]))
+
+
+def test_window_by_hand() -> None:
+    """Catches rows of the window misplaced behind the n-grams, predictions read off the wrong rows, and n-grams lost.
+
+    W = 2, N = 3: a window of two levels. The prompt is 50 51 52, the first token 10; nothing is in the pool.
+    """
+    drafter = LookaheadDrafter(target_of("llama"), window=2, ngram=3, guesses=2, from_prompt=False)
+    state = state_of(drafter.target, [50, 51, 52, 10])
+    drafter.begin(state, said())
+    # Level 0 are the root 10 and placeholders, one column more than W: the first level gained costs one.
+    draft = drafter.propose(state)
+    assert draft.tokens.tolist() == [[52, 10]] and draft.scratch == draft.scratch_outputs == 2
+    assert draft.parents.tolist() == [[-1, 0]]
+    commit(drafter, state, [0], [11], 21, 22)
+    assert len(drafter.pool) == 0
+    # Root 11 and placeholder 10; above them 21 and 22.
+    draft = drafter.propose(state)
+    assert draft.tokens.tolist() == [[10, 21, 22]] and (draft.scratch, draft.scratch_outputs) == (3, 2)
+    assert draft.parents.tolist() == [[-1, -1, 0]]
+    commit(drafter, state, [0], [12], 31, 32)
+    # 10 is a placeholder and makes no n-gram.
+    assert list(drafter.pool.items()) == [(11, (21, 31))]
+    # Root 12 and 22; above them 31 and 32. Once more 11 follows: (21, 31) is verified, in front of the window.
+    commit(drafter, state, [0], [11], 41, 42)
+    assert list(drafter.pool.items()) == [(11, (21, 31)), (12, (31, 41)), (22, (32, 42))]
+    draft = drafter.propose(state)
+    assert draft.tokens.tolist() == [[21, 31, 32, 41, 42]] and (draft.scratch, draft.scratch_outputs) == (3, 2)
+    assert draft.parents.tolist() == [[-1, 0, -1, -1, 2]]
+    assert draft.ancestors()[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],  # 11
+        [1, 1, 0, 0, 0, 0],  # 21
+        [1, 1, 1, 0, 0, 0],  # 31
+        [1, 0, 0, 1, 0, 0],  # 32, level 0: one place behind the root
+        [1, 0, 0, 0, 1, 0],  # 41, level 1 above the root
+        [1, 0, 0, 1, 0, 1],  # 42, level 1 above 32
+    ]
+
+
+def test_verified_phrases_count_as_used() -> None:
+    """Catches a pool that drops the n-gram just accepted, because it is old, rather than those never accepted."""
+    drafter = LookaheadDrafter(target_of("llama"), window=1, ngram=3, guesses=2, from_prompt=False)
+    state = state_of(drafter.target, [50, 10])
+    drafter.begin(state, said())
+    drafter.pool.add(10, (1, 2))
+    drafter.pool.add(10, (3, 4))
+    assert drafter.propose(state).tokens[0, :4].tolist() == [3, 4, 1, 2]
+    commit(drafter, state, [0, 3], [1, 7], 60)
+    assert drafter.pool.get(10, 2) == [(1, 2), (3, 4)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+def test_guesses_are_the_targets(family: str, temperature: float) -> None:
+    """Catches window rows at a wrong position or with a wrong mask: output stays right, only acceptance falls.
+
+    What each row of the last level predicts must be the stock model's argmax after the tokens that the row sees.
+    """
+    target = target_of(family)
+    drafter = Primed(target, window=3, ngram=4, guesses=2)
+    propose, observe, seen = drafter.propose, drafter.observe, []
+    before: list[int] = []
+
+    def note(state: DecodeState) -> DraftTree:
+        before[:] = state.tokens[0]
+        return propose(state)
+
+    def check(state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        if draft.scratch:
+            assert output.scratch is not None and output.scratch.shape[1] == draft.scratch_outputs
+            rows = draft.ancestors()[0, -draft.scratch_outputs :, 1:]
+            for sees, logits in zip(rows, output.scratch[0], strict=True):
+                text = torch.tensor([before + draft.tokens[0][sees].tolist()])
+                assert int(logits.argmax()) == int(target.model(text).logits[0, -1].argmax())
+                seen.append(text)
+        observe(state, draft, output, verdict)
+
+    drafter.propose, drafter.observe = note, check  # type: ignore[method-assign]
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": NO_EOS, "temperature": temperature}
+    traces = [generate(target, drafter, [prompt(9, seed)], seed=seed, **options).trace for seed in range(3)]
+    assert len(seen) > 40 and any(step.accepted for trace in traces for step in trace.steps)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 3, 2), (4, 2, 1), (2, 6, 3)])
+def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
+    """Catches sizes whose buffers or rows were only right for the usual ones; W = 1 with N = 2 has no scratch rows."""
+    target = target_of("llama")
+    window, ngram, guesses = shape
+    drafter = Primed(target, window=window, ngram=ngram, guesses=guesses)
+    ids, propose, sizes = prompt(target.max_context - 30), drafter.propose, [(0, 0)]
+
+    def note(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        sizes.append((draft.size, draft.scratch))
+        return draft
+
+    drafter.propose = note  # type: ignore[method-assign]
+    result = generate(target, drafter, [ids], max_new_tokens=30, eos_token_id=NO_EOS)
+    assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 30)
+    assert result.trace.tau > 1
+    assert max(size for size, _ in sizes) <= drafter.max_draft
+    assert max(scratch for _, scratch in sizes) == drafter.window.most_tokens
+
+
+def test_whole_matches_keep_their_bonus() -> None:
+    """Catches the token lost that the target says behind an n-gram accepted to its end."""
+    target = target_of("llama")
+    drafter = Primed(target, window=2, ngram=3, guesses=4)
+    trace = generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS).trace
+    whole = [step.committed for step in trace.steps if step.accepted == 2]
+    assert len(whole) > 3 and set(whole[:-1]) == {3}
+
+
+def test_window_finds_phrases() -> None:
+    """Catches a window that never pays: of a target that goes round 3 4 ... 9, its guesses alone must come true."""
+    target = target_of("llama")
+    drafter = LookaheadDrafter(target, window=4, ngram=4, guesses=2, from_prompt=False)
+    after = {token: token + 1 if token < 9 else 3 for token in range(97)}
+    state = state_of(target, [3, 4])
+    drafter.begin(state, said())
+    accepted = []
+    for _ in range(12):
+        draft = drafter.propose(state)
+        judged = draft.tokens[0, : draft.size - draft.scratch].tolist()
+        rows, token = [0], after[state.tokens[0][-1]]
+        for node, drafted in enumerate(judged):
+            if draft.parents[0, node] + 1 == rows[-1] and drafted == token:
+                rows.append(node + 1)
+                token = after[token]
+        tokens = [judged[row - 1] for row in rows[1:]] + [token]
+        guesses = [after[token] for token in draft.tokens[0, draft.size - draft.scratch_outputs :].tolist()]
+        commit(drafter, state, rows, tokens, *guesses)
+        accepted.append(len(rows) - 1)
+    assert accepted[:3] == [0, 0, 0] and accepted[-4:] == [3, 3, 3, 3]
+
+
+def test_eos_in_phrases() -> None:
+    """Catches nodes drafted behind an EOS, and n-grams that begin with one or go on behind it."""
+    target, eos = target_of("llama"), frozenset([7])
+    drafter = LookaheadDrafter(target, window=1, ngram=4, guesses=2)
+    state = state_of(target, [5, 6, 7, 8, 9, 5], eos)
+    drafter.begin(state, said())
+    assert list(drafter.pool.items()) == [(5, (6, 7)), (6, (7,))]
+    assert drafter.propose(state).tokens[0, :2].tolist() == [6, 7]
+    drafter.pool.add(5, (7, 1, 2))  # from a file, or another EOS
+    assert drafter.propose(state).tokens[0, :3].tolist() == [7, 6, 7]
+
+
+def test_no_draft_for_the_last_token() -> None:
+    """Catches rows spent where nothing can be accepted, or guesses made that no forward will use."""
+    drafter = Primed(target_of("llama"), window=2, ngram=3, guesses=2)
+    options: dict[str, Any] = {"max_new_tokens": 2, "eos_token_id": NO_EOS}
+    assert [step.drafted for step in generate(drafter.target, drafter, [prompt(5)], **options).trace.steps] == [0]
+    state = state_of(drafter.target, [50, 10], new=2)
+    drafter.pool.clear()
+    drafter.pool.add(10, (1, 2))
+    assert drafter.propose(state).size == 0
+    state.max_new_tokens = 3
+    draft = drafter.propose(state)
+    assert draft.tokens[0, : draft.size - draft.scratch].tolist() == [1]
+
+
+def test_what_the_pool_takes_in() -> None:
+    """Catches switches without effect: the text's own n-grams, and phrases that outlive a prompt or do not."""
+    target, ids = target_of("llama"), prompt(12)
+    first = conformance.plain_greedy(target, ids, 20)
+    text = ids + first
+    for from_prompt in (True, False):
+        for from_output in (True, False):
+            for from_history in (True, False):
+                switches = {"from_prompt": from_prompt, "from_output": from_output, "from_history": from_history}
+                drafter = LookaheadDrafter(target, window=1, ngram=3, guesses=8, **switches)  # type: ignore[arg-type]
+                generate(target, drafter, [ids], max_new_tokens=20, eos_token_id=NO_EOS)
+                held = set(drafter.pool.items())
+                grams = [(text[at], tuple(text[at + 1 : at + 3])) for at in range(28)]
+                assert (set(grams[:10]) <= held) is from_prompt
+                assert (set(grams[12:]) <= held) is from_output
+                generate(target, drafter, [[5]], max_new_tokens=2, eos_token_id=NO_EOS)
+                assert (len(drafter.pool) > 0) is from_history
+
+
+def test_text_read_again_after_going_back() -> None:
+    """Catches n-grams of the output missed where a cascade put other tokens in the place of those it took back."""
+    drafter = LookaheadDrafter(target_of("llama"), window=1, ngram=2, guesses=2, from_output=True)
+    state = state_of(drafter.target, [50, 51, 10])
+    drafter.begin(state, said())
+    commit(drafter, state, [0, 1, 2], [11, 12, 13])
+    state.replace(0, [50, 51, 10, 20, 21])
+    drafter.rewind(state, 3)
+    commit(drafter, state, [0], [22])
+    held = set(drafter.pool.items())
+    assert {(50, (51,)), (51, (10,)), (10, (11,)), (10, (20,)), (20, (21,)), (21, (22,))} <= held
+
+
+def test_one_level() -> None:
+    """Catches N = 2 without its first column: nothing but the root's own row says what follows the root."""
+    drafter = LookaheadDrafter(target_of("llama"), window=2, ngram=2, guesses=2, from_prompt=False)
+    state = state_of(drafter.target, [50, 10])
+    drafter.begin(state, said())
+    assert drafter.propose(state).tokens.tolist() == [[10]]
+    commit(drafter, state, [0], [11], 21)
+    assert list(drafter.pool.items()) == [(10, (11,))]
+    commit(drafter, state, [0], [12], 31)
+    assert list(drafter.pool.items()) == [(10, (11,)), (11, (12,)), (21, (31,))]
+
+
+def test_output_is_distributed_as_the_targets() -> None:
+    """Catches n-grams accepted as if they had been sampled, and rejected siblings left in the distribution.
+
+    Total variation of the first three tokens of 3,000 runs. The pool persists, so that most drafts hold several.
+    """
+    target, runs = toy(), 3000
+    drafter = LookaheadDrafter(target, window=2, ngram=3, guesses=3, from_history=True)
+    counts, depths, drafted = torch.zeros(VOCAB**NEW), set(), 0
+    for seed in range(runs):
+        result = generate(target, drafter, [PROMPT], max_new_tokens=NEW + 1, eos_token_id=NO_EOS, seed=seed, **WARPS[1])
+        a, b, c = result.tokens[0, :NEW].tolist()
+        counts[(a * VOCAB + b) * VOCAB + c] += 1
+        depths |= {step.accepted for step in result.trace.steps}
+        drafted += sum(step.drafted for step in result.trace.steps)
+    expected = exact(target, Sampling(**WARPS[1])).flatten()
+    assert counts[expected == 0].sum() == 0 and depths == {0, 1, 2} and drafted > 2 * runs
+    # An exact sampler is off by sqrt(2 p (1 - p) / (pi n)) / 2 a cell, in sum 0.04.
+    noise = (2 * expected * (1 - expected) / (torch.pi * runs)).sqrt().sum() / 2
+    distance = (counts / runs - expected).abs().sum() / 2
+    assert distance < 1.3 * noise, f"{distance:.4f}, of which sampling noise {noise:.4f}"
+
+
+def test_bad_options() -> None:
+    """Catches sizes that would fail deep inside decoding: n-grams of one token, no window."""
+    for wrong in ({"ngram": 1}, {"window": 0}, {"guesses": 0}, {"windows": 3}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_drafter("lookahead", target_of("llama"), **wrong)

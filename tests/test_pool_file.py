@@ -1,0 +1,202 @@
+"""Phrase pools on disk: the same pool comes back, into both drafters, and nothing else is taken for one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, plain_greedy, prompt, target_of
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from transformers import PreTrainedModel
+
+from drafters import TargetModel, generate, make_drafter, pool_file
+from drafters.lookahead import LookaheadDrafter
+from drafters.ouroboros import OuroborosDrafter
+from drafters.phrase_pool import PhrasePool
+from drafters.pool_file import load_pool, save_pool
+
+PHRASES = [(5, (1, 2, 3)), (9, (4,)), (5, (6, 7)), (0, (96, 0, 1)), (5, (1, 2, 8)), (9, (3, 3))]
+
+
+def filled(tail: int = 3, per_token: int = 4) -> PhrasePool:
+    pool = PhrasePool(tail, per_token)
+    for first, rest in PHRASES:
+        pool.add(first, rest)
+    return pool
+
+
+def saved(tmp_path: Path, **changes: object) -> Path:
+    """A good file, with metadata or arrays changed; None takes one out."""
+    path = tmp_path / "pool.safetensors"
+    save_pool(path, filled(), target_of("llama"))
+    with safe_open(path, framework="numpy") as file:
+        metadata, arrays = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, value in changes.items():
+        into = arrays if isinstance(value, np.ndarray) or name in arrays else metadata
+        into[name] = value
+        if value is None:
+            del into[name]
+    save_file(arrays, path, metadata)
+    return path
+
+
+def test_the_same_pool_comes_back(tmp_path: Path) -> None:
+    """Catches phrases lost, cut at the wrong place or in another order: what is dropped next must be the oldest."""
+    pool, path = filled(), tmp_path / "runs" / "pool.safetensors"
+    save_pool(path, pool, target_of("llama"))
+    again = load_pool(path, target_of("llama"), tail=3, per_token=4)
+    assert list(again.items()) == list(pool.items()) and len(again) == len(pool) == 6
+    assert again.get(5, 9) == pool.get(5, 9) == [(1, 2, 8), (6, 7), (1, 2, 3)]
+    save_pool(path, PhrasePool(3, 4), target_of("llama"))  # nothing learnt yet
+    assert len(load_pool(path, target_of("llama"), tail=3, per_token=4)) == 0
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_smaller_drafter_takes_what_fits(tmp_path: Path) -> None:
+    """Catches tails longer than beta - 1, which overrun a draft, and old phrases kept in the place of new ones."""
+    pool = load_pool(saved(tmp_path), target_of("llama"), tail=2, per_token=1)
+    assert sorted(pool.items()) == [(0, (96, 0)), (5, (1, 2)), (9, (3, 3))]
+
+
+def test_copies_are_apart() -> None:
+    """Catches a saved pool that a prompt's phrases get into, although it is to be the same for every prompt."""
+    pool = filled()
+    before, copy = list(pool.items()), pool.copy()
+    copy.add(5, (9, 9))
+    copy.add(70, (1,))
+    assert list(pool.items()) == before and len(pool) == 6 and len(copy) == 8
+    assert (copy.tail, copy.per_token, copy.capacity) == (pool.tail, pool.per_token, pool.capacity)
+
+
+@pytest.mark.parametrize("from_history", [True, False])
+@pytest.mark.parametrize("name", ["lookahead", "ouroboros"])
+def test_drafters_begin_with_it(tmp_path: Path, name: str, from_history: bool) -> None:
+    """Catches a loaded pool that is forgotten at the first prompt, or that grows although history is off."""
+    target, ids, path = target_of("llama"), prompt(9), tmp_path / "pool.safetensors"
+    answer, pool = ids[-1:] + plain_greedy(target, ids, 24), PhrasePool(3, 6)
+    for at in range(len(answer) - 1):
+        pool.add(answer[at], answer[at + 1 : at + 4])
+    save_pool(path, pool, target)
+    options: dict[str, object] = {"from_history": from_history, "pool": str(path)}
+    if name == "lookahead":
+        options |= {"ngram": 4, "from_prompt": False}
+    else:  # as draft model another one, so that only the target's phrases are right
+        draft_model = TargetModel(tiny.build("llama", seed=7))
+        options |= {"draft_model": draft_model, "beta": 4, "gamma": 1}
+    drafter = make_drafter(name, target, **options)
+    assert isinstance(drafter, LookaheadDrafter | OuroborosDrafter)
+    held = list(drafter.pool.items())
+    assert held == list(pool.items())
+    for _ in range(2):
+        trace = generate(target, drafter, [ids], max_new_tokens=20, eos_token_id=NO_EOS).trace
+        assert trace.tau > 2 or name == "ouroboros"
+        assert list(drafter.pool.items()) != held
+        drafter.save_pool(path)
+        assert list(load_pool(path, target, 3, 6).items()) == list(drafter.pool.items())
+        with mock.patch.object(type(drafter), "propose", side_effect=InterruptedError), pytest.raises(InterruptedError):
+            generate(target, drafter, [prompt(5)], max_new_tokens=9, eos_token_id=NO_EOS)  # begins a prompt, no more
+        assert (list(drafter.pool.items()) == held) is not from_history
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    """Catches anything else taken for a pool, and messages that do not say what is wrong or what to do."""
+    target = target_of("llama")
+    there = saved(tmp_path)
+    assert len(load_pool(there, target, 3, 4)) == 6
+    for path, content, message in [
+        (tmp_path / "none.safetensors", None, "there is no phrase pool at .*none.safetensors.*save_pool"),
+        (tmp_path, None, "there is no phrase pool"),
+        (tmp_path / "text", b"phrases", "text is no phrase pool, or only part of one"),
+        (tmp_path / "part", there.read_bytes()[:-5], "part is no phrase pool, or only part of one"),
+        (tmp_path / "empty", b"", "empty is no phrase pool"),
+    ]:
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_pool(path, target, 3, 4)
+        with pytest.raises(ValueError, match=message):
+            make_drafter("lookahead", target, pool=str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"content": None}, "safetensors file but no phrase pool"),
+        ({"format_version": "2"}, "format version 2 and this release reads 1"),
+        ({"vocab_size": "101"}, "of tiny-llama, whose vocabulary has 101 tokens; that of tiny-llama has 97"),
+        ({"first": None}, "damaged: it must hold flat integers first, lengths, tails"),
+        ({"first": np.zeros((2, 3), np.int32)}, r"damaged.*'first': 'int32\[2, 3\]'"),
+        ({"tails": np.zeros(14, np.float32)}, "damaged.*float32"),
+        ({"lengths": np.array([3, 2, 3, 1, 2], np.int32)}, "6 phrases have 5 lengths"),
+        ({"lengths": np.array([3, 2, 3, 1, 2, 9], np.int32)}, "sum to 20 .* 14 tokens"),
+        ({"lengths": np.array([3, 3, 3, 3, 2, 0], np.int32)}, "none may be below 1"),
+        ({"first": np.array([5, 5, 5, 97, 9, 9], np.int32)}, "'first' run from 5 to 97, and .* has 97"),
+        ({"tails": np.array([-1] * 14, np.int32)}, "'tails' run from -1 to -1"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    """Catches ids that would fail deep inside a forward (or, on a GPU, kill the process), and phrases cut anyhow."""
+    with pytest.raises(ValueError, match=message):
+        load_pool(saved(tmp_path, **changes), target_of("llama"), 3, 4)
+
+
+def test_other_tokenizers(tmp_path: Path) -> None:
+    """Catches phrases of equal ids and other words; where a tokenizer is missing, the sizes must do."""
+    target, path = target_of("llama"), tmp_path / "pool"
+    words = {f"w{index}": index for index in range(97)}
+    swapped = words | {"w3": 4, "w4": 3}
+
+    def with_vocabulary(tokens: dict[str, int] | None) -> mock._patch:
+        return mock.patch.object(pool_file, "vocabulary", lambda model: tokens)
+
+    for theirs, ours, fits in [
+        (words, dict(reversed(words.items())), True),
+        (words, swapped, False),
+        (words, None, True),
+        (None, words, True),
+    ]:
+        with with_vocabulary(theirs):
+            save_pool(path, filled(), target)
+        with with_vocabulary(ours):
+            if fits:
+                assert len(load_pool(path, target, 3, 4)) == 6
+            else:
+                with pytest.raises(ValueError, match=r"whose tokenizer \(vocabulary \w{12}\) is not that of"):
+                    load_pool(path, target, 3, 4)
+
+
+def test_other_vocabulary_size(tmp_path: Path, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """Catches a pool of another model whose ids would all be valid here."""
+    save_pool(tmp_path / "pool", filled(), target_of("llama"))
+    larger = TargetModel(tiny_model("llama", vocab_size=101), name="larger")
+    with pytest.raises(ValueError, match="has 97 tokens; that of larger has 101"):
+        load_pool(tmp_path / "pool", larger, 3, 4)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """Catches a pool of hours of decoding lost to a full disk, and temporary files left lying about."""
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    with mock.patch("os.fsync", side_effect=OSError("no space left")), pytest.raises(OSError, match="no space"):
+        save_pool(path, PhrasePool(3, 4), target_of("llama"))
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_nothing_but_numbers_and_words(tmp_path: Path) -> None:
+    """Catches a format that others could not read: flat int32 arrays and plain metadata."""
+    with safe_open(saved(tmp_path), framework="pt") as file:
+        assert all(file.get_tensor(name).dtype == torch.int32 for name in ("first", "lengths", "tails"))
+        metadata = json.loads(json.dumps(file.metadata()))
+    assert metadata | {"vocabulary": ""} == {
+        "content": "phrase pool",
+        "format_version": "1",
+        "tail": "3",
+        "vocab_size": "97",
+        "vocabulary": "",
+        "model": "tiny-llama",
+    }
