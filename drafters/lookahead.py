@@ -10,6 +10,7 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
+from .decoding.sampling import most_likely
 from .decoding.target import FeatureOutput, TargetModel
 from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
 from .pool_file import load_pool, save_pool
@@ -112,7 +113,7 @@ class LookaheadDrafter(Drafter):
         for tail, path in zip(self._tails, self._trie.paths, strict=True):
             if accepted and path[: len(accepted)] == accepted:
                 self.pool.add(root, tail)  # used just now
-        predictions = output.scratch[0].argmax(-1).tolist() if output.scratch is not None else []
+        predictions = most_likely(output.scratch[0]).tolist() if output.scratch is not None else []
         for first, tail in self.window.advance(root, tokens[0], predictions):
             self._remember(first, tail, state)
         if self.from_output:

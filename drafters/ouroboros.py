@@ -10,7 +10,7 @@ from .decoding.acceptance import Rule, Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
-from .decoding.sampling import Sampling, draw
+from .decoding.sampling import Sampling, draw, most_likely
 from .decoding.target import FeatureOutput, TargetModel
 from .draft_model import DraftModel, DraftModelDrafter, prefill
 from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
@@ -111,7 +111,7 @@ class OuroborosDrafter(DraftModelDrafter):
             sampling: Sampling,
             generator: torch.Generator | None = None,
         ) -> Verdict:
-            self._choice = logits[0].argmax(-1)  # what the target says after every row: phrases, not output
+            self._choice = most_likely(logits[0])  # what the target says after every row: phrases, not output
             return lossless(draft, logits, see, sampling, generator)
 
         return verify
@@ -175,7 +175,7 @@ class OuroborosDrafter(DraftModelDrafter):
         trie = Trie.of(tails, longest - 1, state.eos)
         root, inner = len(pending) - 1, len(trie.tokens)
         logits, outputs = self._forward(pending, trie)
-        choice = logits.argmax(-1).tolist()
+        choice = most_likely(logits).tolist()
         greedy = choice if state.sampling.greedy else None
         at, new, path = -1, [self._pick(logits, 0, greedy, state, q)], []
         while (node := trie.children.get((at, new[-1]))) is not None and new[-1] not in state.eos:
@@ -214,7 +214,7 @@ class OuroborosDrafter(DraftModelDrafter):
         Accepting a phrase's token where the sample happens to equal it leaves every token an exact sample of q.
         """
         if state.sampling.greedy:
-            return greedy[row] if greedy is not None else int(logits[row].argmax())
+            return greedy[row] if greedy is not None else int(most_likely(logits[row]))
         q.append(state.sampling.probabilities(logits[row]))
         return int(draw(q[-1], state.generator))
 
