@@ -17,10 +17,12 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
+from .decoding.fused import FusedLayer, Product, signed
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState
-from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
+from .decoding.row_mask import attention_bias, attention_mask, row_positions
+from .decoding.target import FeatureOutput, TargetModel
 from .decoding.trace import model_time
 from .decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
 
@@ -111,6 +113,8 @@ class EagleDrafter(LearnedDrafter):
             paths = [[0] * level for level in range(1, depth + 1)]
         self.paths = None if tree == "chain" else paths
         self.plan = TreePlan(paths or EAGLE_TREE, target.device)
+        head: Any = self.module
+        self._fused = (Product(head.fc.weight), FusedLayer(head.layers[0])) if target.engine == "fused" else None
         self._cache: KVCache
         self._features: torch.Tensor  # [1, R, H] true features that the head has not taken in yet
 
@@ -164,13 +168,15 @@ class EagleDrafter(LearnedDrafter):
         """Forward rows ``[1, R]`` after ``offset`` uncommitted ones; predicted features ``[1, R, H]``."""
         lengths, count = self._cache.lengths, tokens.shape[1]
         positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
-        mask = attention_mask(lengths, see, depths, positions, offset, count)
+        rope = self.target.rope(positions, upto, consecutive=depths is None)
+        cache = self._cache.at(count, offset)
+        if self._fused is None:
+            mask = attention_mask(lengths, see, depths, positions, offset, count)
+            with model_time():
+                return self.module(features, self.target.embed(tokens), positions, mask, cache, rope=rope)
+        fc, layer = self._fused
+        groups = layer.attention.groups
+        bias = attention_bias(lengths, see, depths, positions, offset, count, None, groups, features.dtype)
         with model_time():
-            return self.module(
-                features,
-                self.target.embed(tokens),
-                positions,
-                mask,
-                self._cache.at(count, offset),
-                rope=self.target.rope(positions, upto, consecutive=depths is None),
-            )
+            hidden = fc(torch.cat([self.target.embed(tokens), features], dim=-1))
+            return layer(hidden, signed(rope), bias, cache, 0)

@@ -14,11 +14,13 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
+from .decoding.fused import FusedAttention, FusedNorm, signed
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState
+from .decoding.row_mask import attention_bias, attention_mask, row_positions
 from .decoding.sampling import draw, most_likely
-from .decoding.target import FeatureOutput, TargetModel, attention_mask, row_positions
+from .decoding.target import FeatureOutput, TargetModel
 from .decoding.trace import model_time
 
 
@@ -98,6 +100,11 @@ class KangarooDrafter(LearnedDrafter):
                 f"found {exit_layer}"
             )
         self.exit_layer, self.eta, self.max_draft_tokens = exit_layer, eta, max_draft_tokens
+        self._fused: tuple[FusedNorm, FusedAttention, FusedNorm] | None = None
+        if target.engine == "fused":
+            adapter: Any = self.module
+            layer = adapter.layers[0]
+            self._fused = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn), FusedNorm(adapter.norm)
         self._cache: KVCache
         self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
@@ -163,9 +170,15 @@ class KangarooDrafter(LearnedDrafter):
         """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
         lengths, count = self._cache.lengths, rows.shape[1]
         positions, upto = row_positions(lengths, None, 0, count, rows.device)
-        mask = attention_mask(lengths, None, None, positions, 0, count)
-        with model_time():
-            rope = self.target.rope(positions, upto, consecutive=True)
-            output = self.module(rows, positions, mask, self._cache.at(count), rope=rope)
-        self._cache.commit([list(range(count))])
+        rope, cache = self.target.rope(positions, upto, consecutive=True), self._cache.at(count)
+        if self._fused is None:
+            mask = attention_mask(lengths, None, None, positions, 0, count)
+            with model_time():
+                output = self.module(rows, positions, mask, cache, rope=rope)
+        else:
+            before, attention, after = self._fused
+            bias = attention_bias(lengths, None, None, positions, 0, count, None, attention.groups, rows.dtype)
+            with model_time():
+                output = after(rows + attention(before(rows), signed(rope), bias, cache, 0))
+        cache.commit([list(range(count))])
         return self.target.lm_head(output[:, -1])

@@ -46,7 +46,7 @@ def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree) -> 
             assert draft.q_row is not None
             expected = state.sampling.probabilities(logits)
             for node in children:
-                torch.testing.assert_close(draft.q[0, draft.q_row[0, node]], expected, atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(draft.q[0, draft.q_row[0, node]], expected, atol=5e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -231,6 +231,7 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
     head = target.model.lm_head.weight
     twin = (best + 1) % VOCAB_SIZE
     head.data[twin] = head.data[best]  # now the target cannot tell the two apart
+    target = TargetModel(target.model)
     logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
     assert diverge(twin) == (True, 0.0)
 

@@ -88,9 +88,9 @@ def test_the_store_holds_what_the_target_computes(
         assert stored.input_ids.tolist() == tokens.input_ids.tolist()
         assert stored.loss_mask.tolist() == tokens.loss_mask.tolist()
         output = target.model(input_ids=stored.input_ids[None], output_hidden_states=True)
-        torch.testing.assert_close(stored.features, output.hidden_states[-1][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(stored.features, output.hidden_states[-1][0], atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(target.lm_head(stored.features), output.logits[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(stored.taps[2], output.hidden_states[2][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(stored.taps[2], output.hidden_states[2][0], atol=1e-4, rtol=1e-3)
     manifest = store.manifest
     assert manifest.dropped == {"broken_json": 1, "empty_dialogue": 1}
     assert manifest.target_fingerprint == target.fingerprint()

@@ -33,9 +33,10 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
-        self._layer_views = [(self.keys[i], self.values[i]) for i in range(layers)]
-        self._start, self._end = 0, 0
-        self._slots: torch.Tensor | None = None
+        self._end = 0
+        self._slots: torch.Tensor | None = None  # of each new row, where batch rows differ in length
+        self._new: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())  # each layer's, else
+        self._seen: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
 
     @classmethod
     def for_config(
@@ -58,26 +59,30 @@ class KVCache:
         starts = [length + offset for length in self.lengths]
         self._end = max(starts) + rows
         assert self._end <= self.capacity, f"cache of {self.capacity} rows asked for {self._end}"
-        self._start = starts[0]
-        self._slots = None
-        if any(start != starts[0] for start in starts):
-            first = torch.tensor(starts, device=self.keys.device)
-            self._slots = first[:, None] + torch.arange(rows, device=self.keys.device)
+        # Views of all layers at once: slicing costs microseconds, which every layer would pay again.
+        end = self._end
+        self._seen = (self.keys[..., :end, :].unbind(0), self.values[..., :end, :].unbind(0))
+        if starts.count(starts[0]) == len(starts):
+            first = starts[0]
+            self._new = (self.keys[..., first:end, :].unbind(0), self.values[..., first:end, :].unbind(0))
+            self._slots = None
+        else:
+            own = torch.arange(rows, device=self.keys.device)
+            self._slots = torch.tensor(starts, device=self.keys.device)[:, None] + own
         return self
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return all up to the last row."""
-        keys, values = self._layer_views[layer_idx]
         if self._slots is None:
-            keys[:, :, self._start : self._end] = key_states
-            values[:, :, self._start : self._end] = value_states
+            self._new[0][layer_idx].copy_(key_states)
+            self._new[1][layer_idx].copy_(value_states)
         else:
             index = self._slots[:, None, :, None].expand_as(key_states)
-            keys.scatter_(2, index, key_states)
-            values.scatter_(2, index, value_states)
-        return keys[:, :, : self._end], values[:, :, : self._end]
+            self.keys[layer_idx].scatter_(2, index, key_states)
+            self.values[layer_idx].scatter_(2, index, value_states)
+        return self._seen[0][layer_idx], self._seen[1][layer_idx]
 
     def commit(self, rows: list[list[int]]) -> None:
         """Keep, for batch row ``b``, the rows ``rows[b]`` counted from its length (ascending), and forget the rest."""

@@ -1,0 +1,185 @@
+"""The rewritten decoder layers against transformers' own: same values, same weights, and when they are not used."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, prompt
+from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
+
+from drafters import TargetModel, generate, make_drafter
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.decoding.fused import Product
+from drafters.decoding.row_mask import attention_bias, attention_mask, row_positions
+
+PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
+MORE = {"qwen2": Qwen2Config, "qwen3-moe": Qwen3MoeConfig}
+
+
+def build(family: str) -> PreTrainedModel:
+    """A tiny model; Qwen2 has biases on its projections, the mixtures have experts."""
+    if family not in MORE:
+        return tiny.build(family)
+    common = tiny.tiny_config("llama").to_dict()
+    wanted = {key: common[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    wanted |= {key: common[key] for key in ("num_attention_heads", "num_key_value_heads", "initializer_range")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    config = MORE[family](**wanted, **(experts if family == "qwen3-moe" else {}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *MORE])
+def test_fused_equals_eager(family: str) -> None:
+    """Catches a wrong sign in RoPE, biases left out, rows that attend with another head's keys, windows forgotten."""
+    model = build(family)
+    outputs = []
+    for engine in ("eager", "fused"):
+        target = TargetModel(model, engine=engine)  # type: ignore[arg-type]
+        assert target.engine == engine
+        cache = target.new_cache(2, 40)
+        ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3])  # unequal lengths: rows start at different slots
+        found = [target.run(ids, cache).features[1, :9]]
+        cache.commit([list(range(12)), list(range(9))])
+        see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors()
+        new = torch.tensor([prompt(8, 2), prompt(8, 3)])
+        found.append(target.run(new, cache, see=see, depths=see.sum(-1) - 1, taps=(0, 2, 4)).taps[4])
+        cache.commit([[0, 1, 3], [0]])
+        found.append(target.run(new[:, :1], cache).features)
+        found.append(target.run(new[:, 1:4], cache, offset=1).features)  # a chain after an uncommitted row
+        alone = target.new_cache(1, 40)
+        target.run(ids[:1], alone)
+        alone.commit([list(range(12))])
+        found += [target.run(new[:1, :3], alone).features, target.lm_head(target.run(new[:1, :1], alone).features)]
+        outputs.append(found)
+    for eager, fused in zip(*outputs, strict=True):
+        torch.testing.assert_close(fused, eager, atol=2e-4, rtol=1e-3)
+
+
+def test_weights_are_shared_not_copied(tmp_path: Path) -> None:
+    """Catches a second copy of the model in memory, and stock layers that no longer are the model."""
+    model = tiny.build("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.tensor([prompt(9)])
+    logits = model(ids).logits
+    first, second = TargetModel(model), TargetModel(model)
+    attention = model.model.layers[1].self_attn
+    assert first._fused is not None and second._fused is not None
+    for target in (first, second):
+        heads: Any = target._fused[1].attention.heads  # type: ignore[index]
+        assert heads.weight.data_ptr() == attention.q_proj.weight.data_ptr()
+        assert heads.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(model(ids).logits, logits, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(again.state_dict(), before, rtol=0, atol=0)
+
+
+def test_other_families_run_eager_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches norms at other places than Llama's silently computed as Llama's, and a warning a layer."""
+    common = tiny.tiny_config("llama").to_dict()
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    model = AutoModelForCausalLM.from_config(Olmo2Config(**{key: common[key] for key in keys}), dtype=torch.float32)
+    with caplog.at_level(logging.WARNING):
+        target = TargetModel(model, name="an olmo")
+    assert target.engine == "eager"
+    (record,) = [record for record in caplog.records if record.name.startswith("drafters")]
+    assert "an olmo" in record.getMessage() and "olmo2" in record.getMessage()
+    with pytest.raises(ValueError, match="engine 'fused' cannot run an olmo: .*olmo2.*use engine 'eager'"):
+        TargetModel(model, name="an olmo", engine="fused")
+
+
+@pytest.mark.parametrize("obstacle", ["hook", "adapter", "attention"])
+def test_changed_layers_run_eager(obstacle: str) -> None:
+    """Catches a model's changes (hooks, LoRA's layers, eager attention) ignored, whose output would differ."""
+    model = tiny.build("llama")
+    layer: Any = model.model.layers[2]
+    if obstacle == "hook":
+        layer.self_attn.register_forward_hook(lambda module, args, output: None)
+    elif obstacle == "adapter":
+
+        class Other(torch.nn.Linear):
+            pass
+
+        layer.mlp.up_proj.__class__ = Other
+    else:
+        model.set_attn_implementation("eager")
+    assert TargetModel(model).engine == "eager"
+    with pytest.raises(ValueError, match="cannot run"):
+        TargetModel(model, engine="fused")
+
+
+def test_lm_head_can_be_derived() -> None:
+    """Catches gradients silently lost in the packed product: heads are trained through the target's LM head."""
+    target = TargetModel(tiny.build("llama"))
+    features = torch.randn(3, tiny.HIDDEN_SIZE, requires_grad=True)
+    target.lm_head(features).square().sum().backward()
+    weight = target.model.lm_head.weight
+    assert features.grad is not None
+    torch.testing.assert_close(features.grad, 2 * (features @ weight.T @ weight).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_product_is_the_product(dtype: torch.dtype, biased: bool) -> None:
+    """Catches a layout for one number of rows used at another, and a bias lost."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype) if biased else None
+    product = Product(weight, bias)
+    for rows in (1, 3, 33):
+        x = torch.randn(2, rows, 48).to(dtype)
+        plain = torch.nn.functional.linear(x, weight, bias)
+        tolerance = {"rtol": 2e-2, "atol": 1e-1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(product(x), plain, **tolerance)
+
+
+def test_weights_are_not_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a model that fits into memory once, but not twice."""
+    plenty = psutil.virtual_memory()
+    weight = torch.randn(64, 48)
+    if Product(weight).packed is None:
+        pytest.skip("torch has no packed layout on this CPU")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: plenty._replace(available=2 * weight.nbytes))
+    assert Product(weight).packed is None
+
+
+@pytest.mark.parametrize("lengths", [[0], [3], [255], [256], [257], [5, 5], [5, 2]])
+@pytest.mark.parametrize(("rows", "offset"), [(1, 0), (4, 0), (4, 2), (70, 0)])
+@pytest.mark.parametrize("window", [None, 8])
+def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: int | None) -> None:
+    """Catches a kept bias cut at the wrong column, and query heads that get another row's mask."""
+    device = torch.device("cpu")
+    positions, _ = row_positions(lengths, None, offset, rows, device)
+    mask = attention_mask(lengths, None, None, positions, offset, rows, window)
+    bias = attention_bias(lengths, None, None, positions, offset, rows, window, 2, torch.float32)
+    assert (mask is None) == (bias is None)
+    if mask is not None and bias is not None:
+        assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
+        seen = (bias == 0).expand(len(lengths), -1, -1, -1)
+        assert seen.shape[2] == 2 * rows
+        for group in range(2):
+            assert torch.equal(seen[:, :, group * rows : (group + 1) * rows], mask)
+
+
+def test_sampling_and_stopping_are_untouched() -> None:
+    """Catches an engine that changes what is drawn: same seed, same tokens on both, EOS included."""
+    model = tiny.build("qwen3")
+    texts = []
+    for engine in ("eager", "fused"):
+        target = TargetModel(model, engine=engine)  # type: ignore[arg-type]
+        drafter = make_drafter("prompt_lookup", target)
+        for eos in (NO_EOS, None):
+            result = generate(
+                target, drafter, [prompt(8)], max_new_tokens=30, temperature=0.8, eos_token_id=eos, seed=3
+            )
+            texts.append(result.tokens.tolist())
+    assert texts[:2] == texts[2:]
