@@ -32,6 +32,7 @@ def environment(target: TargetModel) -> dict[str, Any]:
             "parameters": sum(weights.numel() for weights in target.model.parameters()),
         },
         "dtype": str(target.dtype).removeprefix("torch."),
+        "engine": target.engine,
         "device": str(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from drafters import Drafter, TargetModel, drafter_class, make_drafter
 from drafters.config import Config
+from drafters.decoding.target import Engine
 
 # Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
 DRAFT_MODELS = ("draft_model", "draft_models")
@@ -90,10 +91,14 @@ def _holds(options: dict[str, Any], knob: str) -> bool:
 
 
 class Models:
-    """A target and the draft models for it, each loaded once."""
+    """A target and the draft models for it, each loaded once.
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
+    Args:
+        engine: of the draft models; None: each its best.
+    """
+
+    def __init__(self, target: TargetModel, engine: Engine | None = None) -> None:
+        self.target, self.engine = target, engine
         self._draft_models: dict[str, TargetModel] = {}
 
     def draft_model(self, path: str) -> TargetModel:
@@ -103,7 +108,9 @@ class Models:
             ValueError: it cannot be loaded.
         """
         if path not in self._draft_models:
-            loaded = TargetModel.from_pretrained(path, dtype=self.target.dtype, device=self.target.device)
+            loaded = TargetModel.from_pretrained(
+                path, dtype=self.target.dtype, device=self.target.device, engine=self.engine
+            )
             self._draft_models[path] = loaded
         return self._draft_models[path]
 

@@ -136,7 +136,10 @@ def target_line(facts: dict[str, Any]) -> str:
     """The target, for a list."""
     target = facts["target"]
     revision = f" at revision {target['revision']}" if target["revision"] else ""
-    return f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}"
+    return (
+        f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
+        f"engine {facts['engine']}"
+    )
 
 
 def machine_line(facts: dict[str, Any]) -> str:

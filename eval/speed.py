@@ -24,6 +24,7 @@ from data_prep.encoding import load_tokenizer
 from drafters import TargetModel
 from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
+from drafters.decoding.target import Engine
 from drafters.draft_model import load_draft_model
 from eval.energy import Meter
 from eval.environment import environment, load_average, peak_memory_bytes
@@ -46,6 +47,7 @@ class TargetConfig(Config):
     revision: str | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
+    engine: Engine | None = Field(None, description="of the target and the draft models; None: each its best")
 
 
 class SpeedConfig(Config):
@@ -115,7 +117,8 @@ def load_models(chosen: TargetConfig) -> Models:
     Raises:
         ValueError: it cannot be loaded.
     """
-    return Models(TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision))
+    target = TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision, chosen.engine)
+    return Models(target, chosen.engine)
 
 
 def run(config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None) -> dict[str, Any]:
