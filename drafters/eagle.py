@@ -166,17 +166,26 @@ class EagleDrafter(LearnedDrafter):
         offset: int,
     ) -> torch.Tensor:
         """Forward rows ``[1, R]`` after ``offset`` uncommitted ones; predicted features ``[1, R, H]``."""
+        with model_time():
+            return self._forward(features, tokens, see, depths, offset)
+
+    def _forward(
+        self,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        see: torch.Tensor | None,
+        depths: torch.Tensor | None,
+        offset: int,
+    ) -> torch.Tensor:
         lengths, count = self._cache.lengths, tokens.shape[1]
         positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
         rope = self.target.rope(positions, upto, consecutive=depths is None)
         cache = self._cache.at(count, offset)
         if self._fused is None:
             mask = attention_mask(lengths, see, depths, positions, offset, count)
-            with model_time():
-                return self.module(features, self.target.embed(tokens), positions, mask, cache, rope=rope)
+            return self.module(features, self.target.embed(tokens), positions, mask, cache, rope=rope)
         fc, layer = self._fused
         groups = layer.attention.groups
         bias = attention_bias(lengths, see, depths, positions, offset, count, None, groups, features.dtype)
-        with model_time():
-            hidden = fc(torch.cat([self.target.embed(tokens), features], dim=-1))
-            return layer(hidden, signed(rope), bias, cache, 0)
+        hidden = fc(torch.cat([self.target.embed(tokens), features], dim=-1))
+        return layer(hidden, signed(rope), bias, cache, 0)

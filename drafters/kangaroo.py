@@ -168,17 +168,18 @@ class KangarooDrafter(LearnedDrafter):
 
     def _adapt(self, rows: torch.Tensor) -> torch.Tensor:
         """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
+        with model_time():
+            output = self._forward(rows)
+        self._cache.commit([list(range(rows.shape[1]))])
+        return self.target.lm_head(output[:, -1])
+
+    def _forward(self, rows: torch.Tensor) -> torch.Tensor:
         lengths, count = self._cache.lengths, rows.shape[1]
         positions, upto = row_positions(lengths, None, 0, count, rows.device)
         rope, cache = self.target.rope(positions, upto, consecutive=True), self._cache.at(count)
         if self._fused is None:
             mask = attention_mask(lengths, None, None, positions, 0, count)
-            with model_time():
-                output = self.module(rows, positions, mask, cache, rope=rope)
-        else:
-            before, attention, after = self._fused
-            bias = attention_bias(lengths, None, None, positions, 0, count, None, attention.groups, rows.dtype)
-            with model_time():
-                output = after(rows + attention(before(rows), signed(rope), bias, cache, 0))
-        cache.commit([list(range(count))])
-        return self.target.lm_head(output[:, -1])
+            return self.module(rows, positions, mask, cache, rope=rope)
+        before, attention, after = self._fused
+        bias = attention_bias(lengths, None, None, positions, 0, count, None, attention.groups, rows.dtype)
+        return after(rows + attention(before(rows), signed(rope), bias, cache, 0))

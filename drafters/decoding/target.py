@@ -246,16 +246,16 @@ class TargetModel:
         assert given is not None
         batch, rows = given.shape[:2]
         lengths = cache.lengths if cache is not None else [0] * batch
-        positions, upto = row_positions(lengths, depths, offset, rows, given.device)
-        masks = self._masks(lengths, see, depths, positions, offset, rows)
-        rope = self.rope(positions, upto, consecutive=depths is None and uniform(lengths))
-        if cache is not None:
-            cache.at(rows, offset)
-        if self._fused is not None:
-            rope = signed(rope)
         last = self.num_layers if stop is None else stop
         collected: dict[int, torch.Tensor] = {}
         with model_time():
+            positions, upto = row_positions(lengths, depths, offset, rows, given.device)
+            masks = self._masks(lengths, see, depths, positions, offset, rows)
+            rope = self.rope(positions, upto, consecutive=depths is None and uniform(lengths))
+            if self._fused is not None:
+                rope = signed(rope)
+            if cache is not None:
+                cache.at(rows, offset)
             if hidden is None:
                 hidden = self.embed(given)
             for index in range(start, last):
