@@ -17,10 +17,11 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.fused import FusedLayer, Product, signed
+from .decoding.fused import FusedLayer, signed
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState, last_of, padded
+from .decoding.product import Product
 from .decoding.row_mask import attention_bias, attention_mask, row_positions, uniform
 from .decoding.target import FeatureOutput, TargetModel
 from .decoding.trace import model_time

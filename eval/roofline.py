@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from drafters import TargetModel
 from drafters.config import Config, from_overrides
-from drafters.decoding.target import Engine
+from drafters.decoding.target import Engine, Quantization
 from drafters.provenance import replace_text
 from drafters.replay import Rate
 from eval import roofline_parts as parts
@@ -46,6 +46,7 @@ class RooflineConfig(Config):
     dtype: str = "bfloat16"
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
     engine: Engine | None = None
+    quantize: Quantization | None = None
     context: int = Field(1024, ge=2, description="tokens before those that are decoded")
     new_tokens: int = Field(128, ge=2)
     rows: list[int] = Field([1, 2, 4, 8, 16, 26, 32, 60, 64], min_length=1, description="rows of a verification")
@@ -78,7 +79,7 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     out = config.out or Path("docs/results") / machine()
     check_folder(out)
     positions = config.context + config.new_tokens + max(config.rows) + 128
-    target = random_target(shape, positions, config.dtype, config.device, config.engine, config.seed)
+    target = random_target(shape, positions, config.dtype, config.device, config.engine, config.quantize, config.seed)
     facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
     found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
     with Progress(console=console) as progress:
@@ -91,7 +92,8 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     found["environment"] = facts
     out.mkdir(parents=True, exist_ok=True)
-    files = out / f"roofline-{shape}.md", out / f"roofline-{shape}.json"
+    stem = f"roofline-{shape}{'-' + config.quantize if config.quantize else ''}"
+    files = out / f"{stem}.md", out / f"{stem}.json"
     replace_text(files[1], json.dumps(found, indent=2, allow_nan=False) + "\n")
     replace_text(files[0], markdown(found))
     console.print(markdown(found), markup=False, highlight=False)

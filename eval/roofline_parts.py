@@ -37,13 +37,9 @@ def copy_bandwidth(device: torch.device, tries: int = 9) -> float:
 
 
 def bytes_per_step(target: TargetModel, context: int) -> dict[str, int]:
-    """What decoding one token must read: all weights but the embedding's other rows, and the cache."""
-    weights = sum(weights.nbytes for weights in target.model.parameters())
-    embedding, head = target.body.embed_tokens.weight, target.model.get_output_embeddings().weight
-    if embedding is not head:
-        weights -= embedding.nbytes
+    """What decoding one token must read: weights and cache."""
     cache = target.new_cache(1, 1)
-    return {"weights": weights, "cache": context * (cache.keys.nbytes + cache.values.nbytes)}
+    return {"weights": target.bytes_read(), "cache": context * (cache.keys.nbytes + cache.values.nbytes)}
 
 
 def verification_seconds(
@@ -126,7 +122,7 @@ def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable
         rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
         replayed = ReplayDrafter(target, adapter, rates)
         found[f"Kangaroo, exit {config.exit_layer}, replay"] = _ours(target, replayed, prompts[:1], config.new_tokens)
-    if config.stock:
+    if config.stock and config.quantize is None:  # which takes the stock layers' weights
         found["stock generate"] = _stock(target, prompts[0], config.new_tokens, False)
         if config.compiled or (config.compiled is None and target.device.type == "cuda"):
             found["stock generate, compiled static cache"] = _stock(target, prompts[0], config.new_tokens, True)

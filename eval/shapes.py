@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from drafters import TargetModel
-from drafters.decoding.target import Engine, resolve_dtype
+from drafters.decoding.model_files import resolve_dtype
+from drafters.decoding.target import Engine, Quantization
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary
 LLAMAS = {
@@ -58,7 +59,13 @@ def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
 
 
 def random_target(
-    shape: str, max_positions: int, dtype: str, device: str | None = None, engine: Engine | None = None, seed: int = 0
+    shape: str,
+    max_positions: int,
+    dtype: str,
+    device: str | None = None,
+    engine: Engine | None = None,
+    quantize: Quantization | None = None,
+    seed: int = 0,
 ) -> TargetModel:
     """A target of a named shape, made on the device.
 
@@ -80,7 +87,7 @@ def random_target(
     torch.manual_seed(seed)
     with torch.device(where):
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
-    return TargetModel(model, name=f"{shape} (random weights)", engine=engine)
+    return TargetModel(model, name=f"{shape} (random weights)", engine=engine, quantize=quantize)
 
 
 def free_memory(device: torch.device) -> int:
