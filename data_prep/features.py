@@ -24,7 +24,8 @@ from transformers import PretrainedConfig
 
 from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
-from drafters.decoding.target import TargetModel, load_config_only, resolve_dtype
+from drafters.decoding.model_files import load_config_only, resolve_dtype
+from drafters.decoding.target import TargetModel
 from drafters.provenance import git_commit, library_versions
 
 from .dialogues import check_source, source_digest

@@ -43,6 +43,7 @@ class BiLDDrafter(SpeculativeDrafter):
     name = "bild"
     options: ClassVar[type[SpeculativeOptions]] = BiLDOptions
     lossless: ClassVar[bool] = False
+    max_batch = 1
     rewinds = False  # in a cascade what it gives would have to be a draft model's own, drawn from a known q
 
     def __init__(
@@ -64,7 +65,7 @@ class BiLDDrafter(SpeculativeDrafter):
         tokens: list[torch.Tensor] = []
         rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         for _ in range(gamma):
-            logits = self._advance(rows)
+            logits = self._advance(rows, [rows.shape[1]])
             confidence, rows = logits.softmax(-1, dtype=torch.float32).max(-1, keepdim=True)
             # One value is read a draft token: whether there is a next one depends on it. Reading it later would cost a
             # forward pass of the draft model for every draft that stops early.

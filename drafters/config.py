@@ -43,6 +43,18 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
     return validate(schema, data, source=str(file))
 
 
+def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
+    """A configuration of nothing but ``key=value`` arguments over the schema's defaults.
+
+    Raises:
+        ValueError: a key or value is wrong.
+    """
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(data, override)
+    return validate(schema, data, source="the command line")
+
+
 def validate(schema: type[ConfigT], data: dict[str, Any], source: str) -> ConfigT:
     """Build ``schema`` from ``data``; every problem becomes one line of a single ValueError naming ``source``."""
     try:

@@ -2,13 +2,12 @@
 
 from functools import lru_cache
 
-import torch
 from pydantic import InstanceOf
 from transformers import AutoTokenizer
 
 from .base import Drafter
 from .decoding.kv_cache import KVCache
-from .decoding.loop import DecodeState
+from .decoding.loop import DecodeState, padded
 from .decoding.target import TargetModel
 
 # An option of a method: where to load a draft model from, or a loaded one, so that several drafters share it.
@@ -35,10 +34,10 @@ class DraftModelDrafter(Drafter):
 
 
 def prefill(draft_model: TargetModel, cache: KVCache, state: DecodeState) -> None:
-    """Take the prompt into a draft model's cache, all but the root."""
-    prompt = torch.tensor([state.tokens[0][:-1]], device=draft_model.device)
-    draft_model.run(prompt, cache)
-    cache.commit([list(range(prompt.shape[1]))])
+    """Take the prompts into a draft model's cache, all but the roots."""
+    prompts = [row[:-1] for row in state.tokens]
+    draft_model.run(padded(prompts, draft_model.device), cache)
+    cache.commit([list(range(len(prompt))) for prompt in prompts])
 
 
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:

@@ -17,11 +17,12 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.fused import FusedLayer, Product, signed
+from .decoding.fused import FusedLayer, signed
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
-from .decoding.loop import DecodeState
-from .decoding.row_mask import attention_bias, attention_mask, row_positions
+from .decoding.loop import DecodeState, last_of, padded
+from .decoding.product import Product
+from .decoding.row_mask import attention_bias, attention_mask, row_positions, uniform
 from .decoding.target import FeatureOutput, TargetModel
 from .decoding.trace import model_time
 from .decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
@@ -96,6 +97,7 @@ class EagleDrafter(LearnedDrafter):
 
     name = "eagle"
     options = EagleOptions
+    max_batch = None
 
     def __init__(
         self,
@@ -116,7 +118,8 @@ class EagleDrafter(LearnedDrafter):
         head: Any = self.module
         self._fused = (Product(head.fc.weight), FusedLayer(head.layers[0])) if target.engine == "fused" else None
         self._cache: KVCache
-        self._features: torch.Tensor  # [1, R, H] true features that the head has not taken in yet
+        self._features: torch.Tensor  # [B, R, H] true features that the head has not taken in yet
+        self._counts: list[int]  # how many of them each row has, the rest being filling
 
     @classmethod
     def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
@@ -132,30 +135,32 @@ class EagleDrafter(LearnedDrafter):
         return max(self.nodes, self.top_k * self.depth) if self.tree == "dynamic" else self.plan.size
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        target = self.target
-        self._cache = KVCache.for_config(target.config, 1, state.cache.capacity, target.dtype, target.device, layers=1)
-        prompt = torch.tensor([state.tokens[0][1:-1]], device=target.device)
-        if prompt.shape[1]:
-            self._extend(output.features[:, :-1], prompt, None, None, 0)
-            self._cache.commit([list(range(prompt.shape[1]))])
-        self._features = output.features[:, -1:]
+        target, batch, capacity = self.target, state.batch, state.cache.capacity
+        self._cache = KVCache.for_config(target.config, batch, capacity, target.dtype, target.device, layers=1)
+        prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
+        if any(prompts):
+            self._extend(output.features[:, :-1], padded(prompts, target.device), None, None, 0)
+            self._cache.commit([list(range(len(prompt))) for prompt in prompts])
+        self._features = last_of(output.features, state.prompt_lengths)[:, None]
+        self._counts = [1] * batch
 
     def propose(self, state: DecodeState) -> DraftTree:
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
-        count = self._features.shape[1]
-        tokens = torch.tensor([state.tokens[0][-count:]], device=self.target.device)
-        predicted = self._extend(self._features, tokens, None, None, 0)[:, -1:]
-        self._cache.commit([list(range(count))])
-        depth = min(self.depth, state.room() - 1)
+        pairs = zip(state.tokens, self._counts, strict=True)
+        tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
+        predicted = last_of(self._extend(self._features, tokens, None, None, 0), self._counts)[:, None]
+        self._cache.commit([list(range(count)) for count in self._counts])
+        depth = state.longest_draft(self.depth)
         if depth < 1:
-            return DraftTree.empty(1, self.target.device)
+            return DraftTree.empty(state.batch, self.target.device)
         if self.tree == "dynamic":
             return grow_dynamic(predicted, self._extend, self.target.lm_head, depth, self.top_k, self.nodes)
         return grow_static(predicted, self._extend, self.target.lm_head, self.plan, state.sampling, state.generator)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        rows = torch.tensor(verdict.rows[0], device=output.features.device)
-        self._features = output.features.index_select(1, rows)
+        self._counts = [len(rows) for rows in verdict.rows]  # none for a finished row
+        rows = padded(verdict.rows, output.features.device)[..., None]
+        self._features = output.features.gather(1, rows.expand(-1, -1, output.features.shape[2]))
 
     def _extend(
         self,
@@ -165,7 +170,7 @@ class EagleDrafter(LearnedDrafter):
         depths: torch.Tensor | None,
         offset: int,
     ) -> torch.Tensor:
-        """Forward rows ``[1, R]`` after ``offset`` uncommitted ones; predicted features ``[1, R, H]``."""
+        """Forward rows ``[B, R]`` after ``offset`` uncommitted ones; predicted features ``[B, R, H]``."""
         with model_time():
             return self._forward(features, tokens, see, depths, offset)
 
@@ -179,7 +184,7 @@ class EagleDrafter(LearnedDrafter):
     ) -> torch.Tensor:
         lengths, count = self._cache.lengths, tokens.shape[1]
         positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
-        rope = self.target.rope(positions, upto, consecutive=depths is None)
+        rope = self.target.rope(positions, upto, consecutive=depths is None and uniform(lengths))
         cache = self._cache.at(count, offset)
         if self._fused is None:
             mask = attention_mask(lengths, see, depths, positions, offset, count)

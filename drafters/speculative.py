@@ -1,5 +1,7 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023)."""
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 
@@ -7,7 +9,7 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.kv_cache import KVCache
-from .decoding.loop import DecodeState
+from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import draw, most_likely
 from .decoding.target import FeatureOutput, TargetModel
 from .draft_model import DraftModel, DraftModelDrafter, prefill
@@ -32,6 +34,7 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     name = "speculative"
     options = SpeculativeOptions
+    max_batch: ClassVar[int | None] = None
     rewinds = True
 
     def __init__(self, target: TargetModel, draft_model: str | TargetModel, gamma: int = 4) -> None:
@@ -44,34 +47,36 @@ class SpeculativeDrafter(DraftModelDrafter):
         return self.gamma
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._cache = self.draft_model.new_cache(1, state.cache.capacity)
+        self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity)
         prefill(self.draft_model, self._cache, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        gamma = min(self.gamma, state.room() - 1)
         tokens, q = [], []
         # The draft model catches up first: with the root, and after full acceptance with the last draft token.
-        rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
-        for _ in range(gamma):
-            logits = self._advance(rows)
+        pending = [row[known:] for row, known in zip(state.tokens, self._cache.lengths, strict=True)]
+        rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
+        for _ in range(state.longest_draft(self.gamma)):
+            logits = self._advance(rows, counts)
             if state.sampling.greedy:
                 rows = most_likely(logits)[:, None]
             else:
                 q.append(state.sampling.probabilities(logits))
                 rows = draw(q[-1], state.generator)[:, None]
             tokens.append(rows)
+            counts = [1] * state.batch
         if not tokens:
-            return DraftTree.empty(1, self.target.device)
+            return DraftTree.empty(state.batch, self.target.device)
         return DraftTree.chain(torch.cat(tokens, 1), q=torch.stack(q, 1) if q else None)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        self._cache.crop([min(self._cache.lengths[0], len(state.tokens[0]) - 1)])
+        lengths = zip(self._cache.lengths, state.tokens, strict=True)
+        self._cache.crop([min(length, len(tokens) - 1) for length, tokens in lengths])
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
-    def _advance(self, rows: torch.Tensor) -> torch.Tensor:
-        """Feed ``rows [1, R]`` to the draft model; logits ``[1, V]`` after the last."""
-        features = self.draft_model.run(rows, self._cache).features[:, -1]
-        self._cache.commit([list(range(rows.shape[1]))])
-        return self.draft_model.lm_head(features)
+    def _advance(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Feed the first ``counts[b]`` of each of ``rows [B, R]`` to the draft model; logits ``[B, V]`` after them."""
+        features = self.draft_model.run(rows, self._cache).features
+        self._cache.commit([list(range(count)) for count in counts])
+        return self.draft_model.lm_head(last_of(features, counts))

@@ -95,10 +95,11 @@ class Models:
 
     Args:
         engine: of the draft models; None: each its best.
+        stock: what transformers' own generation runs on, where the target is quantised.
     """
 
-    def __init__(self, target: TargetModel, engine: Engine | None = None) -> None:
-        self.target, self.engine = target, engine
+    def __init__(self, target: TargetModel, engine: Engine | None = None, stock: TargetModel | None = None) -> None:
+        self.target, self.engine, self.stock = target, engine, stock or target
         self._draft_models: dict[str, TargetModel] = {}
 
     def draft_model(self, path: str) -> TargetModel:

@@ -138,7 +138,7 @@ def target_line(facts: dict[str, Any]) -> str:
     revision = f" at revision {target['revision']}" if target["revision"] else ""
     return (
         f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
-        f"engine {facts['engine']}"
+        f"engine {facts['engine']}{', layers in ' + facts['quantize'] if facts['quantize'] else ''}"
     )
 
 

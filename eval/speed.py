@@ -24,7 +24,7 @@ from data_prep.encoding import load_tokenizer
 from drafters import TargetModel
 from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
-from drafters.decoding.target import Engine
+from drafters.decoding.target import Engine, Quantization
 from drafters.draft_model import load_draft_model
 from eval.energy import Meter
 from eval.environment import environment, load_average, peak_memory_bytes
@@ -48,6 +48,7 @@ class TargetConfig(Config):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
     engine: Engine | None = Field(None, description="of the target and the draft models; None: each its best")
+    quantize: Quantization | None = Field(None, description="the target's layers; stock generate has them as they are")
 
 
 class SpeedConfig(Config):
@@ -117,8 +118,10 @@ def load_models(chosen: TargetConfig) -> Models:
     Raises:
         ValueError: it cannot be loaded.
     """
-    target = TargetModel.from_pretrained(chosen.path, chosen.dtype, chosen.device, chosen.revision, chosen.engine)
-    return Models(target, chosen.engine)
+    where = chosen.path, chosen.dtype, chosen.device, chosen.revision
+    target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize)
+    plain = TargetModel.from_pretrained(*where, "eager") if chosen.quantize else target
+    return Models(target, chosen.engine, plain)
 
 
 def run(config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
     meter = Meter(target.device)
-    runs = measure_all(config, target, lineup, assistants, prompts, facts, meter, console)
+    runs = measure_all(config, target, models.stock, lineup, assistants, prompts, facts, meter, console)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     facts["energy"] = meter.describe()
     described = lineup.describe()
@@ -194,6 +197,7 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
 def measure_all(
     config: SpeedConfig,
     target: TargetModel,
+    stock: TargetModel,
     lineup: Lineup,
     assistants: dict[str, TargetModel],
     prompts: PromptSet,
@@ -208,8 +212,8 @@ def measure_all(
         drafters = lineup.fresh(temperature).items()
         methods = {name: drafter_method(target, drafter, temperature, limits) for name, drafter in drafters}
         for entry in config.stock:
-            methods[entry.label] = stock_method(target, temperature, limits, entry, assistants.get(entry.label))
-        return methods | {STOCK: stock_method(target, temperature, limits)}
+            methods[entry.label] = stock_method(stock, temperature, limits, entry, assistants.get(entry.label))
+        return methods | {STOCK: stock_method(stock, temperature, limits)}
 
     columns = [
         TextColumn("{task.description:<24}"),

@@ -35,11 +35,13 @@ class OracleEagle(EagleDrafter):
     noise = 0.0
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._committed, self._primed = list(state.tokens[0]), False
+        self._phase = "prompt"
         super().begin(state, output)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        self._committed, self._nodes, self._primed = list(state.tokens[0]), [], False
+        self._committed = [list(row) for row in state.tokens]
+        self._nodes: list[list[int]] = [[] for _ in state.tokens]
+        self._phase = "committed"
         return super().propose(state)
 
     def _extend(
@@ -51,19 +53,29 @@ class OracleEagle(EagleDrafter):
         offset: int,
     ) -> torch.Tensor:
         predicted = super()._extend(features, tokens, see, depths, offset)
-        if not self._primed:  # committed tokens are taken in; only the last row's prediction is used
-            self._primed = True
-            return torch.cat([predicted[:, :-1], self._truth([self._committed])], dim=1)
-        self._nodes += tokens[0].tolist()
+        if self._phase == "prompt":
+            return predicted
+        if self._phase == "committed":  # of what is taken in, only the prediction at each row's last token is used
+            self._phase = "tree"
+            last = [count - 1 for count in self._counts]
+            for row, (index, ids) in enumerate(zip(last, self._committed, strict=True)):
+                predicted[row, index] = self._truth([ids])[0]
+            return predicted
         count = tokens.shape[1]
+        for nodes, new in zip(self._nodes, tokens.tolist(), strict=True):
+            nodes += new
         if see is None:
-            see = torch.ones(count, len(self._nodes), dtype=torch.bool).tril(offset)[None]
-        paths = [[self._nodes[j] for j in range(len(self._nodes)) if see[0, row, j]] for row in range(count)]
-        return self._truth([self._committed + path for path in paths]).transpose(0, 1)
+            see = torch.ones(count, len(self._nodes[0]), dtype=torch.bool).tril(offset)[None]
+        seen = see.expand(len(tokens), -1, -1).tolist()
+        truths = []
+        for ids, nodes, mask in zip(self._committed, self._nodes, seen, strict=True):
+            paths = [[node for node, visible in zip(nodes, row, strict=True) if visible] for row in mask]
+            truths.append(self._truth([ids + path for path in paths]))
+        return torch.stack(truths)
 
     def _truth(self, sequences: list[list[int]]) -> torch.Tensor:
-        """``[N, 1, H]`` features after each of N equally long sequences, with noise by length."""
-        true = self.target.features(torch.tensor(sequences)).features[:, -1:]
+        """``[N, H]`` features after each of N equally long sequences, with noise by length."""
+        true = self.target.features(torch.tensor(sequences)).features[:, -1]
         generator = torch.Generator().manual_seed(len(sequences[0]))
         scale = self.noise * true.float().pow(2).mean().sqrt()
         return true + (torch.randn(true.shape[-1], generator=generator) * scale).to(true.dtype)

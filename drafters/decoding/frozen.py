@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from .target import load_config_only, model_fingerprint, resolve_dtype
+from .model_files import load_config_only, model_fingerprint, resolve_dtype
 
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

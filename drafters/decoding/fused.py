@@ -4,21 +4,19 @@ One row of hidden states passes through some sixty operations in a stock layer, 
 compute. Here queries, keys and values are one product, as are gate and up; RoPE turns queries and keys together; and
 query heads that share a key head attend as rows of it, so that grouped heads need no copy of the cache.
 
-The weights are not copied: the stock layer's projections become views of the joined ones. Only on a CPU they are laid
-out once more for its kernels, where memory allows it: a plain product does so again in every call, which may take as
-long as the product itself (two cores, 5 rows, 4096 x 4096: 1.7 times faster in bf16, 4 times in float32).
+The weights are not copied: the stock layer's projections become views of the joined ones (but see product.py for CPUs).
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .kv_cache import KVCache
+from .product import Product
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,20 +47,6 @@ def signed(rope: Rope) -> Rope:
     cos, sin = rope
     half = sin.shape[-1] // 2
     return cos[:, :, None], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[:, :, None]
-
-
-class Product:
-    """``x @ weight.T + bias``; the weights must not change afterwards."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self.packed = _pack(weight)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., inputs]`` -> ``[..., outputs]``."""
-        if self.packed is None or (x.requires_grad and torch.is_grad_enabled()):  # the kernel has no derivative
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class FusedNorm:
@@ -181,6 +165,26 @@ class FusedLayer:
         hidden = hidden + self.attention(self.attention_norm(hidden), rope, bias, cache, index)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
+    @property
+    def products(self) -> list[Product]:
+        """The layer's linear layers, a mixture's experts apart."""
+        own = [self.attention.heads, self.attention.out]
+        return own if self.mlp.experts is not None else [*own, self.mlp.gate_up, self.mlp.down]
+
+    def quantize(self, layer: Any) -> None:
+        """Turn the projections into int8 and take their weights from the stock ``layer``, which cannot run any more.
+
+        Raises:
+            ValueError: a mixture of experts.
+        """
+        if self.mlp.experts is not None:
+            raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
+        for product in self.products:
+            product.quantize()
+        for module in (*layer.self_attn.children(), *layer.mlp.children()):
+            if isinstance(module, nn.Linear):
+                module.weight.data = module.weight.data.new_empty(0)
+
 
 def _join(linears: list[nn.Linear]) -> Product:
     """Linear layers one above the other as one product; their weights become views of its."""
@@ -188,18 +192,6 @@ def _join(linears: list[nn.Linear]) -> Product:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears))
     return Product(weights, _adjoin(biases) if biases else None)
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """The weight in the layout of the CPU's kernels; None where there is no such layout or too little memory."""
-    ready = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if not ready or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    if 4 * weight.nbytes > psutil.virtual_memory().available:
-        return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
 @torch.no_grad()

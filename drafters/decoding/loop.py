@@ -60,6 +60,11 @@ class DecodeState:
         """Tokens a row may still commit; a draft longer than room - 1 is wasted."""
         return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])
 
+    def longest_draft(self, wanted: int) -> int:
+        """``wanted``, or less where no unfinished row has room for so many draft tokens and a bonus token."""
+        rooms = [self.room(row) for row in range(self.batch) if not self.finished[row]]
+        return max(min(wanted, max(rooms, default=1) - 1), 0)
+
     def append(self, row: int, tokens: list[int]) -> int:
         """Commit tokens to a row, cut at the limit and after the first EOS; returns how many were kept."""
         room = self.room(row)
@@ -223,13 +228,10 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
 
 def _prefill(state: DecodeState, drafter: "Drafter") -> None:
     """Run the prompts, sample each row's first token, and let the drafter begin."""
-    longest = max(state.prompt_lengths)
     device = state.target.device
-    padded = torch.tensor([row + [0] * (longest - len(row)) for row in state.tokens], device=device)
-    output = state.target.run(padded, state.cache, taps=drafter.taps)
+    output = state.target.run(padded(state.tokens, device), state.cache, taps=drafter.taps)
     state.cache.commit([list(range(length)) for length in state.prompt_lengths])
-    last = torch.tensor(state.prompt_lengths, device=device) - 1
-    logits = state.target.lm_head(output.features[torch.arange(state.batch, device=device), last])
+    logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
     first = (
         most_likely(logits) if state.sampling.greedy else draw(state.sampling.probabilities(logits), state.generator)
     )
@@ -237,6 +239,20 @@ def _prefill(state: DecodeState, drafter: "Drafter") -> None:
         state.append(row, [token])
     if not all(state.finished):
         drafter.begin(state, output)
+
+
+def padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """``[B, T]`` token ids of rows of unequal length, filled on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def last_of(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """``[B, H]``: of ``values [B, R, H]``, filled on the right, the last of each row's first ``counts[b]``."""
+    if counts.count(values.shape[1]) == len(counts):
+        return values[:, -1]
+    last = torch.tensor(counts, device=values.device) - 1
+    return values[torch.arange(len(counts), device=values.device), last]
 
 
 def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | None, before: list[int]) -> None:
@@ -251,8 +267,8 @@ def _result(state: DecodeState, trace: Trace) -> GenerateResult:
     new = [row[start:] for row, start in zip(state.tokens, state.prompt_lengths, strict=True)]
     fill = min(state.eos, default=0)
     width = max(len(row) for row in new)
-    padded = torch.tensor([row + [fill] * (width - len(row)) for row in new])
-    return GenerateResult(padded, [len(row) for row in new], trace)
+    filled = torch.tensor([row + [fill] * (width - len(row)) for row in new])
+    return GenerateResult(filled, [len(row) for row in new], trace)
 
 
 def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:

@@ -5,7 +5,6 @@ Draft models are TargetModels too. The weights are transformers' own, and so are
 agrees with the model's own forward.
 """
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,14 +12,17 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .fused import FusedLayer, FusedNorm, Product, signed, why_not
+from .fused import FusedLayer, FusedNorm, signed, why_not
 from .kv_cache import KVCache
+from .model_files import model_fingerprint, resolve_dtype
+from .product import Product
 from .row_mask import attention_bias, attention_mask, row_positions, uniform
 from .trace import model_time
 
 Engine = Literal["fused", "eager"]
+Quantization = Literal["int8"]
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
 
@@ -47,6 +49,8 @@ class TargetModel:
         engine: "fused" runs layers rewritten for decoding, "eager" transformers' own; None takes the first where the
             model's family allows it. The same up to rounding; but "fused" calls none of the model's modules (nor the
             hooks set on them later), and on a CPU it copies the weights, which must not change any more.
+        quantize: "int8" keeps the layers' projections as int8 with a scale an output, and nothing else of them: other
+            outputs than the model's own, half the bytes a step reads. Embedding and LM head stay as they are.
 
     Raises:
         ValueError: the model is not built of decoder layers that can be run one by one, running them so does not give
@@ -59,6 +63,7 @@ class TargetModel:
         name: str | None = None,
         revision: str | None = None,
         engine: Engine | None = None,
+        quantize: Quantization | None = None,
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.config: PretrainedConfig = model.config
@@ -81,6 +86,11 @@ class TargetModel:
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fused = self._fuse(engine)
         self._check_layers_agree()
+        self.parameters = sum(weights.numel() for weights in model.parameters())
+        self._fingerprint: str | None = None
+        self.quantize = quantize
+        if quantize is not None:
+            self._quantize()
 
     @classmethod
     def from_pretrained(
@@ -90,6 +100,7 @@ class TargetModel:
         device: str | torch.device | None = None,
         revision: str | None = None,
         engine: Engine | None = None,
+        quantize: Quantization | None = None,
     ) -> "TargetModel":
         """Load a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
@@ -115,7 +126,7 @@ class TargetModel:
                 f"with config.json and safetensors weights ({str(error).splitlines()[0]})"
             ) from error
         model.to(where)  # type: ignore[arg-type]
-        target = cls(model, name=str(name), revision=revision, engine=engine)
+        target = cls(model, name=str(name), revision=revision, engine=engine, quantize=quantize)
         target.source = str(name)
         return target
 
@@ -162,11 +173,28 @@ class TargetModel:
             return min(longest, original or longest)
         return longest
 
+    def bytes_read(self) -> int:
+        """Bytes of weights that decoding one token reads: not other tokens' embeddings, nor experts not chosen."""
+        total = 0
+        for name, weights in self.model.named_parameters():
+            if weights is self.body.embed_tokens.weight and weights is not self.model.get_output_embeddings().weight:
+                continue
+            chosen = 1.0
+            if ".experts." in name:
+                experts = getattr(self.config, "num_local_experts", None) or self.config.num_experts
+                chosen = self.config.num_experts_per_tok / experts
+            total += round(weights.nbytes * chosen)
+        if self.quantize is not None and self._fused is not None:
+            total += sum(product.nbytes for layer in self._fused for product in layer.products)
+        return total
+
     def fingerprint(self) -> str:
         """Tells targets apart: a hash of the architecture and of sampled weights, rounded to bf16.
 
         Weights stored in bf16 or fp16 give one fingerprint in whatever dtype they are loaded.
         """
+        if self._fingerprint is not None:
+            return self._fingerprint
         last = self.body.layers[-1].self_attn.o_proj.weight
         return model_fingerprint(self.config, self.body.norm.weight, last[0])
 
@@ -320,6 +348,14 @@ class TargetModel:
         return None
 
     @torch.no_grad()
+    def _quantize(self) -> None:
+        self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
+        if self._fused is None:
+            raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
+        for fused, layer in zip(self._fused, self.body.layers, strict=True):
+            fused.quantize(layer)
+
+    @torch.no_grad()
     def _check_layers_agree(self) -> None:
         """Compare once with the model's own forward: scaled embeddings or capped logits would decode garbage."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
@@ -359,45 +395,3 @@ def _sliding_windows(config: PretrainedConfig) -> list[int | None]:
 def _rope_depends_on_length(config: PretrainedConfig) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") in ("dynamic", "longrope")
-
-
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``.
-
-    Raises:
-        ValueError: not one of float32, bfloat16, float16.
-    """
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    resolved = known.get(str(dtype).removeprefix("torch."))
-    if resolved is None:
-        raise ValueError(f"dtype must be one of {', '.join(known)}, found {dtype!r}")
-    return resolved
-
-
-def model_fingerprint(config: PretrainedConfig, norm: torch.Tensor, projection_row: torch.Tensor) -> str:
-    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-    head = ",".join(f"{name}={getattr(config, name, None)}" for name in names)
-    digest = hashlib.sha256(head.encode())
-    for weights in (norm, projection_row):
-        values = weights.detach().to("cpu", torch.float32)
-        # bfloat16 rounds and float16 flushes tiny weights to zero: round, then flush, so that all loads agree. (In that
-        # order: a float32 weight just below the bound may be rounded up to it.)
-        values = values.to(torch.bfloat16)
-        values = values.masked_fill(values.abs() < 2.0**-13, 0.0)
-        digest.update(values.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def load_config_only(name: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's configuration without its weights.
-
-    Raises:
-        ValueError: nothing loadable there.
-    """
-    try:
-        return AutoConfig.from_pretrained(str(name), revision=revision or "main")
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json "
-            f"({str(error).splitlines()[0]})"
-        ) from error

@@ -20,7 +20,7 @@ EAGLE_TREE = [
     *([0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
 ]
 
-# (features [1, R, H], tokens [1, R], see, depths, offset) -> predicted features [1, R, H]
+# (features [B, R, H], tokens [B, R], see, depths, offset) -> predicted features [B, R, H]
 Extend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor]
 LMHead = Callable[[torch.Tensor], torch.Tensor]
 
@@ -109,8 +109,9 @@ def grow_static(
     """Fill a plan with tokens: greedy takes each node's top children, else they are drawn without replacement.
 
     Args:
-        predicted: ``[1, 1, H]`` the feature predicted for the root.
+        predicted: ``[B, 1, H]`` the feature predicted for the root.
     """
+    batch = len(predicted)
     tokens, valid, q = [], [], []
     offset = 0
     for level in plan.levels:
@@ -132,9 +133,9 @@ def grow_static(
             offset += rows
     return DraftTree(
         tokens=torch.cat(tokens, 1),
-        parents=plan.parents,
+        parents=plan.parents.expand(batch, -1),
         q=torch.cat(q, 1) if q else None,
-        q_row=plan.q_row if q else None,
+        q_row=plan.q_row.expand(batch, -1) if q else None,
         valid=torch.cat(valid, 1) if valid else None,
         is_chain=plan.is_chain,
         see=plan.see,
@@ -150,13 +151,15 @@ def grow_dynamic(
     so that on a tie a parent precedes its child: no child is ever kept without its parent. Nodes are deterministic
     children: sampled decoding accepts them with probability p.
     """
-    scores, tokens = lm_head(predicted).float().log_softmax(-1).topk(top_k, dim=-1)  # [1, 1, k]
+    batch = len(predicted)
+    scores, tokens = lm_head(predicted).float().log_softmax(-1).topk(top_k, dim=-1)  # [B, 1, k]
     scores, tokens = scores[:, 0], tokens[:, 0]
     all_scores, all_tokens = [scores], [tokens]
     all_parents = [torch.full_like(tokens, ROOT)]
-    device, frontier = tokens.device, torch.arange(top_k, device=tokens.device)[None]
+    device, frontier = tokens.device, torch.arange(top_k, device=tokens.device).expand(batch, -1)
     features = predicted.expand(-1, top_k, -1)
-    see = torch.eye(top_k, dtype=torch.bool, device=device)[None]
+    own = torch.eye(top_k, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    see = own
     first = 0  # index of this level's first candidate
     for level in range(1, depth):
         depths = torch.arange(level, device=device).repeat_interleave(top_k)[None]
@@ -170,18 +173,19 @@ def grow_dynamic(
         if level == depth - 1:
             break
         scores, best = (part[:, :top_k] for part in candidates.sort(dim=-1, descending=True, stable=True))
-        tokens, parent = all_tokens[-1].gather(1, best), best[0] // top_k
-        features, frontier = predicted[:, parent], best + first
-        see = torch.cat([see[:, parent], torch.eye(top_k, dtype=torch.bool, device=device)[None]], dim=-1)
+        tokens, parent = all_tokens[-1].gather(1, best), (best // top_k)[..., None]
+        features = predicted.gather(1, parent.expand(-1, -1, predicted.shape[-1]))
+        frontier = best + first
+        see = torch.cat([see.gather(1, parent.expand(-1, -1, see.shape[-1])), own], dim=-1)
     return _rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
 
 
 def _rerank(scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, nodes: int) -> DraftTree:
-    """The ``nodes`` best candidates ``[1, C]``, renumbered."""
+    """The ``nodes`` best candidates ``[B, C]`` of each row, renumbered."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
     kept = best.sort(dim=-1).values
     number = torch.full_like(tokens, -2)
-    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device)[None])
+    number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     old = parents.gather(1, kept)
     new = torch.where(old == ROOT, ROOT, number.gather(1, old.clamp_min(0)))
     if new.device.type == "cpu":  # elsewhere reading it would stall the device

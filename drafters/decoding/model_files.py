@@ -1,0 +1,48 @@
+"""What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
+
+import hashlib
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``.
+
+    Raises:
+        ValueError: not one of float32, bfloat16, float16.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    resolved = known.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
+        raise ValueError(f"dtype must be one of {', '.join(known)}, found {dtype!r}")
+    return resolved
+
+
+def model_fingerprint(config: PretrainedConfig, norm: torch.Tensor, projection_row: torch.Tensor) -> str:
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    head = ",".join(f"{name}={getattr(config, name, None)}" for name in names)
+    digest = hashlib.sha256(head.encode())
+    for weights in (norm, projection_row):
+        values = weights.detach().to("cpu", torch.float32)
+        # bfloat16 rounds and float16 flushes tiny weights to zero: round, then flush, so that all loads agree. (In that
+        # order: a float32 weight just below the bound may be rounded up to it.)
+        values = values.to(torch.bfloat16)
+        values = values.masked_fill(values.abs() < 2.0**-13, 0.0)
+        digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_config_only(name: str, revision: str | None = None) -> PretrainedConfig:
+    """The model's configuration without its weights.
+
+    Raises:
+        ValueError: nothing loadable there.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(name), revision=revision or "main")
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json "
+            f"({str(error).splitlines()[0]})"
+        ) from error

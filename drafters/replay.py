@@ -1,0 +1,136 @@
+"""Replay, for measuring speed alone: a drafter that costs what another costs and is accepted as often as it is told.
+
+Weights that nobody has trained (a 7B shape with random ones) show what a step costs, but are never accepted. Here every
+forward, tree, cache and rule of the inner drafter runs as ever; only how deep a draft is accepted comes from a profile.
+Its output is not the target's, and whatever shows its figures must say "replay".
+"""
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from . import make_drafter
+from .base import Drafter
+from .config import Config
+from .decoding.acceptance import Rule, Verdict, to_host
+from .decoding.draft_tree import DraftTree
+from .decoding.loop import DecodeState
+from .decoding.sampling import Sampling, most_likely
+from .decoding.target import FeatureOutput, TargetModel
+
+Rate = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ReplayOptions(Config):
+    """``inner``: the drafter whose cost is paid, and its options. ``profile``: n-alpha for n = 0, 1, ...: the share of
+    steps in which the token at depth n + 1 is accepted, given that those above it were; the last one holds for all
+    further depths. ``seed``: of the draws from it.
+    """
+
+    inner: dict[str, Any]
+    profile: list[Rate] = Field(min_length=1)
+    seed: int = 0
+
+
+class ReplayDrafter(Drafter):
+    """Greedy only, since the profile replaces the rule's outcome.
+
+    Args:
+        inner: a drafter of the same target, or a config's ``{drafter: name, **options}``.
+
+    Raises:
+        ValueError: no inner drafter can be built, or it was built for another target; sampling asked for.
+    """
+
+    name = "replay"
+    options = ReplayOptions
+    lossless = False
+    max_batch = None
+
+    def __init__(
+        self, target: TargetModel, inner: Drafter | dict[str, Any], profile: list[float], seed: int = 0
+    ) -> None:
+        super().__init__(target)
+        if not isinstance(inner, Drafter):
+            options = dict(inner)
+            if "drafter" not in options:
+                raise ValueError("inner: give drafter: the method whose cost is replayed, and its options")
+            inner = make_drafter(options.pop("drafter"), target, **options)
+        if inner.target is not target:
+            raise ValueError(
+                f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
+                "target object that is passed here"
+            )
+        self.inner, self.profile, self.seed = inner, profile, seed
+        self.max_batch = inner.max_batch  # type: ignore[misc]
+
+    @property
+    def max_draft(self) -> int:
+        return self.inner.max_draft
+
+    @property
+    def max_context(self) -> int:
+        return self.inner.max_context
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.inner.taps
+
+    def expected_tau(self, depth: int) -> float:
+        """Tokens a step of drafts ``depth`` deep, by the profile alone (EOS and limits cut the last step)."""
+        tau, reach = 1.0, 1.0
+        for level in range(depth):
+            reach *= self._rate(level)
+            tau += reach
+        return tau
+
+    def rule(self, sampling: Sampling) -> Rule:
+        if not sampling.greedy:
+            raise ValueError(f"replay decodes greedily only, found temperature {sampling.temperature:g}; use 0")
+
+        def verify(
+            draft: DraftTree,
+            logits: torch.Tensor,
+            see: torch.Tensor,
+            sampling: Sampling,
+            generator: torch.Generator | None = None,
+        ) -> Verdict:
+            # What the greedy rule does, copy to the host included, but for comparing tokens with choices.
+            parts = [most_likely(logits)] if draft.valid is None else [most_likely(logits), draft.valid]
+            tokens, parents, (choices, *valid) = to_host(draft, *parts)
+            verdict = Verdict([], [], [])
+            for b, line in enumerate(choices):
+                real = valid[0][b] if valid else None
+                best = self._accepted(parents[b], real)
+                verdict.add(best, line[best], tokens[b], parents[b], real)
+            return verdict
+
+        return verify
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self.inner.begin(state, output)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        return self.inner.propose(state)
+
+    def while_verifying(self, state: DecodeState, draft: DraftTree) -> None:
+        self.inner.while_verifying(state, draft)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        self.inner.observe(state, draft, output, verdict)
+
+    def _accepted(self, parents: list[int], valid: list[int] | None) -> int:
+        """A row of [root, nodes] as deep as the profile draws: any of that depth, so its cache rows lie anywhere."""
+        depth = [0]
+        for node, parent in enumerate(parents):
+            depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else -1)
+        deepest, reached = max(depth), 0
+        while reached < deepest and float(torch.rand((), generator=self._generator)) < self._rate(reached):
+            reached += 1
+        rows = [row for row, level in enumerate(depth) if level == reached]
+        return rows[int(torch.randint(len(rows), (), generator=self._generator))]
+
+    def _rate(self, level: int) -> float:
+        return self.profile[min(level, len(self.profile) - 1)]

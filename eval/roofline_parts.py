@@ -1,0 +1,201 @@
+"""What eval.roofline measures, one function each."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import CompileConfig, GenerationConfig
+
+from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.decoding.sampling import most_likely
+from drafters.eagle import EagleDrafter, EagleHead
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.replay import ReplayDrafter
+
+if TYPE_CHECKING:
+    from eval.roofline import RooflineConfig
+
+COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes; beyond every cache
+NO_EOS: list[int] = []
+
+
+def copy_bandwidth(device: torch.device, tries: int = 9) -> float:
+    """Bytes a second read and written by a large copy, median of ``tries``."""
+    source = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
+    target = torch.empty_like(source)
+    taken = []
+    for index in range(tries + 2):
+        start = time.perf_counter()
+        target.copy_(source)
+        wait(device)
+        if index >= 2:
+            taken.append(time.perf_counter() - start)
+    return 2 * source.nbytes / statistics.median(taken)
+
+
+def bytes_per_step(target: TargetModel, context: int) -> dict[str, int]:
+    """What decoding one token must read: weights and cache."""
+    cache = target.new_cache(1, 1)
+    return {"weights": target.bytes_read(), "cache": context * (cache.keys.nbytes + cache.values.nbytes)}
+
+
+def verification_seconds(
+    target: TargetModel, context: int, rows: list[int], rounds: int, seed: int
+) -> list[dict[str, Any]]:
+    """Time of a forward over R rows after ``context`` tokens, LM head and argmax included, by R; sizes alternate."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(target.vocab_size, (1, context + max(rows)), generator=generator).to(target.device)
+    cache = target.new_cache(1, context + max(rows))
+    target.run(ids[:, :context], cache)
+    cache.commit([list(range(context))])
+
+    def forwards(count: int, size: int) -> float:
+        wait(target.device)
+        start = time.perf_counter()
+        for _ in range(count):
+            most_likely(target.lm_head(target.run(ids[:, context : context + size], cache).features))
+        wait(target.device)
+        return (time.perf_counter() - start) / count
+
+    taken: dict[int, list[float]] = {}
+    count = {size: max(3, min(50, int(0.5 / forwards(2, size)))) for size in rows}
+    shuffle = random.Random(seed)
+    for _ in range(max(rounds, 3)):
+        for size in shuffle.sample(rows, len(rows)):
+            taken.setdefault(size, []).append(forwards(count[size], size))
+    return [{"rows": size, "seconds": statistics.median(taken[size])} for size in rows]
+
+
+def scaled(profile: list[float], depth: int, tau: float) -> list[float]:
+    """``profile`` with every rate raised to the one power that gives drafts ``depth`` deep this tau.
+
+    Raises:
+        ValueError: no power does.
+    """
+
+    def tau_of(power: float) -> float:
+        total, reach = 1.0, 1.0
+        for level in range(depth):
+            reach *= profile[min(level, len(profile) - 1)] ** power
+            total += reach
+        return total
+
+    low, high = 1e-6, 64.0
+    if not tau_of(high) <= tau <= tau_of(low):
+        raise ValueError(
+            f"no scaling of the profile {profile} gives tau {tau} with drafts {depth} deep: give a tau between "
+            f"{tau_of(high):.2f} and {tau_of(low):.2f}, or rates above 0"
+        )
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tau_of(middle) > tau else (low, middle)
+    return [rate**low for rate in profile]
+
+
+def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is timed, by name: each call decodes once and returns its figures."""
+    generator = torch.Generator().manual_seed(config.seed)
+    longest = max(config.batches)
+    prompts = torch.randint(target.vocab_size, (longest, config.context), generator=generator).tolist()
+    torch.manual_seed(config.seed)
+    plain = make_drafter("autoregressive", target)
+    head = EagleHead(target.config)
+    static = EagleDrafter(target, head, tree="static")
+    profile = scaled(config.eagle_profile, 5, config.eagle_tau)
+    eagle = {  # not the dynamic tree: its shape hangs on confidences, and an untrained head's are all alike
+        "EAGLE chain": ReplayDrafter(target, EagleDrafter(target, head, tree="chain"), config.eagle_profile),
+        "EAGLE static tree": ReplayDrafter(target, static, profile),
+    }
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for batch in config.batches:
+        label = f", batch {batch}" if batch > 1 else ""
+        found[f"plain decoding{label}"] = _ours(target, plain, prompts[:batch], config.new_tokens)
+        for name, drafter in eagle.items():
+            found[f"{name}, replay{label}"] = _ours(target, drafter, prompts[:batch], config.new_tokens)
+    if config.exit_layer < target.num_layers:
+        adapter = KangarooDrafter(
+            target, KangarooAdapter(target.config), config.exit_layer, eta=0.0, max_draft_tokens=4
+        )
+        rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
+        replayed = ReplayDrafter(target, adapter, rates)
+        found[f"Kangaroo, exit {config.exit_layer}, replay"] = _ours(target, replayed, prompts[:1], config.new_tokens)
+    if config.stock and config.quantize is None:  # which takes the stock layers' weights
+        found["stock generate"] = _stock(target, prompts[0], config.new_tokens, False)
+        if config.compiled or (config.compiled is None and target.device.type == "cuda"):
+            found["stock generate, compiled static cache"] = _stock(target, prompts[0], config.new_tokens, True)
+    return found
+
+
+def _ours(
+    target: TargetModel, drafter: Drafter, prompts: list[list[int]], new_tokens: int
+) -> Callable[[], dict[str, Any]]:
+    def once() -> dict[str, Any]:
+        trace = generate(target, drafter, prompts, max_new_tokens=new_tokens, eos_token_id=NO_EOS).trace
+        steps = len(trace.verify_seconds)
+        return {
+            "batch": len(prompts),
+            "tau": trace.tau,
+            "tokens_per_second": trace.decoded_tokens / trace.decode_seconds,
+            "step_seconds": trace.decode_seconds / steps,
+            "draft_seconds": sum(trace.draft_seconds) / steps,
+            "verify_seconds": sum(trace.verify_seconds) / steps,
+            "other_seconds": sum(trace.other_seconds) / steps,
+            "forward_seconds": sum(trace.model_seconds) / steps,
+            "overhead": trace.overhead,
+            "prefill_seconds": trace.prefill_seconds,
+        }
+
+    return once
+
+
+def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool) -> Callable[[], dict[str, Any]]:
+    """transformers' own decoding of the same tokens; its prefill is taken off by a run of one token."""
+    prompt = torch.tensor([ids], device=target.device)
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if compiled:
+        compiling = CompileConfig()
+        compiling._compile_all_devices = True  # else it is not done on a CPU
+        settings |= {"cache_implementation": "static", "compile_config": compiling}
+
+    def seconds(count: int) -> float:
+        wait(target.device)
+        start = time.perf_counter()
+        # The same cache size for both, or each would be compiled anew.
+        options = GenerationConfig(max_new_tokens=count, min_new_tokens=count, **settings)
+        target.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options)
+        wait(target.device)
+        return time.perf_counter() - start
+
+    def once() -> dict[str, Any]:
+        try:
+            both = seconds(1), seconds(new_tokens)
+        except Exception as error:  # a compiler that is missing or gives up must not cost the other figures
+            return {"batch": 1, "missing": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+        return {"batch": 1, "tokens_per_second": (new_tokens - 1) / (both[1] - both[0])}
+
+    return once
+
+
+def add_ratios(rows: list[dict[str, Any]], floor: float) -> list[dict[str, Any]]:
+    """Speedup over plain decoding of the same batch, share of the roofline, share of the formula's limit."""
+    plain = {row["batch"]: row for row in rows if row["method"].startswith("plain decoding")}
+    for row in rows:
+        base = plain[row["batch"]]
+        if "tokens_per_second" not in row:
+            continue
+        row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
+        if "forward_seconds" in row and row is not base:
+            limit = row["tau"] * base["forward_seconds"] / row["forward_seconds"]
+            row |= {"limit": limit, "limit_share": row["speedup"] / limit}
+        if row["batch"] == 1 and "replay" not in row["method"]:
+            row["roofline_share"] = floor * row["tokens_per_second"]
+    return rows
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

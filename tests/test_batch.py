@@ -1,0 +1,131 @@
+"""Several prompts at once: every row must go as it would alone, whatever its neighbours do."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, rows_of, target_of
+from rigged import eagle, perturbed
+
+from drafters import Drafter, GenerateResult, TargetModel, generate, make_drafter
+from drafters.speculative import SpeculativeDrafter
+
+
+@lru_cache(maxsize=4)
+def close_draft(target: TargetModel) -> TargetModel:
+    return perturbed(target, 0.05)
+
+
+METHODS: dict[str, Callable[[TargetModel], Drafter]] = {
+    "autoregressive": lambda t: make_drafter("autoregressive", t),
+    "prompt_lookup": lambda t: make_drafter("prompt_lookup", t),
+    "speculative": lambda t: SpeculativeDrafter(t, close_draft(t), gamma=4),
+    "eagle-chain": lambda t: eagle(t, 0.4, "chain"),
+    "eagle-static": lambda t: eagle(t, 0.4, "static"),
+    "eagle-dynamic": lambda t: eagle(t, 0.4, "dynamic", top_k=4, nodes=12),
+    "eagle-random": lambda t: eagle(t, None, "dynamic", top_k=4, nodes=12),
+}
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """Of many lengths, one of a single token."""
+    return [[5], *(prompt(3 + 5 * index % 17, index) for index in range(1, count))]
+
+
+def full_steps(result: GenerateResult, row: int, limit: int) -> list[tuple[int, int]]:
+    """Acceptance of a row's steps as long as a draft of full depth fits before the limit: alone, it is cut there."""
+    steps, done = [], 1
+    for step in result.trace.steps:
+        if step.row == row and limit - done > 5:
+            steps.append((step.accepted, step.committed))
+            done += step.committed
+    return steps
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_go_as_alone(method: str, family: str) -> None:
+    """Catches a row that sees padding or its neighbour's keys, is accepted by another's choice, or is fed twice after
+    a step in which another was cut: tokens and every step's acceptance must be those of the row alone.
+    """
+    target = target_of(family)
+    prompts = prompts_of(16)
+    options: dict[str, Any] = {"max_new_tokens": 18, "eos_token_id": NO_EOS}
+    together = generate(target, METHODS[method](target), prompts, **options)
+    for row, ids in enumerate(prompts):
+        alone = generate(target, METHODS[method](target), [ids], **options)
+        assert rows_of(together)[row] == rows_of(alone)[0]
+        assert full_steps(together, row, 18) == full_steps(alone, 0, 18) != []
+    if method != "autoregressive" and method != "eagle-random":
+        accepted = {step.accepted for step in together.trace.steps}
+        assert len(accepted) > 1, "the rows must differ in acceptance for this test to mean anything"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_end_at_their_own_eos(method: str) -> None:
+    """Catches a finished row that goes on (tokens, cache or drafter), or stops the others."""
+    target = target_of("llama")
+    prompts = prompts_of(6)
+    free = rows_of(generate(target, METHODS[method](target), prompts, max_new_tokens=20, eos_token_id=NO_EOS))
+    eos = [free[1][4], free[3][9]]
+    expected = []
+    for row in free:
+        stops = [index for index, token in enumerate(row) if token in eos]
+        expected.append(row[: stops[0] + 1] if stops else row)
+    assert len({len(row) for row in expected}) > 1
+    streamed: dict[int, list[int]] = {row: [] for row in range(6)}
+    found = generate(
+        target,
+        METHODS[method](target),
+        prompts,
+        max_new_tokens=20,
+        eos_token_id=eos,
+        on_tokens=lambda row, new: streamed[row].extend(new),
+    )
+    assert rows_of(found) == expected == list(streamed.values())
+    for row in range(6):
+        assert sum(step.committed for step in found.trace.steps if step.row == row) == len(expected[row]) - 1
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "autoregressive"])
+def test_batch_at_the_edge_of_the_context(method: str) -> None:
+    """Catches buffers sized for the shortest row, and drafts of a row without room that reach past them."""
+    target = target_of("llama")
+    prompts = [prompt(target.max_context - 9, 1), prompt(4, 2), prompt(40, 3)]
+    options: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": NO_EOS}
+    rows = rows_of(generate(target, METHODS[method](target), prompts, **options))
+    for ids, row in zip(prompts, rows, strict=True):
+        assert row == rows_of(generate(target, METHODS[method](target), [ids], **options))[0] and len(row) == 9
+
+
+def second_token(target: TargetModel, ids: list[int]) -> torch.Tensor:
+    """``[V]`` distribution of the second new token: the first is sampled by the prefill, this one by a step."""
+    with torch.inference_mode():
+        first = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).softmax(-1)
+        longer = torch.tensor([[*ids, token] for token in range(target.vocab_size)])
+        second = target.lm_head(target.features(longer).features[:, -1]).softmax(-1)
+    return first @ second
+
+
+@pytest.mark.parametrize("method", ["speculative", "eagle-static", "eagle-dynamic", "prompt_lookup"])
+def test_sampled_rows_follow_the_target(method: str) -> None:
+    """Catches a row verified against another row's p or q: chi-square of the first verified token, by prompt."""
+    target = target_of("llama")
+    drafter = METHODS[method](target)
+    prompts = [[4, 4, 4, 4, 4], prompt(3, 1)]
+    counts = torch.zeros(2, target.vocab_size)
+    for seed in range(60):
+        batch = [prompts[row % 2] for row in range(16)]
+        found = generate(target, drafter, batch, max_new_tokens=4, temperature=1.0, eos_token_id=NO_EOS, seed=seed)
+        for row, tokens in enumerate(rows_of(found)):
+            counts[row % 2, tokens[1]] += 1
+    for seen, ids in zip(counts, prompts, strict=True):
+        p = second_token(target, ids)
+        keep = p * seen.sum() >= 5
+        observed = torch.cat([seen[keep], seen[~keep].sum()[None]])
+        wanted = torch.cat([p[keep], p[~keep].sum()[None]]) * seen.sum()
+        chi = float(((observed - wanted) ** 2 / wanted.clamp_min(1e-9)).sum())
+        degrees = len(observed) - 1
+        assert degrees > 5 and chi < degrees + 4 * (2 * degrees) ** 0.5, f"{ids}: chi-square {chi:.0f} of {degrees}"

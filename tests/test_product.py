@@ -1,0 +1,98 @@
+"""int8 targets: how far from the model they are, what they keep, and that drafting on them stays lossless."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, prompt, rows_of
+from rigged import eagle, perturbed
+
+from drafters import TargetModel, generate, make_drafter
+from drafters.decoding.product import Product
+from drafters.speculative import SpeculativeDrafter
+
+
+def quantized(family: str = "llama") -> TargetModel:
+    return TargetModel(tiny.build(family), quantize="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_int8_product_is_near(dtype: torch.dtype, kernel: bool, biased: bool) -> None:
+    """Catches scales of the wrong axis, a bias lost, and a way round a missing kernel that gives something else."""
+    torch.manual_seed(0)
+    weight = (torch.randn(70, 48) * torch.logspace(-2, 1, 70)[:, None]).to(dtype)  # outputs of very unequal size
+    bias = torch.randn(70).to(dtype) if biased else None
+    product = Product(weight, bias)
+    product.quantize()
+    product._kernel = product._kernel and kernel
+    assert product.weight.dtype == torch.int8 and product.nbytes < 0.6 * weight.nbytes + 400
+    for rows in (1, 3, 33):
+        x = torch.randn(2, rows, 48).to(dtype)
+        plain = torch.nn.functional.linear(x, weight, bias).float()
+        # Each weight is off by half a step of its row's scale at most; in bf16 the result's rounding comes on top.
+        step = weight.float().abs().amax(1) / 127
+        bound = 0.51 * step * x.float().abs().sum(-1, keepdim=True) + 1e-5
+        if dtype == torch.bfloat16:
+            bound = bound + 0.02 * (x.float().abs() @ weight.float().abs().T + 3)
+        gap = (product(x).float() - plain).abs()
+        assert (gap <= bound).all() and gap.max() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+def test_quantised_target_is_near(family: str) -> None:
+    """Catches a projection quantised twice or not at all, and weights of the stock layers kept in memory."""
+    plain, target = TargetModel(tiny.build(family)), quantized(family)
+    ids = torch.tensor([prompt(20)])
+    ours, theirs = (model.lm_head(model.features(ids).features).float() for model in (target, plain))
+    similar = torch.nn.functional.cosine_similarity(ours, theirs, dim=-1)
+    assert 0.96 < similar.min() < 1.0 - 1e-6
+    layer = target.body.layers[1]
+    assert sum(weights.numel() for weights in layer.self_attn.parameters() if weights.dim() > 1) == 0
+    assert layer.mlp.down_proj.weight.numel() == 0
+    assert target.bytes_read() < 0.5 * plain.bytes_read() and target.parameters == plain.parameters
+
+
+def test_drafting_on_it_is_lossless() -> None:
+    """Catches rows of a block computed otherwise than one alone: what is kept must be the quantised target's own."""
+    target, plain = quantized(), TargetModel(tiny.build("llama"))
+    baseline = make_drafter("autoregressive", target)
+    for drafter in (SpeculativeDrafter(target, perturbed(plain, 0.05)), eagle(target, 0.4, "static")):
+        for seed in range(3):
+            options = {"max_new_tokens": 24, "eos_token_id": NO_EOS}
+            expected = generate(target, baseline, [prompt(9, seed)], **options)
+            found = generate(target, drafter, [prompt(9, seed)], **options)
+            assert rows_of(found) == rows_of(expected)
+            assert found.trace.tau > 1.0
+
+
+def test_it_is_the_same_target(tmp_path: Path) -> None:
+    """Catches a drafter of the target refused on its quantised form, or accepted on another's."""
+    tiny.build("llama").save_pretrained(tmp_path)
+    plain = TargetModel.from_pretrained(str(tmp_path), "float32")
+    target = TargetModel.from_pretrained(str(tmp_path), "float32", quantize="int8")
+    assert target.fingerprint() == plain.fingerprint()
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    """Catches a target silently left as it is."""
+    with pytest.raises(ValueError, match="needs engine 'fused'"):
+        TargetModel(tiny.build("llama"), engine="eager", quantize="int8")
+    with pytest.raises(ValueError, match="mixture of experts"):
+        quantized("mixtral")
+
+
+def test_bytes_read() -> None:
+    """By hand: an untied embedding is not read but for one row, a tied one is the LM head; two experts of four are."""
+    untied, tied = TargetModel(tiny.build("llama")), TargetModel(tiny.build("llama", tie_word_embeddings=True))
+    all_of = {model: sum(w.nbytes for w in model.model.parameters()) for model in (untied, tied)}
+    table = tiny.VOCAB_SIZE * tiny.HIDDEN_SIZE * 4
+    assert untied.bytes_read() == all_of[untied] - table
+    assert tied.bytes_read() == all_of[tied]
+    mixture = TargetModel(copy.deepcopy(tiny.build("mixtral")))
+    experts = sum(w.nbytes for name, w in mixture.model.named_parameters() if ".experts." in name)
+    everything = sum(w.nbytes for w in mixture.model.parameters())
+    assert mixture.bytes_read() == everything - table - experts // 2
