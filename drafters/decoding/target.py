@@ -93,10 +93,10 @@ class TargetModel:
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fused = self._fuse(engine)
         capturing = engine == "graphs" or (engine is None and self.device.type == "cuda")
-        self._graphs = (
-            Graphs(self.device) if capturing and self._fused is not None and not self._rope_by_length else None
-        )
-        self._storages: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        if capturing and self._rope_by_length:
+            logging.getLogger(__name__).warning("%s runs without graphs: its RoPE changes with the length", self.name)
+        fixed = self._fused is not None and not self._rope_by_length
+        self._graphs = Graphs(self.device) if capturing and fixed else None
         self._check_layers_agree()
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
