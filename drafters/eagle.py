@@ -18,6 +18,7 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.fused import FusedLayer, signed
+from .decoding.graphs import Graphs, same
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState, last_of, padded
@@ -116,7 +117,8 @@ class EagleDrafter(LearnedDrafter):
         self.paths = None if tree == "chain" else paths
         self.plan = TreePlan(paths or EAGLE_TREE, target.device)
         head: Any = self.module
-        self._fused = (Product(head.fc.weight), FusedLayer(head.layers[0])) if target.engine == "fused" else None
+        self._fused = (Product(head.fc.weight), FusedLayer(head.layers[0])) if target.engine != "eager" else None
+        self._graphs = Graphs(target.device) if target.engine == "graphs" else None
         self._cache: KVCache
         self._features: torch.Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
@@ -135,8 +137,9 @@ class EagleDrafter(LearnedDrafter):
         return max(self.nodes, self.top_k * self.depth) if self.tree == "dynamic" else self.plan.size
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        target, batch, capacity = self.target, state.batch, state.cache.capacity
-        self._cache = KVCache.for_config(target.config, batch, capacity, target.dtype, target.device, layers=1)
+        target, batch = self.target, state.batch
+        vars(self).pop("_cache", None)  # so that its memory can be taken again
+        self._cache = target.new_cache(batch, state.cache.capacity, layers=1)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
             self._extend(output.features[:, :-1], padded(prompts, target.device), None, None, 0)
@@ -183,14 +186,24 @@ class EagleDrafter(LearnedDrafter):
         offset: int,
     ) -> torch.Tensor:
         lengths, count = self._cache.lengths, tokens.shape[1]
+        if self._graphs is not None and self._graphs.usable(self._cache, count, offset):
+            assert self._fused is not None
+            layer, table, groups = self._fused[1], self.target.rope_table, self._fused[1].attention.groups
+            inputs, layers = [features, tokens], [(0, layer, None)]
+            return self._graphs.run(
+                "head", layers, self._enter, same, inputs, self._cache, table, groups, see, depths, offset
+            )[0]
         positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
         rope = self.target.rope(positions, upto, consecutive=depths is None and uniform(lengths))
         cache = self._cache.at(count, offset)
         if self._fused is None:
             mask = attention_mask(lengths, see, depths, positions, offset, count)
             return self.module(features, self.target.embed(tokens), positions, mask, cache, rope=rope)
-        fc, layer = self._fused
+        layer = self._fused[1]
         groups = layer.attention.groups
         bias = attention_bias(lengths, see, depths, positions, offset, count, None, groups, features.dtype)
-        hidden = fc(torch.cat([self.target.embed(tokens), features], dim=-1))
-        return layer(hidden, signed(rope), bias, cache, 0)
+        return layer(self._enter(features, tokens), signed(rope), bias, cache, 0)
+
+    def _enter(self, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        assert self._fused is not None
+        return self._fused[0](torch.cat([self.target.embed(tokens), features], dim=-1))

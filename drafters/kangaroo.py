@@ -14,7 +14,8 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.fused import FusedAttention, FusedNorm, signed
+from .decoding.fused import FusedAttention, FusedNorm, Rope, signed
+from .decoding.graphs import Graphs, same
 from .decoding.kv_cache import KVCache
 from .decoding.layers import layer_kind
 from .decoding.loop import DecodeState
@@ -101,10 +102,11 @@ class KangarooDrafter(LearnedDrafter):
             )
         self.exit_layer, self.eta, self.max_draft_tokens = exit_layer, eta, max_draft_tokens
         self._fused: tuple[FusedNorm, FusedAttention, FusedNorm] | None = None
-        if target.engine == "fused":
+        if target.engine != "eager":
             adapter: Any = self.module
             layer = adapter.layers[0]
             self._fused = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn), FusedNorm(adapter.norm)
+        self._graphs = Graphs(target.device) if target.engine == "graphs" else None
         self._cache: KVCache
         self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
@@ -124,8 +126,8 @@ class KangarooDrafter(LearnedDrafter):
         return (self.exit_layer,)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        target = self.target
-        self._cache = KVCache.for_config(target.config, 1, state.cache.capacity, target.dtype, target.device, layers=1)
+        vars(self).pop("_cache", None)  # so that its memory can be taken again
+        self._cache = self.target.new_cache(1, state.cache.capacity, layers=1)
         prompt = output.taps[self.exit_layer]
         self._adapt(prompt)
         self._behind = prompt[:, :0]
@@ -175,11 +177,23 @@ class KangarooDrafter(LearnedDrafter):
 
     def _forward(self, rows: torch.Tensor) -> torch.Tensor:
         lengths, count = self._cache.lengths, rows.shape[1]
+        if self._graphs is not None and self._graphs.usable(self._cache, count, 0):
+            assert self._fused is not None
+            table, groups = self.target.rope_table, self._fused[1].groups
+            layers = [(0, self._adapter, None)]
+            return self._graphs.run("adapter", layers, same, same, [rows], self._cache, table, groups)[0]
         positions, upto = row_positions(lengths, None, 0, count, rows.device)
         rope, cache = self.target.rope(positions, upto, consecutive=True), self._cache.at(count)
         if self._fused is None:
             mask = attention_mask(lengths, None, None, positions, 0, count)
             return self.module(rows, positions, mask, cache, rope=rope)
+        groups = self._fused[1].groups
+        bias = attention_bias(lengths, None, None, positions, 0, count, None, groups, rows.dtype)
+        return self._adapter(rows, signed(rope), bias, cache, 0)
+
+    def _adapter(
+        self, rows: torch.Tensor, rope: Rope, bias: torch.Tensor | None, cache: KVCache, index: int
+    ) -> torch.Tensor:
+        assert self._fused is not None
         before, attention, after = self._fused
-        bias = attention_bias(lengths, None, None, positions, 0, count, None, attention.groups, rows.dtype)
-        return after(rows + attention(before(rows), signed(rope), bias, cache, 0))
+        return after(rows + attention(before(rows), rope, bias, cache, index))

@@ -47,6 +47,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         return self.gamma
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        vars(self).pop("_cache", None)  # so that its memory can be taken again
         self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity)
         prefill(self.draft_model, self._cache, state)
 

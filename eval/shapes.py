@@ -1,11 +1,10 @@
 """Models of well-known shapes with random weights: what a step costs does not hang on what the weights are."""
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from drafters import TargetModel
-from drafters.decoding.model_files import resolve_dtype
+from drafters.decoding.model_files import free_memory, resolve_dtype
 from drafters.decoding.target import Engine, Quantization
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -88,8 +87,3 @@ def random_target(
     with torch.device(where):
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
     return TargetModel(model, name=f"{shape} (random weights)", engine=engine, quantize=quantize)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -74,7 +74,8 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
             known = len(tokens) - 1
             assert state.cache.lengths[row] == known, "the cache must hold every token but the last"
             fresh = DynamicCache()
-            state.target.model(torch.tensor([tokens[:known]]), past_key_values=fresh, use_cache=True)
+            known_ids = torch.tensor([tokens[:known]], device=state.target.device)
+            state.target.model(known_ids, past_key_values=fresh, use_cache=True)
             for layer in range(state.target.num_layers):
                 for ours, theirs in (
                     (state.cache.keys, fresh.layers[layer].keys),

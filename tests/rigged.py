@@ -22,7 +22,7 @@ def perturbed(target: TargetModel, noise: float, seed: int = 0) -> TargetModel:
     generator = torch.Generator().manual_seed(seed)
     for weights in model.parameters():
         if weights.dim() >= 2:
-            weights.data += torch.randn(weights.shape, generator=generator) * noise * weights.std()
+            weights.data += torch.randn(weights.shape, generator=generator).to(weights) * noise * weights.std()
     return TargetModel(model, name="perturbed")
 
 
@@ -75,10 +75,10 @@ class OracleEagle(EagleDrafter):
 
     def _truth(self, sequences: list[list[int]]) -> torch.Tensor:
         """``[N, H]`` features after each of N equally long sequences, with noise by length."""
-        true = self.target.features(torch.tensor(sequences)).features[:, -1]
+        true = self.target.features(torch.tensor(sequences, device=self.target.device)).features[:, -1]
         generator = torch.Generator().manual_seed(len(sequences[0]))
         scale = self.noise * true.float().pow(2).mean().sqrt()
-        return true + (torch.randn(true.shape[-1], generator=generator) * scale).to(true.dtype)
+        return true + (torch.randn(true.shape[-1], generator=generator).to(scale) * scale).to(true.dtype)
 
 
 def eagle(target: TargetModel, noise: float | None, tree: str, **options: object) -> EagleDrafter:

@@ -14,6 +14,19 @@ from drafters.decoding.product import Product
 from drafters.speculative import SpeculativeDrafter
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_row_of_a_large_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the shape of what is returned, and another row's values, where one row is multiplied four times over."""
+    monkeypatch.setattr("drafters.decoding.product.LARGE", 1000)
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype)
+    for shape in ((1, 1, 48), (1, 48), (48,), (1, 2, 48)):
+        x = torch.randn(shape).to(dtype)
+        found, plain = Product(weight, bias)(x), torch.nn.functional.linear(x, weight, bias)
+        assert found.shape == plain.shape
+        torch.testing.assert_close(found, plain, rtol=2e-2, atol=1e-1 if dtype == torch.bfloat16 else 1e-4)
+
+
 def quantized(family: str = "llama") -> TargetModel:
     return TargetModel(tiny.build(family), quantize="int8")
 

@@ -9,12 +9,19 @@ needs no clean-up: its rows lie beyond the length and are overwritten. And after
 import torch
 from transformers import PretrainedConfig
 
+from .model_files import free_memory
+
+_SMALL = 1 << 26  # bytes that nobody asks about
+
 
 class KVCache:
     """Keys and values of ``layers`` layers, ``[layers, batch, kv_heads, capacity, head_dim]`` each.
 
     ``lengths[b]`` is the number of committed rows of batch row ``b``; a host-side list, because the loop learns the
     number of accepted tokens on the host anyway, once a step.
+
+    Args:
+        storage: keys and values to use, zeroed; None makes them.
     """
 
     def __init__(
@@ -26,11 +33,15 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        storage: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         shape = (layers, batch, kv_heads, capacity, head_dim)
         # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.static = storage is not None  # captured graphs are bound to these very tensors
+        if storage is None:
+            storage = torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = storage
+        assert self.keys.shape == shape
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
         self._end = 0
@@ -47,12 +58,24 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         layers: int | None = None,
+        storage: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> "KVCache":
-        """A cache of the shape that ``config``'s attention layers write."""
+        """A cache of the shape that ``config``'s attention layers write.
+
+        Raises:
+            ValueError: less memory than it needs.
+        """
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return cls(layers or config.num_hidden_layers, batch, kv_heads, capacity, head_dim, dtype, device)
+        layers = layers or config.num_hidden_layers
+        needed = 2 * layers * batch * kv_heads * capacity * head_dim * dtype.itemsize
+        if storage is None and needed > _SMALL and needed > (free := free_memory(torch.device(device))):
+            raise ValueError(
+                f"a cache of {batch} x {capacity} rows of {layers} layers needs {needed / 1e9:.2f} GB and {device} has "
+                f"{free / 1e9:.2f} GB free: lower max_new_tokens, shorten the prompts, or decode fewer at once"
+            )
+        return cls(layers, batch, kv_heads, capacity, head_dim, dtype, device, storage)
 
     def at(self, rows: int, offset: int = 0) -> "KVCache":
         """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""

@@ -2,8 +2,11 @@
 
 import hashlib
 
+import psutil
 import torch
 from transformers import AutoConfig, PretrainedConfig
+
+SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -46,3 +49,29 @@ def load_config_only(name: str, revision: str | None = None) -> PretrainedConfig
             f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json "
             f"({str(error).splitlines()[0]})"
         ) from error
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could still be allocated."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free within torch's own pool
+    return torch.cuda.mem_get_info(device)[0] + own
+
+
+def sliding_windows(config: PretrainedConfig) -> list[int | None]:
+    """Each layer's sliding-window size, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layers of type {sorted(unknown)} have no tree attention; supported: {SUPPORTED}")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def rope_depends_on_length(config: PretrainedConfig) -> bool:
+    """Whether RoPE's angles at a position change with the length of the text."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("rope_type", "default") in ("dynamic", "longrope")

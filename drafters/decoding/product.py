@@ -4,6 +4,10 @@ import psutil
 import torch
 from torch.nn import functional as F
 
+# Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two
+# cores: 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32), so a single row is multiplied four times over.
+LARGE = 1 << 22
+
 
 class Product:
     """``x @ weight.T + bias``; the weights must not change afterwards.
@@ -25,6 +29,11 @@ class Product:
             return self._quantized(x, self.scales)
         if self.packed is None or (x.requires_grad and torch.is_grad_enabled()):  # the kernel has no derivative
             return F.linear(x, self.weight, self.bias)
+        if x.numel() == x.shape[-1] and self.weight.numel() >= LARGE:
+            return self._multiply(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)
+        return self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     @property

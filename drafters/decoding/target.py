@@ -15,15 +15,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .fused import FusedLayer, FusedNorm, signed, why_not
+from .graphs import Graphs, same
 from .kv_cache import KVCache
-from .model_files import model_fingerprint, resolve_dtype
+from .model_files import (
+    SUPPORTED,
+    model_fingerprint,
+    resolve_dtype,
+    rope_depends_on_length,
+    sliding_windows,
+)
 from .product import Product
 from .row_mask import attention_bias, attention_mask, row_positions, uniform
 from .trace import model_time
 
-Engine = Literal["fused", "eager"]
+Engine = Literal["graphs", "fused", "eager"]
 Quantization = Literal["int8"]
-SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
 
 @dataclass
@@ -46,9 +52,10 @@ class TargetModel:
         model: a transformers causal LM; it is put into eval mode and frozen.
         name: what checkpoints and messages call it; default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
-        engine: "fused" runs layers rewritten for decoding, "eager" transformers' own; None takes the first where the
-            model's family allows it. The same up to rounding; but "fused" calls none of the model's modules (nor the
-            hooks set on them later), and on a CPU it copies the weights, which must not change any more.
+        engine: "fused" runs layers rewritten for decoding, "graphs" the same on fixed shapes, captured as CUDA graphs,
+            "eager" transformers' own. None takes graphs on CUDA and fused layers elsewhere, where the model's family
+            allows it. All the same up to rounding; but only "eager" calls the model's modules (and hooks set on them
+            later), and on a CPU the others copy the weights, which must not change any more.
         quantize: "int8" keeps the layers' projections as int8 with a scale an output, and nothing else of them: other
             outputs than the model's own, half the bytes a step reads. Embedding and LM head stay as they are.
 
@@ -79,12 +86,17 @@ class TargetModel:
             raise ValueError(f"{self.name} ({type(model).__name__}) caps its logits after the LM head; use {SUPPORTED}")
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
-        self._windows = _sliding_windows(self.config)
+        self._windows = sliding_windows(self.config)
         # Looked up once: an attribute of a config costs a microsecond or more, and these are wanted in every forward.
         self._eager = self.config._attn_implementation == "eager"
-        self._rope_by_length = _rope_depends_on_length(self.config)
+        self._rope_by_length = rope_depends_on_length(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fused = self._fuse(engine)
+        capturing = engine == "graphs" or (engine is None and self.device.type == "cuda")
+        if capturing and self._rope_by_length:
+            logging.getLogger(__name__).warning("%s runs without graphs: its RoPE changes with the length", self.name)
+        fixed = self._fused is not None and not self._rope_by_length
+        self._graphs = Graphs(self.device) if capturing and fixed else None
         self._check_layers_agree()
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
@@ -133,7 +145,9 @@ class TargetModel:
     @property
     def engine(self) -> Engine:
         """What runs the decoder layers."""
-        return "eager" if self._fused is None else "fused"
+        if self._fused is None:
+            return "eager"
+        return "fused" if self._graphs is None else "graphs"
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +182,7 @@ class TargetModel:
         a time would not get the same angles.
         """
         longest = getattr(self.config, "max_position_embeddings", None) or 1 << 30
-        if _rope_depends_on_length(self.config):
+        if rope_depends_on_length(self.config):
             original = self.config.rope_parameters.get("original_max_position_embeddings")
             return min(longest, original or longest)
         return longest
@@ -207,9 +221,14 @@ class TargetModel:
         with model_time():
             return self._lm_head(features)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for ``capacity`` rows of each batch row."""
-        return KVCache.for_config(self.config, batch, capacity, self.dtype, self.device, layers=self.num_layers)
+    def new_cache(self, batch: int, capacity: int, layers: int | None = None) -> KVCache:
+        """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of so many like them.
+
+        Raises:
+            ValueError: the memory does not suffice.
+        """
+        make = KVCache.for_config if self._graphs is None else self._graphs.caches.take
+        return make(self.config, batch, capacity, self.dtype, self.device, layers or self.num_layers)
 
     def rope(self, positions: torch.Tensor, upto: int, consecutive: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound).
@@ -218,16 +237,20 @@ class TargetModel:
         """
         if self._rope_by_length:
             return self.body.rotary_emb(self.body.norm.weight, position_ids=positions)
+        cos, sin = self.rope_table(upto)
+        if consecutive:
+            first = upto - positions.shape[1]
+            return cos[first:upto][None], sin[first:upto][None]
+        return cos[positions], sin[positions]
+
+    def rope_table(self, upto: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin ``[N, head_dim]`` of positions 0 to N - 1, N at least ``upto``."""
         if self._rope_table is None or self._rope_table[0].shape[0] < upto:
             rows = 1 << max(upto - 1, 255).bit_length()
             every = torch.arange(rows, device=self.device)[None]
             cos, sin = self.body.rotary_emb(self.body.norm.weight, position_ids=every)
             self._rope_table = (cos[0].clone(), sin[0].clone())
-        cos, sin = self._rope_table
-        if consecutive:
-            first = upto - positions.shape[1]
-            return cos[first:upto][None], sin[first:upto][None]
-        return cos[positions], sin[positions]
+        return self._rope_table
 
     def features(
         self, input_ids: torch.Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
@@ -276,6 +299,25 @@ class TargetModel:
         lengths = cache.lengths if cache is not None else [0] * batch
         last = self.num_layers if stop is None else stop
         collected: dict[int, torch.Tensor] = {}
+        if self._graphs is not None and cache is not None and self._graphs.usable(cache, rows, offset):
+            assert self._fused is not None
+            layers = [(index, self._fused[index], self._windows[index]) for index in range(start, last)]
+            with model_time():
+                found = self._graphs.run(
+                    f"{start} to {last} of {'tokens' if hidden is None else 'states'}",
+                    layers,
+                    self.embed if hidden is None else same,
+                    self._norm if stop is None else same,
+                    [given],
+                    cache,
+                    self.rope_table,
+                    self._fused[0].attention.groups,
+                    see,
+                    depths,
+                    offset,
+                    taps,
+                )
+            return FeatureOutput(*found)
         with model_time():
             positions, upto = row_positions(lengths, depths, offset, rows, given.device)
             masks = self._masks(lengths, see, depths, positions, offset, rows)
@@ -378,20 +420,3 @@ class TargetModel:
                 f"{self.name} ({type(self.model).__name__}) run layer by layer differs from its own forward "
                 f"by {gap:.3g} (logits up to {scale:.3g}); supported: {SUPPORTED}"
             )
-
-
-def _sliding_windows(config: PretrainedConfig) -> list[int | None]:
-    """Each layer's sliding-window size, None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(f"layers of type {sorted(unknown)} have no tree attention; supported: {SUPPORTED}")
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def _rope_depends_on_length(config: PretrainedConfig) -> bool:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters.get("rope_type", "default") in ("dynamic", "longrope")

@@ -1,0 +1,137 @@
+"""Forwards of fixed shapes: the same values as of any shape, on memory that is used again. (Without a GPU the captured
+code is run, not replayed: what is computed is tested here, that it can be captured only where there is one.)
+"""
+
+import gc
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, checked_commits, prompt, rows_of
+from rigged import eagle, kangaroo, perturbed
+
+from drafters import TargetModel, generate, make_drafter
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.decoding.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
+from drafters.speculative import SpeculativeDrafter
+
+PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def targets(family: str) -> tuple[TargetModel, TargetModel]:
+    """The same weights on fused layers and on graphs."""
+    model = tiny.build(family).to(DEVICE)  # type: ignore[arg-type]
+    return TargetModel(model, engine="fused"), TargetModel(model, engine="graphs")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_graphs_equal_fused(family: str) -> None:
+    """Catches slots, positions or windows off by padding, buffers left from the step before, taps overwritten."""
+    outputs = []
+    for target in targets(family):
+        cache = target.new_cache(2, 40)
+        ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3], device=DEVICE)
+        target.run(ids, cache)
+        cache.commit([list(range(12)), list(range(9))])
+        see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors().to(DEVICE)
+        new = torch.tensor([prompt(8, 2), prompt(8, 3)], device=DEVICE)
+        tree = target.run(new, cache, see=see, depths=see.sum(-1) - 1, taps=(0, 2, 4))
+        found = [tree.features, *tree.taps.values()]
+        cache.commit([[0, 1, 3], [0]])
+        found.append(target.run(new[:, :1], cache).features)
+        found.append(target.run(new[:, 1:4], cache, offset=1).features)  # a chain after an uncommitted row
+        shallow = [target.run(new[:, i : i + 1], cache, offset=i, stop=2).features for i in range(3)]
+        found.append(target.run(None, cache, hidden=torch.cat(shallow, dim=1), start=2).features)
+        found.append(target.run(new[:, :7], cache, see=see[:, :7, :7], depths=(see.sum(-1) - 1)[:, :7]).features)
+        outputs.append(found)
+    for fused, graphs in zip(*outputs, strict=True):
+        torch.testing.assert_close(graphs, fused, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize(
+    "method", ["autoregressive", "prompt_lookup", "lookahead", "speculative", "chain", "static", "dynamic", "kangaroo"]
+)
+def test_every_drafter_decodes_the_same(method: str, family: str) -> None:
+    """Catches a drafter that keeps what a replay overwrites (hidden states, features), and another graph's cache."""
+    texts = []
+    for target in targets(family):
+        found = []
+        for seed in range(3):
+            if method == "speculative":
+                drafter: Any = SpeculativeDrafter(target, perturbed(target, 0.05))
+            elif method == "kangaroo":
+                drafter = kangaroo(target, True, eta=0.0, max_draft_tokens=3)
+            elif method in ("chain", "static", "dynamic"):
+                options = {"top_k": 4, "nodes": 12} if method == "dynamic" else {}
+                drafter = eagle(target, 0.4, method, **options)
+            else:
+                drafter = make_drafter(method, target)
+            with checked_commits():
+                result = generate(target, drafter, [prompt(9, seed)], max_new_tokens=20, eos_token_id=NO_EOS)
+            found.append((rows_of(result), [step.accepted for step in result.trace.steps]))
+        texts.append(found)
+    assert texts[0] == texts[1]
+
+
+def test_batches_on_graphs() -> None:
+    """Catches lengths of one row used for all."""
+    fused, graphs = targets("llama")
+    prompts = [prompt(4), prompt(11), prompt(7)]
+    rows = []
+    for target in (fused, graphs):
+        found = generate(target, eagle(target, 0.4, "static"), prompts, max_new_tokens=18, eos_token_id=NO_EOS)
+        rows.append(rows_of(found))
+    assert rows[0] == rows[1]
+
+
+def test_memory_and_graphs_are_used_again() -> None:
+    """Catches a cache allocated, or a forward captured, anew for every prompt; and one cache lent out twice."""
+    _, target = targets("llama")
+    assert target._graphs is not None
+    drafter = eagle(target, None, "static")
+    generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=NO_EOS)
+    captured = {**target._graphs._captured}, {**drafter._graphs._captured}  # type: ignore[union-attr]
+    for seed in range(1, 4):
+        generate(target, drafter, [prompt(9, seed)], max_new_tokens=20, eos_token_id=NO_EOS)
+    again = target._graphs._captured, drafter._graphs._captured  # type: ignore[union-attr]
+    assert [set(after) for after in again] == [set(before) for before in captured]
+    first, second = target.new_cache(1, 100), target.new_cache(1, 100)
+    assert first.keys.data_ptr() != second.keys.data_ptr()
+    first.keys.fill_(7.0)
+    address = first.keys.data_ptr()
+    del first
+    gc.collect()
+    third = target.new_cache(1, 120)
+    assert third.keys.data_ptr() == address and not third.keys.any() and third.lengths == [0]
+
+
+def test_paddings() -> None:
+    """By hand; and every count up to the most is padded to one that holds it."""
+    assert [padded_rows(rows) for rows in (1, 7, 26, 27, 61)] == [1, 8, 26, 32, 64]
+    assert all(padded_rows(rows) >= rows for rows in range(1, MOST_ROWS + 1)) and list(ROWS) == sorted(ROWS)
+    assert padded_rows_fit(60, 0) and padded_rows_fit(1, 63) and not padded_rows_fit(65, 0)
+    assert not padded_rows_fit(7, 57)  # 8 rows after 57
+    assert [seen_rows(end, 4096) for end in (1, 256, 257, 2048, 2049)] == [256, 256, 512, 2048, 3072]
+    assert seen_rows(300, 400) == 400
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: CUDA graphs cannot be captured")
+def test_no_allocation_in_the_steady_state() -> None:
+    """Catches memory asked of the device in a step: the allocator's segments must stand still."""
+    _, target = targets("llama")
+    drafter = eagle(target, None, "static")
+    for _ in range(2):
+        generate(target, drafter, [prompt(9)], max_new_tokens=64, eos_token_id=NO_EOS)
+    before = torch.cuda.memory_stats()["segment.all.allocated"]
+    generate(target, drafter, [prompt(9, 1)], max_new_tokens=64, eos_token_id=NO_EOS)
+    assert torch.cuda.memory_stats()["segment.all.allocated"] == before
+
+
+def test_memory_is_checked() -> None:
+    """Catches an allocator's error where a message could say what to lower."""
+    fused, _ = targets("llama")
+    with pytest.raises(ValueError, match=r"needs 2199.02 GB .* lower max_new_tokens"):
+        fused.new_cache(16, 1 << 27)
