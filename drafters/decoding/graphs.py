@@ -65,6 +65,7 @@ class Static:
         self.see = torch.zeros(batch, rows, temporary, dtype=torch.bool, device=device)
         self.inputs = [torch.zeros((batch, rows, *x.shape[2:]), dtype=x.dtype, device=device) for x in inputs]
         self.replay: Callable[[], None] = _nothing
+        self.forward: Callable[[], None] = _nothing  # kept, for it holds what the graph knows by address only
         self.outputs: tuple[torch.Tensor, dict[int, torch.Tensor]]
 
     def fill(
@@ -220,7 +221,7 @@ class Graphs:
                     collected[layers[-1][0] + 1] = hidden
                 static.outputs = epilogue(hidden), collected
 
-            static.replay = self._capture(forward)
+            static.forward, static.replay = forward, self._capture(forward)
             self._captured[key] = static
         static.replay()
         hidden, collected = static.outputs

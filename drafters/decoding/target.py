@@ -53,9 +53,9 @@ class TargetModel:
         name: what checkpoints and messages call it; default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
         engine: "fused" runs layers rewritten for decoding, "graphs" the same on fixed shapes, captured as CUDA graphs,
-            "eager" transformers' own. None takes graphs on CUDA and fused layers elsewhere, where the model's family
-            allows it. All the same up to rounding; but only "eager" calls the model's modules (and hooks set on them
-            later), and on a CPU the others copy the weights, which must not change any more.
+            "eager" transformers' own. None takes fused layers where the model's family allows it. All the same up to
+            rounding; but only "eager" calls the model's modules (and hooks set on them later), and on a CPU the others
+            copy the weights, which must not change any more.
         quantize: "int8" keeps the layers' projections as int8 with a scale an output, and nothing else of them: other
             outputs than the model's own, half the bytes a step reads. Embedding and LM head stay as they are.
 
@@ -92,7 +92,7 @@ class TargetModel:
         self._rope_by_length = rope_depends_on_length(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fused = self._fuse(engine)
-        capturing = engine == "graphs" or (engine is None and self.device.type == "cuda")
+        capturing = engine == "graphs"  # not yet by itself: no GPU has run them
         if capturing and self._rope_by_length:
             logging.getLogger(__name__).warning("%s runs without graphs: its RoPE changes with the length", self.name)
         fixed = self._fused is not None and not self._rope_by_length
