@@ -24,12 +24,11 @@ from .model_files import (
     rope_depends_on_length,
     sliding_windows,
 )
-from .product import Product
+from .product import Product, Quantization
 from .row_mask import attention_bias, attention_mask, row_positions, uniform
 from .trace import model_time
 
 Engine = Literal["graphs", "fused", "eager"]
-Quantization = Literal["int8"]
 
 
 @dataclass
@@ -56,8 +55,9 @@ class TargetModel:
             "eager" transformers' own. None takes fused layers where the model's family allows it. All the same up to
             rounding; but only "eager" calls the model's modules (and hooks set on them later), and on a CPU the others
             copy the weights, which must not change any more.
-        quantize: "int8" keeps the layers' projections as int8 with a scale an output, and nothing else of them: other
-            outputs than the model's own, half the bytes a step reads. Embedding and LM head stay as they are.
+        quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
+            group of 128, 64 or 32 inputs), and nothing else of them: other outputs than the model's own, half or a
+            quarter of the bytes a step reads. Embedding and LM head stay as they are.
 
     Raises:
         ValueError: the model is not built of decoder layers that can be run one by one, running them so does not give
@@ -102,7 +102,7 @@ class TargetModel:
         self._fingerprint: str | None = None
         self.quantize = quantize
         if quantize is not None:
-            self._quantize()
+            self._quantize(quantize)
 
     @classmethod
     def from_pretrained(
@@ -390,12 +390,12 @@ class TargetModel:
         return None
 
     @torch.no_grad()
-    def _quantize(self) -> None:
+    def _quantize(self, kind: Quantization) -> None:
         self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
         if self._fused is None:
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
         for fused, layer in zip(self._fused, self.body.layers, strict=True):
-            fused.quantize(layer)
+            fused.quantize(layer, kind)
 
     @torch.no_grad()
     def _check_layers_agree(self) -> None:
