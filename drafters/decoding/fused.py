@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .kv_cache import KVCache
+from .loading import is_only_moved
 from .product import Product, Quantization
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -31,7 +32,7 @@ def why_not(layer: nn.Module, config: PretrainedConfig) -> str | None:
     if config._attn_implementation != "sdpa":
         return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'"
     if any(
-        module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") for module in layer.modules()
+        module._forward_hooks or module._forward_pre_hooks or not is_only_moved(module) for module in layer.modules()
     ):
         return "hooks are set on its layers"
     attention: Any = layer.self_attn
