@@ -79,7 +79,8 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     out = config.out or Path("docs/results") / machine()
     check_folder(out)
     positions = config.context + config.new_tokens + max(config.rows) + 128
-    target = random_target(shape, positions, config.dtype, config.device, config.engine, config.quantize, config.seed)
+    how = config.dtype, config.device, config.engine, config.quantize, config.seed
+    target = random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
     facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
     found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
     with Progress(console=console) as progress:

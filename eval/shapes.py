@@ -4,7 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from drafters import TargetModel
-from drafters.decoding.model_files import free_memory, resolve_dtype
+from drafters.decoding.loading import check_memory
+from drafters.decoding.model_files import resolve_dtype
 from drafters.decoding.target import Engine, Quantization
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -65,24 +66,18 @@ def random_target(
     engine: Engine | None = None,
     quantize: Quantization | None = None,
     seed: int = 0,
+    cache_tokens: tuple[int, int] = (0, 0),
 ) -> TargetModel:
-    """A target of a named shape, made on the device.
+    """A target of a named shape, made on the device; ``cache_tokens`` as of ``TargetModel.from_pretrained``.
 
     Raises:
-        ValueError: no such shape, device or dtype, or less memory than its weights need.
+        ValueError: no such shape, device or dtype, or too little memory.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device here; use device=cpu")
     config, kind = shape_config(shape, max_positions), resolve_dtype(dtype)
-    with torch.device("meta"):
-        count = sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters())
-    needed, free = count * kind.itemsize, free_memory(where)
-    if needed > free:
-        raise ValueError(
-            f"{shape} in {dtype} has {needed / 1e9:.1f} GB of weights and {where} has {free / 1e9:.1f} GB free: choose "
-            "a smaller shape or a machine with more memory"
-        )
+    check_memory(shape, config, kind, [where], *cache_tokens)
     torch.manual_seed(seed)
     with torch.device(where):
         model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")

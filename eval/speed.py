@@ -48,6 +48,9 @@ class TargetConfig(Config):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
     engine: Engine | None = Field(None, description="of the target and the draft models; None: each its best")
+    device_map: str | dict[str, int | str] | None = Field(
+        None, description="in place of device: how accelerate spreads the layers over several GPUs, for example auto"
+    )
     quantize: Quantization | None = Field(None, description="the target's layers; stock generate has them as they are")
 
 
@@ -112,16 +115,24 @@ def check(config: SpeedConfig) -> None:
     check_folder(config.out)
 
 
-def load_models(chosen: TargetConfig) -> Models:
+def load_models(chosen: TargetConfig, tokens: int = 0) -> Models:
     """The target; draft models join it when they are needed.
 
+    Args:
+        tokens: of the longest text that is known already, for whose cache the memory has to suffice, too.
+
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: it cannot be loaded, or there is too little memory.
     """
-    where = chosen.path, chosen.dtype, chosen.device, chosen.revision
-    target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize)
-    plain = TargetModel.from_pretrained(*where, "eager") if chosen.quantize else target
-    return Models(target, chosen.engine, plain)
+
+    def load(engine: Engine | None, quantize: Quantization | None) -> TargetModel:
+        where = chosen.path, chosen.dtype, chosen.device, chosen.revision
+        return TargetModel.from_pretrained(
+            *where, engine, quantize, device_map=chosen.device_map, cache_tokens=(1, tokens)
+        )
+
+    target = load(chosen.engine, chosen.quantize)
+    return Models(target, chosen.engine, load("eager", None) if chosen.quantize else target)
 
 
 def run(config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None) -> dict[str, Any]:
@@ -139,7 +150,8 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     check(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    models = models or load_models(config.target)
+    longest = (config.prompts.max_prompt_tokens or 0) + config.max_new_tokens
+    models = models or load_models(config.target, longest)
     target = models.target
     lineup = Lineup(config.entries, models)
     assistants = load_assistants(config.stock, models)

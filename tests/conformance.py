@@ -76,12 +76,10 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
             fresh = DynamicCache()
             known_ids = torch.tensor([tokens[:known]], device=state.target.device)
             state.target.model(known_ids, past_key_values=fresh, use_cache=True)
+            keys, values = state.cache.views(0, known)
             for layer in range(state.target.num_layers):
-                for ours, theirs in (
-                    (state.cache.keys, fresh.layers[layer].keys),
-                    (state.cache.values, fresh.layers[layer].values),
-                ):
-                    found = ours[layer, row, :, :known]
+                for ours, theirs in ((keys, fresh.layers[layer].keys), (values, fresh.layers[layer].values)):
+                    found = ours[layer][row]
                     torch.testing.assert_close(found, theirs[0], atol=tolerance, rtol=tolerance)
         return steps
 

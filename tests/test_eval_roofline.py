@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafters.decoding import loading
 from eval import roofline, shapes
 from eval.roofline_parts import add_ratios, copy_bandwidth, scaled
 
@@ -91,7 +92,8 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     for arguments, message in cases:
         assert roofline.main([*arguments, f"out={tmp_path / 'x'}"]) == 1
         assert __import__("re").search(message, capsys.readouterr().err)
-    monkeypatch.setattr(shapes, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(loading, "_SMALL", 0)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 20)
     assert roofline.main(["--shape", "llama-7b", f"out={tmp_path / 'x'}"]) == 1
-    assert "13.5 GB of weights" in capsys.readouterr().err
+    assert "its weights need 13.48 GB" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

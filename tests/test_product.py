@@ -1,4 +1,4 @@
-"""int8 targets: how far from the model they are, what they keep, and that drafting on them stays lossless."""
+"""int8 and int4 targets: how far from the model they are, what they keep, and that drafting on them stays lossless."""
 
 import copy
 from pathlib import Path
@@ -10,7 +10,7 @@ from conformance import NO_EOS, prompt, rows_of
 from rigged import eagle, perturbed
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.product import Product
+from drafters.decoding.product import Int4, Int8, Product, Quantization
 from drafters.speculative import SpeculativeDrafter
 
 
@@ -27,8 +27,12 @@ def test_a_single_row_of_a_large_product(dtype: torch.dtype, monkeypatch: pytest
         torch.testing.assert_close(found, plain, rtol=2e-2, atol=1e-1 if dtype == torch.bfloat16 else 1e-4)
 
 
-def quantized(family: str = "llama") -> TargetModel:
-    return TargetModel(tiny.build(family), quantize="int8")
+# int4 groups at least 32 inputs.
+SIZES: dict[str, dict[str, int]] = {"int8": {}, "int4": {"hidden_size": 64, "intermediate_size": 96}}
+
+
+def quantized(family: str = "llama", kind: Quantization = "int8") -> TargetModel:
+    return TargetModel(tiny.build(family, **SIZES[kind]), quantize=kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,9 +44,10 @@ def test_int8_product_is_near(dtype: torch.dtype, kernel: bool, biased: bool) ->
     weight = (torch.randn(70, 48) * torch.logspace(-2, 1, 70)[:, None]).to(dtype)  # outputs of very unequal size
     bias = torch.randn(70).to(dtype) if biased else None
     product = Product(weight, bias)
-    product.quantize()
-    product._kernel = product._kernel and kernel
-    assert product.weight.dtype == torch.int8 and product.nbytes < 0.6 * weight.nbytes + 400
+    product.quantize("int8")
+    assert isinstance(product.quantized, Int8) and product.quantized.kernel
+    product.quantized.kernel = kernel
+    assert product.weight.numel() == 0 and product.nbytes < 0.6 * weight.nbytes + 400
     for rows in (1, 3, 33):
         x = torch.randn(2, rows, 48).to(dtype)
         plain = torch.nn.functional.linear(x, weight, bias).float()
@@ -51,6 +56,34 @@ def test_int8_product_is_near(dtype: torch.dtype, kernel: bool, biased: bool) ->
         bound = 0.51 * step * x.float().abs().sum(-1, keepdim=True) + 1e-5
         if dtype == torch.bfloat16:
             bound = bound + 0.02 * (x.float().abs() @ weight.float().abs().T + 3)
+        gap = (product(x).float() - plain).abs()
+        assert (gap <= bound).all() and gap.max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs, group", [(256, 128), (192, 64), (96, 32)])
+@pytest.mark.parametrize("outputs, kernel", [(64, True), (70, False)])  # torch's CPU kernel takes multiples of 16
+def test_int4_product_is_near(dtype: torch.dtype, inputs: int, group: int, outputs: int, kernel: bool) -> None:
+    """Catches groups along the wrong axis, nibbles swapped, and a way round a missing kernel that gives something
+    else.
+    """
+    torch.manual_seed(0)
+    weight = (torch.randn(outputs, inputs) * torch.logspace(-2, 1, inputs)).to(dtype)  # inputs of very unequal size
+    weight[3, :group], weight[5] = 0.5, 0.0  # groups of one value
+    bias = torch.randn(outputs).to(dtype)
+    product = Product(weight, bias)
+    product.quantize("int4")
+    four = product.quantized
+    assert isinstance(four, Int4) and four.group == group and four.kernel == kernel
+    assert four.values.nbytes == outputs * inputs // 2 and product.nbytes < weight.nbytes
+    grouped = weight.float().view(outputs, -1, group)
+    step = ((grouped.amax(-1) - grouped.amin(-1)) / 15).repeat_interleave(group, dim=1)
+    for rows in (1, 3, 33):
+        x = torch.randn(2, rows, inputs).to(dtype)
+        plain = torch.nn.functional.linear(x, weight, bias).float()
+        bound = 0.51 * x.float().abs() @ step.T + 1e-4
+        if dtype == torch.bfloat16:
+            bound = bound + 0.03 * (x.float().abs() @ weight.float().abs().T + 3)
         gap = (product(x).float() - plain).abs()
         assert (gap <= bound).all() and gap.max() > 0
 
@@ -69,9 +102,10 @@ def test_quantised_target_is_near(family: str) -> None:
     assert target.bytes_read() < 0.5 * plain.bytes_read() and target.parameters == plain.parameters
 
 
-def test_drafting_on_it_is_lossless() -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_drafting_on_it_is_lossless(kind: Quantization) -> None:
     """Catches rows of a block computed otherwise than one alone: what is kept must be the quantised target's own."""
-    target, plain = quantized(), TargetModel(tiny.build("llama"))
+    target, plain = quantized(kind=kind), TargetModel(tiny.build("llama", **SIZES[kind]))
     baseline = make_drafter("autoregressive", target)
     for drafter in (SpeculativeDrafter(target, perturbed(plain, 0.05)), eagle(target, 0.4, "static")):
         for seed in range(3):
@@ -96,6 +130,8 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         TargetModel(tiny.build("llama"), engine="eager", quantize="int8")
     with pytest.raises(ValueError, match="mixture of experts"):
         quantized("mixtral")
+    with pytest.raises(ValueError, match="48 inputs cannot be quantised to int4"):
+        Product(torch.randn(32, 48)).quantize("int4")
 
 
 def test_bytes_read() -> None:

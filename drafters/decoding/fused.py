@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .kv_cache import KVCache
-from .product import Product
+from .loading import is_only_moved
+from .product import Product, Quantization
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,7 +32,7 @@ def why_not(layer: nn.Module, config: PretrainedConfig) -> str | None:
     if config._attn_implementation != "sdpa":
         return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'"
     if any(
-        module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") for module in layer.modules()
+        module._forward_hooks or module._forward_pre_hooks or not is_only_moved(module) for module in layer.modules()
     ):
         return "hooks are set on its layers"
     attention: Any = layer.self_attn
@@ -175,16 +176,16 @@ class FusedLayer:
         own = [self.attention.heads, self.attention.out]
         return own if self.mlp.experts is not None else [*own, self.mlp.gate_up, self.mlp.down]
 
-    def quantize(self, layer: Any) -> None:
-        """Turn the projections into int8 and take their weights from the stock ``layer``, which cannot run any more.
+    def quantize(self, layer: Any, kind: Quantization) -> None:
+        """Quantise the projections and take their weights from the stock ``layer``, which cannot run any more.
 
         Raises:
-            ValueError: a mixture of experts.
+            ValueError: a mixture of experts, or sizes that int4 cannot group.
         """
         if self.mlp.experts is not None:
             raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
         for product in self.products:
-            product.quantize()
+            product.quantize(kind)
         for module in (*layer.self_attn.children(), *layer.mlp.children()):
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.new_empty(0)

@@ -149,18 +149,21 @@ class StaticCaches:
 
 
 class Graphs:
-    """The captured forwards of one target and of what drafts for it, and the caches they are bound to."""
+    """The captured forwards of one target and of what drafts for it, and the caches they are bound to.
+
+    ``broken``: why nothing is captured any more, None while all is well.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.caches = device, StaticCaches()
         self._captured: dict[tuple[Any, ...], Static] = {}
         self._pool: Any = None
-        self._broken: str | None = None
+        self.broken: str | None = None
 
     def usable(self, cache: KVCache | None, rows: int, offset: int) -> bool:
         """Whether a forward is one for a graph: few rows that follow others in a cache made for it."""
         return (
-            self._broken is None
+            self.broken is None
             and cache is not None
             and cache.static
             and padded_rows_fit(rows, offset)
@@ -245,10 +248,8 @@ class Graphs:
                 forward()
             return graph.replay
         except RuntimeError as error:
-            self._broken = str(error).splitlines()[0]
-            logging.getLogger(__name__).warning(
-                "no CUDA graph could be captured, decoding goes on without: %s", self._broken
-            )
+            self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
+            logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
             return forward
 
 

@@ -1,5 +1,8 @@
 """A linear layer for decoding: a few rows against a large weight, in the layout and precision that reads fastest."""
 
+from functools import cache
+from typing import Literal
+
 import psutil
 import torch
 from torch.nn import functional as F
@@ -7,6 +10,10 @@ from torch.nn import functional as F
 # Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two
 # cores: 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32), so a single row is multiplied four times over.
 LARGE = 1 << 22
+
+
+Quantization = Literal["int8", "int4"]
+GROUPS = (128, 64, 32)  # inputs that share a scale in int4; the first that divides their number
 
 
 class Product:
@@ -20,13 +27,13 @@ class Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.packed = _pack(weight)
-        self.scales: torch.Tensor | None = None
-        self._kernel = True
+        self.quantized: Int8 | Int4 | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
-        if self.scales is not None:
-            return self._quantized(x, self.scales)
+        if self.quantized is not None:
+            out = self.quantized(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+            return out if self.bias is None else out + self.bias
         if self.packed is None or (x.requires_grad and torch.is_grad_enabled()):  # the kernel has no derivative
             return F.linear(x, self.weight, self.bias)
         if x.numel() == x.shape[-1] and self.weight.numel() >= LARGE:
@@ -39,28 +46,134 @@ class Product:
     @property
     def nbytes(self) -> int:
         """Bytes that a call reads of it."""
-        parts = [self.weight, self.bias, self.scales]
-        return sum(part.nbytes for part in parts if part is not None)
+        weights = self.weight.nbytes if self.quantized is None else self.quantized.nbytes
+        return weights + (self.bias.nbytes if self.bias is not None else 0)
 
-    def quantize(self) -> None:
-        """Keep the weight as int8 alone, with one scale an output (symmetric, by the largest value)."""
-        scales = self.weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        dtype = self.weight.dtype
-        self.weight = (self.weight.float() / scales[:, None]).round_().to(torch.int8)
-        self.scales, self.packed = scales.to(dtype), None
-        try:
-            row = torch.zeros(1, self.weight.shape[1], dtype=dtype, device=self.weight.device)
-            torch._weight_int8pack_mm(row, self.weight, self.scales)
-        except (RuntimeError, NotImplementedError):  # torch has no such kernel for this device or these sizes
-            self._kernel = False
+    def quantize(self, kind: Quantization) -> None:
+        """Keep the weight as int8 or int4 alone.
 
-    def _quantized(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        if self._kernel:
-            flat = x.reshape(-1, x.shape[-1])
-            out = torch._weight_int8pack_mm(flat, self.weight, scales).view(*x.shape[:-1], -1)
-        else:
-            out = F.linear(x, self.weight.to(x.dtype)) * scales
-        return out if self.bias is None else out + self.bias
+        Raises:
+            ValueError: int4 of a number of inputs that no group size divides.
+        """
+        self.quantized = Int8(self.weight) if kind == "int8" else Int4(self.weight)
+        self.weight, self.packed = self.weight.new_empty(0), None
+
+
+class Int8:
+    """A weight as int8 with one scale an output (symmetric, by the largest value)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        # Rounded before it is used, so that values are rounded to the grid that will be there.
+        self.scales = (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(_least(weight))
+        self.values = (weight.float() / self.scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        self.kernel = _int8_kernel(weight.device, weight.dtype, *weight.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, inputs]`` -> ``[rows, outputs]``."""
+        if self.kernel:
+            return torch._weight_int8pack_mm(x, self.values, self.scales)
+        return F.linear(x, self.values.to(x.dtype)) * self.scales
+
+
+class Int4:
+    """A weight as int4 with a scale and a zero point for each group of inputs (asymmetric, by smallest and largest).
+
+    torch's own kernels, which torchao and gpt-fast use, want it in layouts of their own; where there is none for a
+    device or a size, two values share a byte and are spread out again in every call, which is slow.
+
+    Raises:
+        ValueError: no group size divides the number of inputs.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        outputs, inputs = weight.shape
+        group = next((size for size in GROUPS if inputs % size == 0), None)
+        if group is None:
+            raise ValueError(
+                f"a weight of {inputs} inputs cannot be quantised to int4: their number must be a multiple of "
+                f"{GROUPS[-1]}; use int8"
+            )
+        self.group = group
+        grouped = weight.float().view(outputs, -1, group)
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        scales = ((high - low) / 15).to(weight.dtype).clamp_min(_least(weight)).float()
+        middles = (low + 8 * scales).to(weight.dtype).float()
+        values = ((grouped - middles[..., None]) / scales[..., None] + 8).round_().clamp_(0, 15)
+        values = values.view(outputs, inputs).to(torch.int32)
+        self.scales_and_zeros = torch.stack([scales.t(), middles.t()], dim=-1).contiguous().to(weight.dtype)
+        self.kernel = _int4_kernel(weight.device, weight.dtype, outputs, inputs, group)
+        self.values = _int4_layout(values) if self.kernel else _two_a_byte(values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept."""
+        return self.values.nbytes + self.scales_and_zeros.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[rows, inputs]`` -> ``[rows, outputs]``."""
+        return self._through_kernel(x) if self.kernel else F.linear(x, self.spread(self.values))
+
+    def _through_kernel(self, x: torch.Tensor) -> torch.Tensor:
+        multiply = torch.ops.aten._weight_int4pack_mm
+        if x.device.type == "cpu":
+            multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return multiply(x, self.values, self.group, self.scales_and_zeros)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Two values a byte ``[outputs, inputs / 2]`` -> the weight they stand for ``[outputs, inputs]``."""
+        pairs = torch.stack([values >> 4, values & 15], dim=-1).view(values.shape[0], -1, self.group)
+        scales, middles = (part.t()[..., None] for part in self.scales_and_zeros.unbind(-1))
+        return ((pairs.to(scales.dtype) - 8) * scales + middles).view(values.shape[0], -1)
+
+
+def _least(weight: torch.Tensor) -> float:
+    return torch.finfo(weight.dtype).tiny
+
+
+def _two_a_byte(values: torch.Tensor) -> torch.Tensor:
+    return (values[:, ::2] << 4 | values[:, 1::2]).to(torch.uint8)
+
+
+def _int4_layout(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu":
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 8)
+    return torch.ops.aten._convert_weight_to_int4pack(_two_a_byte(values), 8)
+
+
+@cache
+def _int8_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """Whether torch multiplies int8 weights of this size there."""
+    try:
+        row = torch.zeros(1, inputs, dtype=dtype, device=device)
+        weight = torch.zeros(outputs, inputs, dtype=torch.int8, device=device)
+        torch._weight_int8pack_mm(row, weight, torch.zeros(outputs, dtype=dtype, device=device))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+@cache
+def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, group: int) -> bool:
+    """Whether torch multiplies int4 weights of this size there, and what comes out is right: layouts have changed."""
+    probe = Int4.__new__(Int4)
+    probe.group = group
+    generator = torch.Generator(device).manual_seed(0)
+    values = torch.randint(0, 16, (outputs, inputs), generator=generator, device=device, dtype=torch.int32)
+    shape = (inputs // group, outputs, 2)
+    probe.scales_and_zeros = torch.rand(shape, generator=generator, device=device).to(dtype)
+    row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
+    expected = F.linear(row.float(), probe.spread(_two_a_byte(values)).float())
+    try:
+        probe.values = _int4_layout(values)
+        found = probe._through_kernel(row).float()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:

@@ -10,26 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .fused import FusedLayer, FusedNorm, signed, why_not
 from .graphs import Graphs, same
 from .kv_cache import KVCache
-from .model_files import (
-    SUPPORTED,
-    model_fingerprint,
-    resolve_dtype,
-    rope_depends_on_length,
-    sliding_windows,
-)
-from .product import Product
+from .loading import DeviceMap, layer_devices, load_model
+from .model_files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
+from .product import Product, Quantization
 from .row_mask import attention_bias, attention_mask, row_positions, uniform
+from .self_check import check_layers_agree, graphs_agree
 from .trace import model_time
 
 Engine = Literal["graphs", "fused", "eager"]
-Quantization = Literal["int8"]
 
 
 @dataclass
@@ -53,11 +47,12 @@ class TargetModel:
         name: what checkpoints and messages call it; default its ``name_or_path``.
         revision: the Hub revision it was loaded from.
         engine: "fused" runs layers rewritten for decoding, "graphs" the same on fixed shapes, captured as CUDA graphs,
-            "eager" transformers' own. None takes fused layers where the model's family allows it. All the same up to
-            rounding; but only "eager" calls the model's modules (and hooks set on them later), and on a CPU the others
-            copy the weights, which must not change any more.
-        quantize: "int8" keeps the layers' projections as int8 with a scale an output, and nothing else of them: other
-            outputs than the model's own, half the bytes a step reads. Embedding and LM head stay as they are.
+            "eager" transformers' own. None takes the first of graphs (on CUDA), fused and eager that runs the model
+            right. All the same up to rounding; but only "eager" calls the model's modules (and hooks set on them
+            later), and on a CPU the others copy the weights, which must not change any more.
+        quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
+            group of 128, 64 or 32 inputs), and nothing else of them: other outputs than the model's own, half or a
+            quarter of the bytes a step reads. Embedding and LM head stay as they are.
 
     Raises:
         ValueError: the model is not built of decoder layers that can be run one by one, running them so does not give
@@ -92,17 +87,15 @@ class TargetModel:
         self._rope_by_length = rope_depends_on_length(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fused = self._fuse(engine)
-        capturing = engine == "graphs"  # not yet by itself: no GPU has run them
-        if capturing and self._rope_by_length:
-            logging.getLogger(__name__).warning("%s runs without graphs: its RoPE changes with the length", self.name)
-        fixed = self._fused is not None and not self._rope_by_length
-        self._graphs = Graphs(self.device) if capturing and fixed else None
-        self._check_layers_agree()
+        self._devices = layer_devices(self.model.model.layers)
+        self._graphs: Graphs | None = None
+        check_layers_agree(self)
+        self._graphs = self._capture(engine)
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
         self.quantize = quantize
         if quantize is not None:
-            self._quantize()
+            self._quantize(quantize)
 
     @classmethod
     def from_pretrained(
@@ -113,31 +106,20 @@ class TargetModel:
         revision: str | None = None,
         engine: Engine | None = None,
         quantize: Quantization | None = None,
+        device_map: DeviceMap | None = None,
+        cache_tokens: tuple[int, int] = (0, 0),
     ) -> "TargetModel":
         """Load a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
+        Args:
+            device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device).
+            cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for beside the weights.
+
         Raises:
-            ValueError: nothing loadable there, an unsupported model, or an engine that cannot run it.
+            ValueError: nothing loadable there, an unsupported model, an engine that cannot run it, or too little memory
+                (found before the weights are read).
         """
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if where.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use device: cpu"
-            )
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(name),
-                dtype=resolve_dtype(dtype),
-                revision=revision or "main",
-                attn_implementation="sdpa",
-                use_safetensors=True,
-            )
-        except (OSError, KeyError, SafetensorError) as error:
-            raise ValueError(
-                f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository "
-                f"with config.json and safetensors weights ({str(error).splitlines()[0]})"
-            ) from error
-        model.to(where)  # type: ignore[arg-type]
+        model = load_model(name, dtype, device, revision, device_map, cache_tokens)
         target = cls(model, name=str(name), revision=revision, engine=engine, quantize=quantize)
         target.source = str(name)
         return target
@@ -219,6 +201,9 @@ class TargetModel:
     def lm_head(self, features: torch.Tensor) -> torch.Tensor:
         """Features ``[..., H]`` -> logits ``[..., V]``."""
         with model_time():
+            if self._devices is not None:  # whose last is not the first
+                head = self.model.get_output_embeddings().weight.device
+                return self._lm_head(features.to(head)).to(self.device)
             return self._lm_head(features)
 
     def new_cache(self, batch: int, capacity: int, layers: int | None = None) -> KVCache:
@@ -227,8 +212,12 @@ class TargetModel:
         Raises:
             ValueError: the memory does not suffice.
         """
-        make = KVCache.for_config if self._graphs is None else self._graphs.caches.take
-        return make(self.config, batch, capacity, self.dtype, self.device, layers or self.num_layers)
+        if self._graphs is not None:
+            return self._graphs.caches.take(
+                self.config, batch, capacity, self.dtype, self.device, layers or self.num_layers
+            )
+        where = self._devices if self._devices is not None and layers is None else self.device
+        return KVCache.for_config(self.config, batch, capacity, self.dtype, where, layers)
 
     def rope(self, positions: torch.Tensor, upto: int, consecutive: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound).
@@ -331,6 +320,9 @@ class TargetModel:
             for index in range(start, last):
                 if index in taps:
                     collected[index] = hidden
+                if self._devices is not None and hidden.device != (place := self._devices[index]):
+                    hidden, rope = hidden.to(place), (rope[0].to(place), rope[1].to(place))
+                    masks = {window: None if mask is None else mask.to(place) for window, mask in masks.items()}
                 mask = masks[self._windows[index]]
                 if self._fused is not None:
                     hidden = self._fused[index](hidden, rope, mask, cache, index)
@@ -345,7 +337,12 @@ class TargetModel:
                 )
             if last in taps:
                 collected[last] = hidden
-            return FeatureOutput(self._norm(hidden) if stop is None else hidden, collected)
+            if stop is None:
+                hidden = self._norm(hidden)
+            if self._devices is not None:  # what leaves the target lies where its tokens do
+                hidden = hidden.to(given.device)
+                collected = {index: tap.to(given.device) for index, tap in collected.items()}
+            return FeatureOutput(hidden, collected)
 
     def _masks(
         self,
@@ -389,34 +386,32 @@ class TargetModel:
         logging.getLogger(__name__).warning("%s runs on transformers' own layers, more slowly: %s", self.name, reason)
         return None
 
+    def _capture(self, engine: Engine | None) -> Graphs | None:
+        """What captures forwards as graphs, where they are asked for, or there is a GPU and they prove right on it."""
+        asked = engine == "graphs"
+        if not asked and (engine is not None or self.device.type != "cuda"):
+            return None
+        reason = None
+        if self._fused is None:
+            reason = "its layers are transformers' own"
+        elif self._rope_by_length:
+            reason = "its RoPE changes with the length"
+        elif self._devices is not None:
+            reason = "it spans several devices"
+        else:
+            reason = graphs_agree(self, Graphs(self.device))
+            if reason is None:
+                return Graphs(self.device)  # another: the trial's caches are no use to anybody
+            if asked:
+                raise ValueError(f"engine 'graphs' cannot run {self.name}: {reason}; use engine 'fused', or none")
+        if asked or self._fused is not None:
+            logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
+        return None
+
     @torch.no_grad()
-    def _quantize(self) -> None:
+    def _quantize(self, kind: Quantization) -> None:
         self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
         if self._fused is None:
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
         for fused, layer in zip(self._fused, self.body.layers, strict=True):
-            fused.quantize(layer)
-
-    @torch.no_grad()
-    def _check_layers_agree(self) -> None:
-        """Compare once with the model's own forward: scaled embeddings or capped logits would decode garbage."""
-        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        try:
-            cache = self.new_cache(1, 4)  # two rows as a prompt, two as a chain that follows it
-            first = self.run(ids[:, :2], cache).features
-            cache.commit([[0, 1]])
-            ours = self.lm_head(torch.cat([first, self.run(ids[:, 2:], cache).features], dim=1))
-        except (TypeError, AttributeError) as error:
-            kind = type(self.model).__name__
-            raise ValueError(f"{self.name} ({kind}) cannot be run layer by layer: {error}") from error
-        theirs = self.model(input_ids=ids, use_cache=False).logits
-        gap = (ours.float() - theirs.float()).abs().max().item()
-        scale = theirs.float().abs().max().item()
-        # Relative to the logits, which in a small random model lie far below one. Other operations round otherwise, and
-        # in 16 bits a model of wide random weights shows it.
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.05 if self._fused is None else 0.2
-        if not gap <= tolerance * scale + 1e-6:
-            raise ValueError(
-                f"{self.name} ({type(self.model).__name__}) run layer by layer differs from its own forward "
-                f"by {gap:.3g} (logits up to {scale:.3g}); supported: {SUPPORTED}"
-            )
+            fused.quantize(layer, kind)

@@ -1,0 +1,119 @@
+"""Loading a target's weights: how much memory they will need is known before they are read."""
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from .kv_cache import cache_bytes
+from .model_files import free_memory, load_config_only, resolve_dtype
+
+DeviceMap = str | dict[str, Any]
+_SMALL = 1 << 26  # bytes that nobody asks about
+
+
+def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights of a model of this configuration."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(weights.numel() for weights in model.parameters()) * dtype.itemsize
+
+
+def check_memory(
+    what: str, config: PretrainedConfig, dtype: torch.dtype, devices: list[torch.device], batch: int, context: int
+) -> None:
+    """Raise ValueError if the weights, with a cache of ``batch`` rows of ``context`` tokens, cannot fit.
+
+    Args:
+        what: the model, for the message.
+        devices: all that the model may spread over.
+    """
+    weights, cache = weight_bytes(config, dtype), cache_bytes(config, batch, context, dtype)
+    free = sum(free_memory(device) for device in devices)
+    if weights + cache <= max(free, _SMALL):
+        return
+    where = f"{devices[0]} has" if len(devices) == 1 else f"{len(devices)} devices have together"
+    # What is quantised is loaded whole first, so that quantize would be no help here.
+    if weights > free:
+        needs = f"its weights need {weights / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}"
+        fix = "use a smaller model or dtype, or several GPUs with device_map='auto'"
+    else:
+        needs = (
+            f"its weights ({weights / 1e9:.2f} GB) and a cache of {batch} x {context} tokens ({cache / 1e9:.2f} GB) "
+            f"need {(weights + cache) / 1e9:.2f} GB"
+        )
+        fix = "lower max_new_tokens, the length of the prompts or how many are decoded at once"
+    raise ValueError(f"{what} does not fit: {needs}, and {where} {free / 1e9:.2f} GB free; {fix}")
+
+
+def load_model(
+    name: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    revision: str | None,
+    device_map: DeviceMap | None,
+    cache_tokens: tuple[int, int],
+) -> PreTrainedModel:
+    """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
+
+    Args:
+        device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
+            ``device``.
+        cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for, too.
+
+    Raises:
+        ValueError: nothing loadable there, no such device, too little memory (found before the weights are read), or a
+            device map that leaves layers off the GPUs.
+    """
+    kind = resolve_dtype(dtype)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use device: cpu")
+    if device_map is not None and device is not None:
+        raise ValueError(f"device {str(device)!r} and device_map {device_map!r} are both given; leave one out")
+    devices = [where]
+    if device_map is not None and torch.cuda.is_available():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    config = load_config_only(name, revision)
+    check_memory(str(name), config, kind, devices, *cache_tokens)
+    spread: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(name),
+            dtype=kind,
+            revision=revision or "main",
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            **spread,
+        )
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository "
+            f"with config.json and safetensors weights ({str(error).splitlines()[0]})"
+        ) from error
+    if device_map is None:
+        return model.to(where)  # type: ignore[arg-type]
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if places & {"cpu", "disk"} and len(places) > 1:
+        raise ValueError(
+            f"device_map {device_map!r} leaves layers of {name} on {', '.join(sorted(places & {'cpu', 'disk'}))}, from "
+            "where every step would fetch them; use more GPUs, a smaller dtype, or a map that names GPUs alone"
+        )
+    return model
+
+
+def layer_devices(layers: Any) -> list[torch.device] | None:
+    """Where each decoder layer lies; None where all lie together."""
+    found = [layer.self_attn.o_proj.weight.device for layer in layers]
+    return found if len(set(found)) > 1 else None
+
+
+def is_only_moved(module: nn.Module) -> bool:
+    """Whether accelerate's hook on a module, if any, does no more than move its inputs to where its weights are."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return True
+    hooks = getattr(hook, "hooks", (hook,))
+    return all(type(one).__name__ == "AlignDevicesHook" and not one.offload for one in hooks)
