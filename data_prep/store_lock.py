@@ -65,6 +65,7 @@ class RankLock:
         who = f"process {os.getpid()} on {socket.gethostname()}"
         self._file.write(f"{who}, {rank.describe()}" if rank.count > 1 else who)
         self._file.flush()
+        os.fsync(self._file.fileno())  # for those who read it on other machines
 
     def release(self) -> None:
         """Empty the file (a name in it means that its writer died) and let it go."""
@@ -73,12 +74,12 @@ class RankLock:
 
 
 def _holder(path: Path, file: Path) -> str | None:
-    """Who holds a lock file; None if nobody does."""
+    """Who holds a lock file; None if nobody does, or if its holder is just about to let it go and has emptied it."""
     with file.open("a+") as opened:
         try:
             _flock(path, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return _read(opened) or "another process"
+            return _read(opened) or None
     return None
 
 
