@@ -157,8 +157,11 @@ def run_shard(
         taps={layer: parts[f"tap_{layer}"] for layer in header.taps},
         scales={name.removesuffix("_scale"): scale for name, scale in parts.items() if name.endswith("_scale")},
     )
-    cuda = [device for device in devices if device.type == "cuda"]
-    return Computed(shard, buffer, [torch.cuda.current_stream(device).record_event() for device in cuda])
+    events = []
+    for device in devices if buffers.pinned else ():
+        events.append(torch.cuda.Event(blocking=True))  # whoever waits for it sleeps: the cores are wanted
+        events[-1].record(torch.cuda.current_stream(device))
+    return Computed(shard, buffer, events)
 
 
 def make_batches(

@@ -10,6 +10,7 @@ finished stores again and compares their checksums.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import re
@@ -108,11 +109,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     chat = load_tokenizer(config.target, config.revision, config.chat_template)
     headers = make_headers(config, chat)
-    missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
-    work = [encode(config, chat, split, headers[split]) for split in missing]
-    if not work:
-        return
-    check_disk(config, work)
+    with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
+        missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
+        work = [encode(config, chat, split, headers[split]) for split in missing]
+        if not work:
+            return
+        check_disk(config, work)
 
     @functools.cache
     def target() -> TargetModel:

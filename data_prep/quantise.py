@@ -45,15 +45,15 @@ def to_storage(states: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     if dtype not in SCALED:
         return states.to(resolve_dtype(dtype)), None
     kind, most = SCALED[dtype]
-    exact = states.float()
-    scale = exact.abs().amax(-1) / most
+    scale = states.abs().amax(-1).float() / most
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.zeros_like(scale), scale)
-    steps = exact / torch.where(scale == 0, torch.ones_like(scale), scale).unsqueeze(-1)
-    steps = (steps.round() if kind == torch.int8 else steps).clamp(-most, most)
+    # In float32, and from here on in place: a batch of a large target's states takes hundreds of megabytes.
+    steps = states / torch.where(scale == 0, torch.ones_like(scale), scale).unsqueeze(-1)
+    steps = (steps.round_() if kind == torch.int8 else steps).clamp_(-most, most)
     # Cast to int8, a NaN is whatever the machine makes of it; the token's scale tells, so zeros will do.
-    return torch.where(torch.isfinite(scale).unsqueeze(-1), steps, torch.zeros_like(steps)).to(kind), scale
+    return steps.masked_fill_(~torch.isfinite(scale).unsqueeze(-1), 0.0).to(kind), scale
 
 
 def from_storage(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """What ``to_storage`` made, ``[T, H]`` with scales ``[T]``, as floating point ``dtype`` again."""
-    return (stored.float() * scale.unsqueeze(-1)).to(dtype)
+    return stored.float().mul_(scale.unsqueeze(-1)).to(dtype)

@@ -211,13 +211,18 @@ def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypat
     """Catches a dump that dies of a full disk after hours though its size was known from the start."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(features.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
-    with pytest.raises(ValueError, match=r"features need .* GB, but only 0\.00 GB are free"):
+    with pytest.raises(ValueError, match=r"features need .* GB, but only 0\.00 GB are free.*store_dtype int8"):
         run(write_config(tmp_path, target_folder))
+    config = write_config(tmp_path, target_folder, store_dtype="int8")  # the estimate knows how much smaller that is
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda place: usage(10**6, 0, 150_000))
+    run(config)
+    bytes_in_all = sum(FeatureStore.open(tmp_path / "out" / split).manifest.size for split in ("train", "heldout"))
+    assert bytes_in_all < 150_000
 
 
 def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: Path) -> None:
     """Catches dialogues lost, doubled or computed otherwise after a kill -9 in the middle of the dump."""
-    config = write_config(tmp_path, target_folder, count=200, shard_tokens=40)
+    config = write_config(tmp_path, target_folder, count=80, shard_tokens=40)
     command = [sys.executable, "-m", "data_prep.features", "--config", str(config)]
     store = tmp_path / "out" / "train"
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -243,7 +248,7 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: P
         stores = [FeatureStore.open(tmp_path / out / split) for out in ("whole", "out")]
         stores[1].verify()
         assert stores[0].manifest.model_copy(update={"commit": stores[1].manifest.commit}) == stores[1].manifest
-    assert len(FeatureStore.open(tmp_path / "out" / "train")) == 200
+    assert len(FeatureStore.open(tmp_path / "out" / "train")) == 80
 
 
 @pytest.fixture
