@@ -88,6 +88,31 @@ def test_ranks_that_finish_at_once(tmp_path: Path, alone: dict[str, bytes]) -> N
         assert contents(path) == alone
 
 
+def test_one_rank_merges(tmp_path: Path, alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks that merge at the same time, with one temporary name for two manifests."""
+    path = tmp_path / "store"
+    for index in range(2):
+        work(path, Rank(index, 3))
+    with StoreWriter(path, planned(), Rank(2, 3)) as writer:
+        for number, first, last in writer.missing(LENGTHS):
+            writer.write(shard_of(first, last), number)
+    exact, merged = StoreWriter._save_header, []
+
+    def slow(self: StoreWriter, manifest: StoreManifest) -> None:
+        merged.append(manifest.complete)
+        time.sleep(0.2)
+        exact(self, manifest)
+
+    monkeypatch.setattr(StoreWriter, "_save_header", slow)
+    threads = [threading.Thread(target=work, args=(path, Rank(index, 3))) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert merged == [True]
+    assert contents(path) == alone
+
+
 @pytest.mark.parametrize("counts", [(1, 4), (4, 1), (3, 2), (2, 5)])
 def test_another_number_of_ranks_goes_on(tmp_path: Path, alone: dict[str, bytes], counts: tuple[int, int]) -> None:
     """Catches a half-written store that only as many processes as began it can finish, or shards written again."""
