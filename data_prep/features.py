@@ -1,18 +1,22 @@
 """Dialogues -> token ids and loss mask -> the frozen target -> a feature store for each split.
 
     python -m data_prep.features --config configs/features/stdlib.yaml [--verify] [key=value ...]
+    torchrun --nproc-per-node 8 -m data_prep.features --config ...     or deepspeed --module, or srun python -m
+    python -m data_prep.features --config ... --rank 0 --ranks 4       on each of four machines that share `out`
 
 Final features (EAGLE) and exit-layer states (Kangaroo) come from one pass over the target. A run that was killed goes
-on at its next shard when it is started again; a finished split is skipped. --verify reads finished stores again and
-compares their checksums.
+on at its next shard when it is started again, with any number of processes; a finished split is skipped. --verify reads
+finished stores again and compares their checksums.
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,17 +28,21 @@ from transformers import PretrainedConfig
 
 from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
-from drafters.decoding.model_files import load_config_only, resolve_dtype
+from drafters.decoding.model_files import load_config_only
 from drafters.decoding.target import TargetModel
 from drafters.provenance import git_commit, library_versions
 
 from .dialogues import check_source, source_digest
+from .dump import Background, Buffers, Computed, Tokens, run_shard
 from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .loss_mask import ChatTokenizer
-from .store import MANIFEST, FeatureStore, StoreManifest, check_same, read_manifest
-from .store_writer import Shard, StoreWriter
+from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
+from .ranks import Rank, find_rank
+from .store import FeatureStore
+from .store_writer import StoreWriter
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
 
 
 class FeaturesConfig(Config):
@@ -43,7 +51,7 @@ class FeaturesConfig(Config):
     target: str  # folder or Hub repository of the target
     revision: str | None = None  # of the target on the Hub
     dtype: Dtype = "bfloat16"  # in which the target runs
-    store_dtype: Dtype | None = None  # of features and taps on disk; default: dtype
+    store_dtype: StoreDtype | None = None  # of features and taps on disk; int8 and float8: with a scale per token
     device: str | None = None  # default: cuda if there is one, else cpu
     chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
@@ -80,28 +88,50 @@ class Work:
     encoded: EncodedSplit
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each dialogue."""
+        return [len(dialogue.input_ids) for dialogue in self.encoded.dialogues]
+
+    @property
     def written(self) -> int:
-        """Tokens that an earlier, interrupted run has stored already."""
+        """Tokens that are stored already, by an earlier, interrupted run or by other ranks."""
         return read_manifest(self.path).tokens if (self.path / MANIFEST).is_file() else 0
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the feature stores that a config asks for."""
-    config, verify = _parse(arguments)
-    if verify:
-        verify_stores(config)
+    """Make the feature stores that a config asks for, or this rank's share of them."""
+    parsed = _parse(arguments)
+    config = load_config(FeaturesConfig, parsed.config, parsed.overrides)
+    rank = find_rank(parsed.rank, parsed.ranks)
+    if parsed.verify:
+        if rank.index == 0:
+            verify_stores(config)
         return
     chat = load_tokenizer(config.target, config.revision, config.chat_template)
     headers = make_headers(config, chat)
-    missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
-    work = [encode(config, chat, split, headers[split]) for split in missing]
-    if not work:
-        return
-    check_disk(config, work)
-    target = TargetModel.from_pretrained(config.target, config.dtype, config.device, config.revision)
+    with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
+        missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
+        work = [encode(config, chat, split, headers[split]) for split in missing]
+        if not work:
+            return
+        check_disk(config, work)
+
+    @functools.cache
+    def target() -> TargetModel:
+        return TargetModel.from_pretrained(config.target, config.dtype, rank.device(config.device), config.revision)
+
     for split in work:
-        manifest = write_store(target, split, config)
-        print(f"{split.name}: {describe(manifest)} -> {split.path}")
+        manifest, tokens = write_store(target, split, config, rank)
+        if tokens.real:
+            print(f"{split.name}: {tokens.padding:.1%} of what the target ran on was padding")
+        if manifest.complete:
+            print(f"{split.name}: {describe(manifest)} -> {split.path}")
+        else:
+            print(
+                f"{split.name}: {rank.describe()} has written its share; {manifest.consumed:,} of "
+                f"{len(split.encoded.ids):,} dialogues are there. The rank that finishes last makes the store whole; "
+                "if none is running any more, run the same command again, with any number of ranks"
+            )
 
 
 def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, StoreManifest]:
@@ -206,14 +236,14 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
     """Tokens and masks of a split, with its counts printed."""
     encoded = encode_split(config.splits[split], chat, config.max_length, config.limit)
     print(f"{split}: {config.splits[split]}: {encoded.counts.describe()}")
-    return Work(split, Path(config.out) / split, header, encoded)
+    work = Work(split, Path(config.out) / split, header, encoded)
+    header.plan = ShardPlan.of(work.lengths, config.shard_tokens)
+    return work
 
 
 def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
     """Raise ValueError if the stores will not fit on the disk."""
-    header = work[0].header
-    width = header.hidden_size * (1 + len(header.taps)) * resolve_dtype(header.dtype).itemsize
-    needed = sum((split.encoded.tokens - split.written) * (width + 5) for split in work)  # and an id and a mask byte
+    needed = sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
     place = Path(config.out).absolute()
     while not place.exists():
         place = place.parent
@@ -223,113 +253,96 @@ def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
         raise ValueError(
             f"the features need {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free at {place}; give "
             f"an `out` on "
-            "another disk, a `limit`, or fewer exit_layers"
+            "another disk, store_dtype int8, a `limit`, or fewer exit_layers"
         )
 
 
-def write_store(target: TargetModel, work: Work, config: FeaturesConfig) -> StoreManifest:
-    """Run the target over a split and write its store, from the first dialogue that is not there yet."""
-    with StoreWriter(work.path, work.header) as writer:
-        if writer.stale_writer:
-            print(
-                f"{work.path}: {writer.stale_writer} died here; going on after its {len(writer.manifest.shards)} shards"
-            )
-        lengths = [len(dialogue.input_ids) for dialogue in work.encoded.dialogues]
-        progress = tqdm(
-            desc=work.name,
-            total=sum(lengths),
-            initial=sum(lengths[: writer.manifest.consumed]),
-            unit="tok",
-            unit_scale=True,
-            mininterval=1.0,
-        )
-        with progress:
-            for first, last in plan_shards(lengths, writer.manifest.consumed, config.shard_tokens):
-                for lost in writer.write(run_shard(target, work, first, last, config.batch_tokens, progress)):
-                    tqdm.write(f"warning: {work.name}: left out, NaN or infinite: dialogue {lost}", file=sys.stderr)
-        return writer.finish(work.encoded.counts.dropped, work.encoded.counts.changed)
+def write_store(
+    target: Callable[[], TargetModel], work: Work, config: FeaturesConfig, rank: Rank
+) -> tuple[StoreManifest, Tokens]:
+    """Run the target over this rank's shards of a split and write those that are not there yet.
 
+    ``target`` is called only if there are any. Returns the manifest, not ``complete`` while other ranks have shards to
+    write, and what the target was given.
 
-def plan_shards(lengths: list[int], first: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges of dialogues from ``first`` on: each ends with the dialogue that reaches ``shard_tokens`` tokens."""
-    tokens = 0
-    for index in range(first, len(lengths)):
-        tokens += lengths[index]
-        if tokens >= shard_tokens or index == len(lengths) - 1:
-            yield first, index + 1
-            first, tokens = index + 1, 0
-
-
-def plan_batches(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of dialogues of similar length, longest first; padded, a batch has at most ``batch_tokens`` tokens.
-
-    A single longer dialogue is a batch of its own.
+    Raises:
+        ValueError: see ``StoreWriter`` and ``dump.forward``.
+        OSError: the disk is full or cannot be written; what is finished stays.
     """
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    while order:
-        rows = max(1, batch_tokens // lengths[order[0]])
-        yield order[:rows]
-        order = order[rows:]
+    tokens, counts = Tokens(), work.encoded.counts
+    with StoreWriter(work.path, work.header, rank) as writer:
+        report_found(work, writer, config)
+        lengths = work.lengths
+        missing = writer.missing(lengths)
+        sizes = [sum(lengths[first:last]) for _, first, last in missing]
+        if missing:
+            loaded = target()
+            buffers = Buffers(loaded, work.header, max(sizes))
+            progress = tqdm(
+                desc=f"{work.name} {rank.describe()}".strip(),
+                total=sum(sizes),
+                unit="tok",
+                unit_scale=True,
+                mininterval=1.0,
+                disable=rank.index > 0,
+            )
+            with progress, Background() as background:
+
+                def after_batch(real: int, padded: int) -> None:
+                    tokens.real += real
+                    tokens.padded += padded
+                    progress.update(real)
+                    background.check()
+
+                for number, first, last in missing:
+                    span = (first, last)
+                    computed = run_shard(
+                        loaded, work.header, work.encoded, span, config.batch_tokens, buffers, after_batch
+                    )
+                    background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
+        return writer.finish(counts.dropped, counts.changed), tokens
 
 
-@torch.inference_mode()
-def run_shard(
-    target: TargetModel, work: Work, first: int, last: int, batch_tokens: int, progress: "tqdm[None]"
-) -> Shard:
-    """Features and taps of the dialogues ``first..last``: run by length, laid down in the order of the data file."""
-    dialogues = work.encoded.dialogues[first:last]
-    lengths = [len(dialogue.input_ids) for dialogue in dialogues]
-    starts = [0, *itertools.accumulate(lengths)]
-    dtype, taps = resolve_dtype(work.header.dtype), tuple(work.header.taps)
-    features = torch.empty(sum(lengths), target.hidden_size, dtype=dtype)
-    tapped = {layer: torch.empty_like(features) for layer in taps}
-    for rows in plan_batches(lengths, batch_tokens):
-        row_lengths = [lengths[row] for row in rows]
-        ids = torch.zeros(len(rows), max(row_lengths), dtype=torch.int64)
-        for position, row in enumerate(rows):
-            ids[position, : lengths[row]] = torch.from_numpy(dialogues[row].input_ids)
-        try:
-            output = target.features(ids.to(target.device), row_lengths, taps)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"out of memory in a forward of {ids.numel()} tokens; lower batch_tokens (now {batch_tokens}) "
-                f"or max_length "
-                "and run again: finished shards are kept"
-            ) from error
-        for source, destination in [(output.features, features), *((output.taps[k], tapped[k]) for k in taps)]:
-            values = source.to(dtype).cpu()
-            for position, row in enumerate(rows):
-                destination[starts[row] : starts[row + 1]] = values[position, : lengths[row]]
-        progress.update(sum(row_lengths))
-    return Shard(
-        ids=work.encoded.ids[first:last],
-        lengths=lengths,
-        input_ids=torch.cat([torch.from_numpy(dialogue.input_ids) for dialogue in dialogues]),
-        loss_mask=torch.cat([torch.from_numpy(dialogue.loss_mask) for dialogue in dialogues]),
-        features=features,
-        taps=tapped,
-    )
+def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buffers: Buffers) -> None:
+    try:
+        for lost in writer.write(computed.wait(), number):
+            tqdm.write(f"warning: {name}: left out, NaN or infinite: dialogue {lost}", file=sys.stderr)
+    finally:
+        buffers.give_back(computed.buffer)
+
+
+def report_found(work: Work, writer: StoreWriter, config: FeaturesConfig) -> None:
+    """Print what an earlier run left in the store's folder, where that is worth knowing."""
+    if writer.stale_writer:
+        print(f"{work.path}: {writer.stale_writer} died here; going on after its {len(writer.manifest.shards)} shards")
+    for problem in writer.damaged:
+        print(f"{problem}; that shard is made again")
+    plan = writer.manifest.plan
+    if plan is not None and plan.shard_tokens != config.shard_tokens and not writer.manifest.complete:
+        print(f"{work.path}: begun with shard_tokens={plan.shard_tokens}, and goes on with that")
 
 
 def describe(manifest: StoreManifest) -> str:
     """One line: dialogues, tokens, size, and what was dropped."""
-    size = sum(shard.bytes for shard in manifest.shards)
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest.dropped.items()) or "none"
     changed = "".join(f", {reason} {count:,}" for reason, count in manifest.changed.items())
     share = manifest.response_tokens / max(manifest.tokens, 1)
     return (
         f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens ({share:.0%} of them the assistant's), "
-        f"{len(manifest.shards)} shards, {size / 1e6:,.0f} MB; dropped: {dropped}{changed}"
+        f"{len(manifest.shards)} shards, {manifest.size / 1e6:,.0f} MB of {manifest.dtype} (each token "
+        f"{manifest.token_bytes:,} bytes); dropped: {dropped}{changed}"
     )
 
 
-def _parse(arguments: list[str] | None) -> tuple[FeaturesConfig, bool]:
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m data_prep.features", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", required=True, help="YAML file, see configs/features/")
     parser.add_argument("--verify", action="store_true", help="only check the finished stores against their checksums")
+    parser.add_argument("--rank", type=int, help="this process's number, from 0, where no launcher says it")
+    parser.add_argument("--ranks", type=int, help="how many processes share the work")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # deepspeed's; the environment says it
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 device=cuda")
-    parsed = parser.parse_args(arguments)
-    return load_config(FeaturesConfig, parsed.config, parsed.overrides), parsed.verify
+    return parser.parse_args(arguments)
 
 
 def program() -> None:

@@ -2,92 +2,31 @@
 
 A store is a folder: ``manifest.json`` and ``shard-00000.safetensors``, ... Each shard holds whole dialogues, laid end
 to end: ``input_ids`` [tokens] int32, ``loss_mask`` [tokens] bool, ``features`` [tokens, H], ``tap_<l>`` [tokens, H] for
-each tap, and ``offsets`` [dialogues + 1] int64. Readers memory-map; `store_writer.py` writes.
+each tap, and ``offsets`` [dialogues + 1] int64. Where these states are int8 or float8, ``features_scale`` and
+``tap_<l>_scale`` [tokens] float32 stand beside them. Readers memory-map; `store_writer.py` writes.
 """
 
 import bisect
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+from .manifest import ShardEntry, StoreManifest, read_manifest
+from .quantise import SCALED, from_storage, state_names, storage_dtype
 
-# What two runs must share to write into one store, and what may be said when they do not.
-SAME = (
-    "target_name",
-    "target_revision",
-    "target_fingerprint",
-    "hidden_size",
-    "vocab_size",
-    "taps",
-    "target_dtype",
-    "dtype",
-    "tokenizer_hash",
-    "template_hash",
-    "max_length",
-    "limit",
-    "source_digest",
-)
-# The same target under another path or name is the same target: its fingerprint tells.
-NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
-
-
-class ShardEntry(BaseModel):
-    """One finished shard; ``bytes`` is the file's size."""
-
-    file: str
-    dialogues: int
-    tokens: int
-    bytes: int
-    sha256: str
-
-
-class StoreManifest(BaseModel):
-    """What the features were made from and what is there.
-
-    ``dtype`` is that of features and taps on disk, ``target_dtype`` the one that the target ran in.
-    ``chat_template`` is the file whose template took the place of the tokenizer's, if any; ``template_hash`` is of the
-    template used. ``dropped`` counts the records that were left out, by reason; ``changed`` those kept in another form
-    (``truncated``: cut at ``max_length`` tokens). ``consumed`` counts the encoded dialogues that the target has run on:
-    ``dialogues`` and those dropped as ``non_finite``. ``complete`` is False while dialogues are still missing.
-    """
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    format_version: int = FORMAT_VERSION
-    target_name: str
-    target_revision: str | None = None
-    target_fingerprint: str
-    hidden_size: int
-    vocab_size: int
-    target_dtype: str
-    taps: list[int]
-    dtype: str
-    tokenizer_hash: str
-    template_hash: str
-    chat_template: str | None = None
-    max_length: int
-    limit: int | None = None
-    source: str
-    source_digest: str
-    consumed: int = 0
-    dialogues: int = 0
-    tokens: int = 0
-    response_tokens: int = 0
-    dropped: dict[str, int] = {}
-    changed: dict[str, int] = {}
-    shards: list[ShardEntry] = []
-    versions: dict[str, str] = {}
-    commit: str | None = None
-    complete: bool = False
+DTYPES_IN_FILE = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +34,8 @@ class StoredDialogue:
     """``input_ids`` [T] int64, ``loss_mask`` [T] bool, ``features`` [T, H] and ``taps`` {layer: [T, H]}.
 
     ``loss_mask[t]`` is True iff token t belongs to an assistant answer, end-of-turn token included. Features and taps
-    are views of the file on disk: pages are read when touched.
+    are views of the file on disk: pages are read when touched. Of an int8 or float8 store they are computed, in the
+    store's ``read_dtype``, when first asked for.
     """
 
     input_ids: torch.Tensor
@@ -104,62 +44,43 @@ class StoredDialogue:
     taps: dict[int, torch.Tensor]
 
 
-def read_manifest(folder: Path) -> StoreManifest:
-    """The store's manifest.
+class _ScaledDialogue(StoredDialogue):
+    """A dialogue of an int8 or float8 store; ``states`` {name: stored [T, H], scale [T]}."""
 
-    Raises:
-        ValueError: there is none, or it is not one that this version reads.
-    """
-    file = folder / MANIFEST
-    if not file.is_file():
-        what = "does not exist" if not folder.exists() else f"holds no {MANIFEST}"
-        splits = sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST}"))
-        hint = "make one with python -m data_prep.features --config F"
-        if splits:
-            hint = f"its sub-folders {', '.join(splits)} are stores: give one of them"
-        raise ValueError(f"no feature store at {folder}: it {what}; {hint}")
-    try:
-        data = json.loads(file.read_bytes())
-        version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"{file} has format version {version}, this code reads version {FORMAT_VERSION}; remake the store"
-            )
-        data.setdefault("consumed", data.get("dialogues", 0))  # stores from before dialogues could be dropped
-        return StoreManifest(**data)
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete {folder} and make the features again") from error
+    _states: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    _dtype: torch.dtype
 
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        loss_mask: torch.Tensor,
+        states: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.__dict__.update(input_ids=input_ids, loss_mask=loss_mask, _states=states, _dtype=dtype)
 
-def differences(manifest: StoreManifest, wanted: StoreManifest) -> list[str]:
-    """``["max_length 2048 there, 1024 here", ...]``: settings in which a store differs from what is to be written."""
-    skipped = NOT_COMPARED_IF_SAME_FINGERPRINT if manifest.target_fingerprint == wanted.target_fingerprint else ()
-    pairs = [(key, getattr(manifest, key), getattr(wanted, key)) for key in SAME if key not in skipped]
-    return [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
+    @cached_property
+    def features(self) -> torch.Tensor:  # type: ignore[override]
+        return from_storage(*self._states["features"], self._dtype)
 
-
-def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest) -> None:
-    """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``.
-
-    A store that holds no features yet may be started anew with any settings.
-    """
-    if not manifest.shards and not manifest.complete:
-        return
-    if found := differences(manifest, wanted):
-        raise ValueError(
-            f"{folder} holds features made otherwise: {'; '.join(found)}. Give another `out`, or delete {folder} first"
-        )
+    @cached_property
+    def taps(self) -> dict[int, torch.Tensor]:  # type: ignore[override]
+        taps = {name: pair for name, pair in self._states.items() if name != "features"}
+        return {int(name.removeprefix("tap_")): from_storage(*pair, self._dtype) for name, pair in taps.items()}
 
 
 class FeatureStore:
     """A finished store, read by index: ``store[i]`` is a StoredDialogue, in the order of the data file.
 
-    It can be given to DataLoader workers: files are mapped when first read, in each process.
+    It can be given to DataLoader workers: files are mapped when first read, in each process. ``read_dtype`` is that of
+    the features and taps read: the stored one, or bfloat16 where that is int8 or float8 (set it for another one).
     """
 
     def __init__(self, path: Path, manifest: StoreManifest) -> None:
         self.path = path
         self.manifest = manifest
+        self.read_dtype = torch.bfloat16 if manifest.dtype in SCALED else storage_dtype(manifest.dtype)
+        self._states = state_names(manifest.taps)
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
         self._offsets = [self._read_offsets(entry) for entry in manifest.shards]
         self._first = [0]  # index of the first dialogue of each shard, and one past the last
@@ -183,15 +104,8 @@ class FeatureStore:
                 "shards so far); run the same data_prep.features command again to finish it"
             )
         for entry in manifest.shards:
-            file = folder / entry.file
-            size = file.stat().st_size if file.is_file() else None
-            if size != entry.bytes:
-                state = "is missing" if size is None else f"has {size:,} bytes"
-                raise ValueError(
-                    f"{file} {state}, the manifest says {entry.bytes:,} bytes; copy it again, or delete "
-                    f"{folder} and make "
-                    "the features again"
-                )
+            if problem := size_problem(folder, entry):
+                raise ValueError(f"{problem}; copy it again, or delete {folder} and make the features again")
         return cls(folder, manifest)
 
     def __len__(self) -> int:
@@ -211,28 +125,27 @@ class FeatureStore:
         shard = bisect.bisect_right(self._first, index) - 1
         tensors = self._tensors(shard)
         start, end = self._offsets[shard][index - self._first[shard] :][:2].tolist()
+        ids, mask = tensors["input_ids"][start:end].long(), tensors["loss_mask"][start:end]
+        rows = {name: tensors[name][start:end] for name in self._states}
+        if self.manifest.dtype in SCALED:
+            pairs = {name: (values, tensors[f"{name}_scale"][start:end]) for name, values in rows.items()}
+            return _ScaledDialogue(ids, mask, pairs, self.read_dtype)
         return StoredDialogue(
-            input_ids=tensors["input_ids"][start:end].long(),
-            loss_mask=tensors["loss_mask"][start:end],
-            features=tensors["features"][start:end],
-            taps={layer: tensors[f"tap_{layer}"][start:end] for layer in self.manifest.taps},
+            ids, mask, rows["features"], {layer: rows[f"tap_{layer}"] for layer in self.manifest.taps}
         )
 
     def __iter__(self) -> Iterator[StoredDialogue]:
         return (self[index] for index in range(len(self)))
 
-    def verify(self) -> None:
-        """Read every byte and compare the checksums.
+    def verify(self, progress: Callable[[int], object] | None = None) -> None:
+        """Read every byte and compare the checksums; ``progress`` is told the bytes of each shard when it was read.
 
         Raises:
             ValueError: naming every shard whose content is not what was written.
         """
-        broken = [entry.file for entry in self.manifest.shards if file_sha256(self.path / entry.file) != entry.sha256]
-        if broken:
+        if broken := broken_shards(self.path, self.manifest, progress):
             raise ValueError(
-                f"{self.path}: the content of {', '.join(broken)} is not what was written (SHA-256 differs); "
-                f"copy it again, "
-                f"or delete {self.path} and make the features again"
+                f"{self.path}: {'; '.join(broken)}; copy it again, or delete {self.path} and make the features again"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,13 +154,16 @@ class FeatureStore:
     def _read_offsets(self, entry: ShardEntry) -> torch.Tensor:
         """Offsets of a shard, after checking its header (not its content) against the manifest."""
         file = self.path / entry.file
-        hidden = self.manifest.hidden_size
-        states = ["features", *(f"tap_{layer}" for layer in self.manifest.taps)]
-        expected = {"input_ids": [entry.tokens], "loss_mask": [entry.tokens], "offsets": [entry.dialogues + 1]}
-        expected |= {name: [entry.tokens, hidden] for name in states}
+        hidden, kind = self.manifest.hidden_size, DTYPES_IN_FILE[storage_dtype(self.manifest.dtype)]
+        expected = {"input_ids": ["I32", entry.tokens], "loss_mask": ["BOOL", entry.tokens]}
+        expected |= {name: [kind, entry.tokens, hidden] for name in self._states}
+        expected |= {"offsets": ["I64", entry.dialogues + 1]}
+        if self.manifest.dtype in SCALED:
+            expected |= {f"{name}_scale": ["F32", entry.tokens] for name in self._states}
         try:
             with safe_open(file, framework="pt") as opened:
-                found = {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                found = {name: [part.get_dtype(), *part.get_shape()] for name, part in slices.items()}
                 if found != expected:
                     raise ValueError(f"{file} holds {found}, the manifest says {expected}; make the features again")
                 offsets = opened.get_tensor("offsets").clone()
@@ -262,6 +178,32 @@ class FeatureStore:
             with safe_open(self.path / self.manifest.shards[shard].file, framework="pt") as opened:
                 self._shards[shard] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         return self._shards[shard]
+
+
+def size_problem(folder: Path, entry: ShardEntry) -> str | None:
+    """What is wrong with the file of ``entry``, as far as its size tells; None if nothing is."""
+    file = folder / entry.file
+    size = file.stat().st_size if file.is_file() else None
+    if size == entry.bytes:
+        return None
+    state = "is missing" if size is None else f"has {size:,} bytes"
+    return f"{file} {state}, the manifest says {entry.bytes:,} bytes"
+
+
+def broken_shards(folder: Path, manifest: StoreManifest, progress: Callable[[int], object] | None = None) -> list[str]:
+    """Read every shard of ``manifest`` and say of each that is not what was written what is wrong with it."""
+    broken, differing = [], []
+    for entry in manifest.shards:
+        problem = size_problem(folder, entry)
+        if problem:
+            broken.append(problem)
+        elif file_sha256(folder / entry.file) != entry.sha256:
+            differing.append(entry.file)
+        if progress is not None:
+            progress(entry.bytes)
+    if differing:
+        broken.append(f"the content of {', '.join(differing)} is not what was written (SHA-256 differs)")
+    return broken
 
 
 def file_sha256(path: Path) -> str:

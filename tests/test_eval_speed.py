@@ -19,8 +19,8 @@ from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.sampling import Sampling
+from drafters.environment import environment
 from eval.energy import Meter
-from eval.environment import environment
 from eval.report import warnings
 
 ROW_KEYS = {
@@ -360,7 +360,7 @@ def test_new_code_makes_the_commit_dirty(
     git("init")
     git("add", "eval")
     git("commit", "-m", "first")
-    monkeypatch.setattr("eval.environment.__file__", str(tmp_path / "eval" / "environment.py"))
+    monkeypatch.setattr("drafters.environment.__file__", str(tmp_path / "drafters" / "environment.py"))
     target = TargetModel(tiny_model("llama"))
     assert environment(target)["dirty"] is False
     (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError
 
 from data_prep import store_writer
-from data_prep.store import FeatureStore, StoreManifest
+from data_prep.manifest import StoreManifest
+from data_prep.store import FeatureStore
 from data_prep.store_writer import Shard, StoreWriter
 
 HIDDEN, TAPS = 6, [1, 3]
-NEWER = ("consumed", "chat_template")
+NEWER = ("consumed", "chat_template", "plan")
 LENGTHS = [[3, 5], [1], [4, 2, 7]]
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -219,8 +220,8 @@ def test_opening_what_is_no_store(tmp_path: Path) -> None:
     manifest.write_text(text[:100])
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         FeatureStore.open(manifest.parent)
-    manifest.write_text(json.dumps({**json.loads(text), "format_version": 2}))
-    with pytest.raises(ValueError, match="format version 2, this code reads version 1"):
+    manifest.write_text(json.dumps({**json.loads(text), "format_version": 3}))
+    with pytest.raises(ValueError, match="format version 3, this code reads versions 1 and 2"):
         FeatureStore.open(manifest.parent)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
@@ -267,7 +268,7 @@ def test_a_shard_without_one_finite_dialogue_has_no_file(tmp_path: Path) -> None
         writer.write(make_shard(2))
         assert writer.finish({}, {}).dropped == {"non_finite": 1}
     store = FeatureStore.open(tmp_path)
-    assert [entry.file for entry in store.manifest.shards] == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    assert [entry.file for entry in store.manifest.shards] == ["shard-00000.safetensors", "shard-00002.safetensors"]
     assert torch.equal(store[2].features, make_shard(2).features[:4])
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from drafters import TargetModel
-from drafters.provenance import UNCOMMITTED, git_commit
+from .decoding.target import TargetModel
+from .provenance import UNCOMMITTED, git_commit
 
 LIBRARIES = ("torch", "transformers", "numpy")
 CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change

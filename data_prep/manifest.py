@@ -1,0 +1,250 @@
+"""What a feature store says about itself: its manifest, the plan of its shards, and one record per finished shard.
+
+While a store is being written, ``manifest.json`` holds the settings and the plan, and each finished shard has its
+record in a file beside it (``shard-00007.json``), so that any number of processes can write without a common file.
+The last one to finish merges the records into the manifest and removes them.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .quantise import token_bytes
+
+MANIFEST = "manifest.json"
+RECORDS = "shard-*.json"
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 knew no plan, no records and no scaled dtypes
+NON_FINITE = "non_finite"
+
+# What two runs must share to write into one store, and what may be said when they do not.
+SAME = (
+    "target_name",
+    "target_revision",
+    "target_fingerprint",
+    "hidden_size",
+    "vocab_size",
+    "taps",
+    "target_dtype",
+    "dtype",
+    "tokenizer_hash",
+    "template_hash",
+    "max_length",
+    "limit",
+    "source_digest",
+)
+# The same target under another path or name is the same target: its fingerprint tells.
+NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
+
+
+class ShardEntry(BaseModel):
+    """One finished shard; ``bytes`` is the file's size."""
+
+    file: str
+    dialogues: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+class ShardRecord(BaseModel):
+    """What became of the ``consumed`` dialogues of the shard ``number``; without one finite dialogue it has no file."""
+
+    number: int
+    consumed: int
+    non_finite: int = 0
+    response_tokens: int = 0
+    entry: ShardEntry | None = None
+
+
+class ShardPlan(BaseModel):
+    """How a split is cut into shards, whoever writes them.
+
+    ``digest`` is of the lengths of all ``dialogues``, in order: two processes that tokenize differently must not write
+    one store. Each shard ends with the dialogue that reaches ``shard_tokens`` tokens.
+    """
+
+    shard_tokens: int
+    dialogues: int
+    tokens: int
+    digest: str
+
+    @classmethod
+    def of(cls, lengths: list[int], shard_tokens: int) -> "ShardPlan":
+        """The plan for dialogues of ``lengths`` tokens."""
+        digest = hashlib.sha256(json.dumps(lengths).encode()).hexdigest()[:16]
+        return cls(shard_tokens=shard_tokens, dialogues=len(lengths), tokens=sum(lengths), digest=digest)
+
+
+class StoreManifest(BaseModel):
+    """What the features were made from and what is there.
+
+    ``dtype`` is that of features and taps on disk (int8 and float8: with a scale per token), ``target_dtype`` the one
+    that the target ran in. ``chat_template`` is the file whose template took the place of the tokenizer's, if any;
+    ``template_hash`` is of the template used. ``dropped`` counts the records that were left out, by reason; ``changed``
+    those kept in another form (``truncated``: cut at ``max_length`` tokens). ``consumed`` counts the encoded dialogues
+    that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is None in stores of format
+    version 1. ``complete`` is False while dialogues are still missing.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    format_version: int = FORMAT_VERSION
+    target_name: str
+    target_revision: str | None = None
+    target_fingerprint: str
+    hidden_size: int
+    vocab_size: int
+    target_dtype: str
+    taps: list[int]
+    dtype: str
+    tokenizer_hash: str
+    template_hash: str
+    chat_template: str | None = None
+    max_length: int
+    limit: int | None = None
+    source: str
+    source_digest: str
+    plan: ShardPlan | None = None
+    consumed: int = 0
+    dialogues: int = 0
+    tokens: int = 0
+    response_tokens: int = 0
+    dropped: dict[str, int] = {}
+    changed: dict[str, int] = {}
+    shards: list[ShardEntry] = []
+    versions: dict[str, str] = {}
+    commit: str | None = None
+    complete: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes on disk of one token: its id, its place in the mask, its feature and its taps."""
+        return token_bytes(self.hidden_size, len(self.taps), self.dtype)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def with_records(self, records: Iterable[ShardRecord]) -> "StoreManifest":
+        """This manifest with the shards of ``records`` counted and listed, by their numbers."""
+        ordered = sorted(records, key=lambda record: record.number)
+        entries = [record.entry for record in ordered if record.entry is not None]
+        non_finite = self.dropped.get(NON_FINITE, 0) + sum(record.non_finite for record in ordered)
+        return self.model_copy(
+            update={
+                "consumed": self.consumed + sum(record.consumed for record in ordered),
+                "dialogues": self.dialogues + sum(entry.dialogues for entry in entries),
+                "tokens": self.tokens + sum(entry.tokens for entry in entries),
+                "response_tokens": self.response_tokens + sum(record.response_tokens for record in ordered),
+                "dropped": {**self.dropped, NON_FINITE: non_finite} if non_finite else dict(self.dropped),
+                "shards": [*self.shards, *entries],
+            }
+        )
+
+
+def shard_file(number: int) -> str:
+    """The name of a shard; its record has the suffix ``.json``."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def plan_shards(lengths: list[int], first: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of dialogues from ``first`` on: each ends with the dialogue that reaches ``shard_tokens`` tokens."""
+    tokens = 0
+    for index in range(first, len(lengths)):
+        tokens += lengths[index]
+        if tokens >= shard_tokens or index == len(lengths) - 1:
+            yield first, index + 1
+            first, tokens = index + 1, 0
+
+
+def read_manifest(folder: Path) -> StoreManifest:
+    """The store's manifest; of a half-written store, with the shards that are finished so far.
+
+    Raises:
+        ValueError: there is none, or it is not one that this version reads.
+    """
+    header = read_header(folder)
+    if header.complete:
+        return header
+    records = read_records(folder)
+    header = read_header(folder)  # its writers may have merged it meanwhile, and removed records before they were read
+    return header if header.complete else header.with_records(records)
+
+
+def read_header(folder: Path) -> StoreManifest:
+    """What ``manifest.json`` itself says: of a half-written store, the settings and plan.
+
+    Raises:
+        ValueError: there is none, or it is not one that this version reads.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        what = "does not exist" if not folder.exists() else f"holds no {MANIFEST}"
+        splits = sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST}"))
+        hint = "make one with python -m data_prep.features --config F"
+        if splits:
+            hint = f"its sub-folders {', '.join(splits)} are stores: give one of them"
+        raise ValueError(f"no feature store at {folder}: it {what}; {hint}")
+    try:
+        data = json.loads(file.read_bytes())
+        version = data.get("format_version") if isinstance(data, dict) else None
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
+            raise ValueError(f"{file} has format version {version}, this code reads versions {known}; remake the store")
+        data.setdefault("consumed", data.get("dialogues", 0))  # stores from before dialogues could be dropped
+        return StoreManifest(**data)
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete {folder} and make the features again") from error
+
+
+def read_records(folder: Path) -> list[ShardRecord]:
+    """The records of a half-written store, by number. Those that vanish while they are read were merged, and are left.
+
+    Raises:
+        ValueError: one is damaged.
+    """
+    records = []
+    for file in sorted(folder.glob(RECORDS)):
+        try:
+            records.append(ShardRecord.model_validate_json(file.read_bytes()))
+        except FileNotFoundError:
+            continue
+        except ValidationError as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it, and its shard is made again") from error
+    return sorted(records, key=lambda record: record.number)
+
+
+def differences(manifest: StoreManifest, wanted: StoreManifest) -> list[str]:
+    """``["max_length 2048 there, 1024 here", ...]``: settings in which a store differs from what is to be written."""
+    skipped = NOT_COMPARED_IF_SAME_FINGERPRINT if manifest.target_fingerprint == wanted.target_fingerprint else ()
+    pairs: list[tuple[str, Any, Any]] = [
+        (key, getattr(manifest, key), getattr(wanted, key)) for key in SAME if key not in skipped
+    ]
+    return [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
+
+
+def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, shared: bool = False) -> None:
+    """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``.
+
+    A store that holds no features yet may be started anew with any settings, unless it is ``shared``: other processes
+    are computing for it.
+    """
+    if not (manifest.consumed or manifest.complete or shared):
+        return
+    if found := differences(manifest, wanted):
+        raise ValueError(
+            f"{folder} holds features made otherwise: {'; '.join(found)}. Give another `out`, or delete {folder} first"
+        )
+    there, here = manifest.plan, wanted.plan
+    if there and here and (there.dialogues, there.tokens, there.digest) != (here.dialogues, here.tokens, here.digest):
+        raise ValueError(
+            f"{folder} was begun for {there.dialogues:,} dialogues of {there.tokens:,} tokens; here the same data "
+            f"gives {here.dialogues:,} of {here.tokens:,} (or others). Use the same library versions for all processes "
+            f"(begun with {manifest.versions or 'unknown ones'}), or delete {folder} first"
+        )

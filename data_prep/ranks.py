@@ -1,0 +1,90 @@
+"""Which of several processes this one is: they share a dump by taking every n-th shard, and need not talk.
+
+Any launcher that says so in the environment will do: torchrun and deepspeed (RANK, WORLD_SIZE, LOCAL_RANK), or Slurm's
+srun; without one, ``--rank 0 --ranks 4`` on the command line.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's ids of batch scripts, interactive shells and the like: one process, not many
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Process ``index`` of ``count``; ``local`` counts those of this machine, if the launcher says."""
+
+    index: int = 0
+    count: int = 1
+    local: int | None = None
+
+    def describe(self) -> str:
+        """``rank 1 of 4``, counted from 0; nothing for a single process."""
+        return f"rank {self.index} of {self.count}" if self.count > 1 else ""
+
+    def takes(self, shard: int) -> bool:
+        """Whether this process writes the shard of that number."""
+        return shard % self.count == self.index
+
+    def device(self, wanted: str | None) -> str | None:
+        """``wanted``, or, where no certain GPU is named, this process's own of the machine's GPUs."""
+        if self.local is None or wanted not in (None, "cuda") or not torch.cuda.is_available():
+            return wanted
+        return f"cuda:{self.local % torch.cuda.device_count()}"
+
+
+def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:
+    """This process's rank: as given on the command line, else as the launcher says, else a single process.
+
+    Raises:
+        ValueError: one number without the other, or a rank outside of its count.
+    """
+    known = os.environ if environment is None else environment
+    if rank is None and ranks is None:
+        return _from_launcher(known)
+    if rank is None or ranks is None:
+        raise ValueError(f"give both --rank and --ranks (found --rank {rank}, --ranks {ranks}), or neither")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"--rank {rank} of --ranks {ranks}: ranks count from 0, so the last one is {ranks - 1}")
+    return Rank(rank, ranks)
+
+
+def _from_launcher(known: Mapping[str, str]) -> Rank:
+    for rank, count, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", _slurm_count(known), "SLURM_LOCALID"),
+    ):
+        if rank not in known or count not in known:
+            continue
+        try:
+            found = Rank(int(known[rank]), int(known[count]), int(known[local]) if local in known else None)
+        except ValueError:
+            raise ValueError(
+                f"{rank}={known[rank]!r}, {count}={known[count]!r} and {local}={known.get(local)!r} in the environment "
+                "are no numbers; unset them, or give --rank and --ranks"
+            ) from None
+        if not 0 <= found.index < found.count:
+            raise ValueError(
+                f"{rank}={found.index} and {count}={found.count} in the environment do not fit; unset them, or give "
+                "--rank and --ranks"
+            )
+        if found.count > 1 or rank == "RANK":
+            return found
+    return Rank()
+
+
+def _slurm_count(known: Mapping[str, str]) -> str:
+    """The variable with the number of processes of this job step; "" in a batch script, which is one process.
+
+    A batch script sees its job's SLURM_NTASKS and a SLURM_PROCID of 0, too.
+    """
+    try:
+        step = int(known.get("SLURM_STEP_ID", ""))
+    except ValueError:
+        return ""
+    if step >= FIRST_SPECIAL_STEP:
+        return ""
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in known else "SLURM_NTASKS"

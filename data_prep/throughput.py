@@ -1,0 +1,152 @@
+"""Tokens/s of a dump beside those of the bare target: the same batches, and their outputs dropped.
+
+    python -m data_prep.throughput --config configs/features/stdlib.yaml --out FILE.json [--rounds 5] [key=value ...]
+
+Both are measured in one run, in turns. The dump is everything that data_prep.features does once the target is loaded:
+forwards, copies to the host, conversion, checksums, files flushed to disk, the manifest. It is written into a temporary
+folder beside the config's ``out``, on the same disk, and deleted. ``limit=`` bounds the dialogues, so the time.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.config import load_config
+from drafters.decoding.target import TargetModel
+from drafters.environment import environment, load_average, peak_memory_bytes
+from drafters.provenance import replace_text
+
+from .dump import Tokens, forward, make_batches
+from .encoding import load_tokenizer
+from .features import FeaturesConfig, Work, check_disk, encode, make_headers, write_store
+from .manifest import plan_shards
+from .ranks import Rank
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parsed = _parse(arguments)
+    config = load_config(FeaturesConfig, parsed.config, parsed.overrides)
+    split = parsed.split or next(iter(config.splits))
+    if split not in config.splits:
+        raise ValueError(f"--split {split}: {parsed.config} has the splits {', '.join(config.splits)}")
+    chat = load_tokenizer(config.target, config.revision, config.chat_template)
+    work = encode(config, chat, split, make_headers(config, chat)[split])
+    place = Path(config.out).absolute()
+    while not place.exists():
+        place = place.parent
+    temporary = Path(tempfile.mkdtemp(prefix=".throughput-", dir=place))
+    try:
+        work.path = temporary / "store"
+        check_disk(config, [work])
+        target = TargetModel.from_pretrained(config.target, config.dtype, config.device, config.revision)
+        result = measure(target, work, config, parsed.rounds)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    result = {"config": config.model_dump(), "split": split, **result}
+    print(
+        f"bare target {result['bare_tokens_per_second']:,.0f} tokens/s, dump {result['dump_tokens_per_second']:,.0f}: "
+        f"{result['ratio']:.1%} (median of {parsed.rounds} rounds, {min(result['ratios']):.1%} to "
+        f"{max(result['ratios']):.1%}); {result['padding']:.1%} of what the target ran on was padding"
+    )
+    if parsed.out:
+        parsed.out.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(parsed.out, json.dumps(result, indent=1) + "\n")
+        print(f"written to {parsed.out}")
+
+
+def measure(target: TargetModel, work: Work, config: FeaturesConfig, rounds: int) -> dict[str, Any]:
+    """Seconds of ``rounds`` passes over the split with the bare target, and of as many dumps, in turns.
+
+    Every second round begins with the dump, so that a machine that slows down does not favour either. Tokens/s are of
+    real tokens, padding not counted; ``ratio`` is the median of the rounds' own ratios.
+    """
+    before = load_average()
+    bare_pass(target, work, config, most=2)  # warm-up: kernels are chosen, memory pools grow
+    runs: dict[str, Callable[[], Tokens]] = {
+        "bare": lambda: bare_pass(target, work, config),
+        "dump": lambda: write_store(lambda: target, work, config, Rank())[1],
+    }
+    counted = Tokens()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
+            synchronize(target)
+            start = time.perf_counter()
+            counted = runs[name]()
+            synchronize(target)
+            seconds[name].append(time.perf_counter() - start)
+            shutil.rmtree(work.path, ignore_errors=True)
+    speeds = {name: [counted.real / each for each in times] for name, times in seconds.items()}
+    ratios = [dumped / bare for bare, dumped in zip(speeds["bare"], speeds["dump"], strict=True)]
+    return {
+        "tokens": counted.real,
+        "dialogues": len(work.encoded.ids),
+        "padding": counted.padding,
+        "token_bytes": work.header.token_bytes,
+        "rounds": rounds,
+        "bare_seconds": seconds["bare"],
+        "dump_seconds": seconds["dump"],
+        "ratios": ratios,
+        "bare_tokens_per_second": statistics.median(speeds["bare"]),
+        "dump_tokens_per_second": statistics.median(speeds["dump"]),
+        "ratio": statistics.median(ratios),
+        "load_average_before": before,
+        "peak_memory_bytes": peak_memory_bytes(target.device),
+        "environment": environment(target),
+    }
+
+
+@torch.inference_mode()
+def bare_pass(target: TargetModel, work: Work, config: FeaturesConfig, most: int | None = None) -> Tokens:
+    """The forwards of a dump and nothing else; ``most``: of so many batches."""
+    tokens = Tokens()
+    done = 0
+    for span in plan_shards(work.lengths, 0, config.shard_tokens):
+        lengths = work.lengths[slice(*span)]
+        for rows, ids in make_batches(work.encoded, span, config.batch_tokens, target.device.type == "cuda"):
+            if most is not None and done == most:
+                return tokens
+            forward(target, work.header, ids, [lengths[row] for row in rows], config.batch_tokens)
+            tokens.real += sum(lengths[row] for row in rows)
+            tokens.padded += ids.numel()
+            done += 1
+    return tokens
+
+
+def synchronize(target: TargetModel) -> None:
+    """Wait for what the device was given."""
+    if target.device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.throughput", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--config", required=True, help="YAML file, see configs/features/")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--split", help="which split to measure on (default: the config's first)")
+    parser.add_argument("--rounds", type=int, default=5, help="passes with each of the two (default 5)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 store_dtype=int8")
+    parsed = parser.parse_args(arguments)
+    if parsed.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, found {parsed.rounds}")
+    return parsed
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

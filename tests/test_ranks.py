@@ -1,0 +1,62 @@
+"""Which process of how many: from launchers, and from the command line."""
+
+import pytest
+import torch
+
+from data_prep.ranks import Rank, find_rank
+
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Rank(0, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, Rank(2, 4, 0)),
+        ({"RANK": "2", "WORLD_SIZE": "4"}, Rank(2, 4)),
+        (SRUN, Rank(3, 8, 1)),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "4"}, Rank(3, 4, 1)),  # srun -n 4 in a job of 8
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Rank(0, 2, 0)),  # torchrun below srun
+        # A batch script and an interactive shell see their job's tasks and are one process all the same.
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": ""}, Rank(0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Rank(0, 1)),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFB)}, Rank(0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, Rank(0, 1)),
+    ],
+)
+def test_what_launchers_say(environment: dict[str, str], expected: Rank) -> None:
+    """Catches a batch script that takes itself for one rank of eight, and would leave 7/8 of the corpus to nobody."""
+    assert find_rank(None, None, environment) == expected
+
+
+def test_the_command_line_wins() -> None:
+    """Catches an explicit rank that a launcher's variables override, and half of one that is taken for a whole."""
+    assert find_rank(1, 4, {"RANK": "0", "WORLD_SIZE": "2"}) == Rank(1, 4)
+    with pytest.raises(ValueError, match=r"give both --rank and --ranks \(found --rank 1, --ranks None\)"):
+        find_rank(1, None, {})
+    with pytest.raises(ValueError, match="--rank 4 of --ranks 4: ranks count from 0, so the last one is 3"):
+        find_rank(4, 4, {})
+    with pytest.raises(ValueError, match="RANK=5 and WORLD_SIZE=2 in the environment do not fit"):
+        find_rank(None, None, {"RANK": "5", "WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="RANK='a'.*are no numbers"):
+        find_rank(None, None, {"RANK": "a", "WORLD_SIZE": "2"})
+
+
+def test_every_shard_has_one_rank() -> None:
+    """Catches shards that no rank takes, or two do."""
+    assert all(sum(Rank(index, 3).takes(shard) for index in range(3)) == 1 for shard in range(20))
+
+
+def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches eight processes on the first GPU, and a GPU that was named being exchanged."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [Rank(5, 8, 5).device(wanted) for wanted in (None, "cuda", "cuda:3", "cpu")] == [
+        "cuda:1",
+        "cuda:1",
+        "cuda:3",
+        "cpu",
+    ]
+    assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: whoever starts it chooses
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Rank(5, 8, 5).device(None) is None
