@@ -53,6 +53,7 @@ class FeaturesConfig(Config):
     dtype: Dtype = "bfloat16"  # in which the target runs
     store_dtype: StoreDtype | None = None  # of features and taps on disk; int8 and float8: with a scale per token
     device: str | None = None  # default: cuda if there is one, else cpu
+    device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
     chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
     out: str  # each split's store is made in <out>/<split>
@@ -118,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     @functools.cache
     def target() -> TargetModel:
-        return TargetModel.from_pretrained(config.target, config.dtype, rank.device(config.device), config.revision)
+        return load_target(config, rank)
 
     for split in work:
         manifest, tokens = write_store(target, split, config, rank)
@@ -172,6 +173,23 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
         )
         for split, source in config.splits.items()
     }
+
+
+def load_target(config: FeaturesConfig, rank: Rank) -> TargetModel:
+    """The target of a config, on this rank's device or over all that ``device_map`` names.
+
+    Raises:
+        ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
+    """
+    if config.device_map is not None and rank.local:
+        raise ValueError(
+            f"device_map {config.device_map!r} lays one target over all GPUs of a machine, and several processes run "
+            "here; start one process a machine, or leave device_map out"
+        )
+    device = None if config.device_map is not None else rank.device(config.device)
+    return TargetModel.from_pretrained(
+        config.target, config.dtype, device, config.revision, device_map=config.device_map
+    )
 
 
 def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -> None:

@@ -27,7 +27,7 @@ from drafters.provenance import replace_text
 
 from .dump import Tokens, forward, make_batches
 from .encoding import load_tokenizer
-from .features import FeaturesConfig, Work, check_disk, encode, make_headers, write_store
+from .features import FeaturesConfig, Work, check_disk, encode, load_target, make_headers, write_store
 from .manifest import plan_shards
 from .ranks import Rank
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         work.path = temporary / "store"
         check_disk(config, [work])
-        target = TargetModel.from_pretrained(config.target, config.dtype, config.device, config.revision)
+        target = load_target(config, Rank())
         result = measure(target, work, config, parsed.rounds)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -11,6 +11,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from data_prep.dump import FORWARD_COST, plan_batches
 from data_prep.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.loss_mask import ChatTokenizer
 from data_prep.manifest import plan_shards, read_manifest
+from data_prep.ranks import Rank
 from data_prep.store import FeatureStore
 from drafters.decoding.target import TargetModel
 
@@ -380,3 +382,14 @@ def test_shipped_configs_fit_the_schema(file: str) -> None:
     """Catches a shipped config with a key that the schema no longer has."""
     loaded = features.load_config(features.FeaturesConfig, ROOT / "configs" / "features" / file)
     assert {"train", "heldout"} == set(loaded.splits)
+
+
+def test_a_target_over_several_gpus_is_one_process_a_machine() -> None:
+    """Catches two processes that both fill all of a machine's GPUs, and a device map that never reaches the target."""
+    settings = {"target": "nowhere", "splits": {"train": "a"}, "out": "b", "device_map": "auto"}
+    config = features.FeaturesConfig(**settings)
+    with pytest.raises(ValueError, match="start one process a machine"):
+        features.load_target(config, Rank(1, 2, local=1))
+    with mock.patch.object(TargetModel, "from_pretrained") as load:
+        features.load_target(config, Rank(1, 2, local=0))
+    assert load.call_args.kwargs == {"device_map": "auto"} and load.call_args.args[2] is None
