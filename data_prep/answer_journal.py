@@ -146,12 +146,13 @@ class Journal:
     def __enter__(self) -> "Journal":
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
-            run = self.folder / RUN_FILE
-            if run.is_file():
+            run, journals = self.folder / RUN_FILE, list(self.folder.glob("rank-*.jsonl"))
+            begun = any(path.stat().st_size or _is_locked(path) for path in journals)
+            if run.is_file() and begun:
                 check_identity(self.folder, json.loads(run.read_text()), self.identity)
-            else:
+            else:  # nothing is written yet: with the settings of now
                 replace_text(run, json.dumps(self.identity, indent=1) + "\n")
-            for other in self.folder.glob("rank-*.jsonl"):
+            for other in journals:
                 if not other.name.endswith(self._of) and _is_locked(other):
                     raise ValueError(
                         f"{other} is being written by a process that shares the work with another number of ranks; "

@@ -278,6 +278,7 @@ def merge(
         results = [result for conversation in conversations if (result := conversation.result()) is not None]
         if not results:
             raise ValueError(f"{config.source}: no dialogue is left: {describe(facts)}")
+        sidecar(config).unlink(missing_ok=True)  # of an output that was deleted; it would vouch for this one
         replace_text(Path(config.out), "".join(json.dumps(record(result)) + "\n" for result in results))
         replace_text(sidecar(config), json.dumps(facts, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
