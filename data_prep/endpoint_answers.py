@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from drafters.config import Config
 
@@ -48,15 +48,25 @@ class EndpointConfig(Config):
         str, Any
     ] = {}  # more keys of the request, {chat_template_kwargs: {enable_thinking: false}}; null: fewer
 
-    @field_validator("url")
-    @classmethod
-    def _is_plain(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("give an address like http://localhost:8000/v1")
+    @property
+    def base(self) -> str:
+        """The address, as requests need it."""
+        return self.url.rstrip("/").removesuffix("/chat/completions")
+
+    def check(self) -> None:
+        """Whether the address can be one; apart from the schema, whose messages would print a password in it.
+
+        Raises:
+            ValueError: it is none, or holds a secret.
+        """
+        parts = urlsplit(self.url)
         if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("no user, password or query belongs into the address: a key is read from api_key_env")
-        return url.rstrip("/").removesuffix("/chat/completions")
+            raise ValueError(
+                "endpoint.url: no user, password or query belongs into the address, which messages and files repeat; "
+                "a key is read from the environment variable that endpoint.api_key_env names"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint.url is {self.url!r}; give an address like http://localhost:8000/v1")
 
 
 class RefusedError(ValueError):
@@ -200,13 +210,13 @@ class EndpointAnswers:
                 failure, pause = self._read_error(error, pause)
             except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
-                failure = OSError(self._hide(f"{self.config.url} cannot be reached: {reason}"))
+                failure = OSError(self._hide(f"{self.config.base} cannot be reached: {reason}"))
             attempt += 1
             if attempt > self.config.retries or self._stop.wait(min(pause, LONGEST_WAIT)):
                 raise failure
 
     def _post(self, data: bytes) -> bytes:
-        request = urllib.request.Request(f"{self.config.url}/chat/completions", data, method="POST")
+        request = urllib.request.Request(f"{self.config.base}/chat/completions", data, method="POST")
         request.add_header("Content-Type", "application/json")
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
@@ -220,12 +230,12 @@ class EndpointAnswers:
                 said = _message(error.read(100_000))
             except (OSError, http.client.HTTPException):
                 said = ""
-        text = self._hide(f"{self.config.url} answered {error.code} {error.reason}: {said or 'no explanation'}")
+        text = self._hide(f"{self.config.base} answered {error.code} {error.reason}: {said or 'no explanation'}")
         if error.code in (408, 429) or error.code >= 500:
             return OSError(text), max(pause, _retry_after(error.headers.get("Retry-After")))
         if error.code < 400:
             place = self._hide(str(error.headers.get("Location")))
-            raise RefusedError(error.code, f"{self.config.url} redirects to {place}; put that into endpoint.url")
+            raise RefusedError(error.code, f"{self.config.base} redirects to {place}; put that into endpoint.url")
         if error.code in (401, 403):
             sent = f"the API key in {self.config.api_key_env} was sent" if self._key else "no API key was sent"
             text = f"{text} ({sent}; endpoint.api_key_env names the environment variable that holds it)"
@@ -239,7 +249,7 @@ class EndpointAnswers:
             tokens = (reply.get("usage") or {}).get("completion_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             shown = self._hide(data[:200].decode(errors="replace"))
-            raise BadReplyError(f"{self.config.url} sent what is no chat completion: {shown!r}") from None
+            raise BadReplyError(f"{self.config.base} sent what is no chat completion: {shown!r}") from None
         return choice, tokens if isinstance(tokens, int) else 0
 
     def _hide(self, text: str) -> str:

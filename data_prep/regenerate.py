@@ -141,6 +141,8 @@ def check_files(config: RegenerateConfig) -> None:
         raise ValueError(f"out: {out} exists and was not written by this program; give another file or delete it")
     if config.drafter is not None:
         config.drafter.check()
+    if config.endpoint is not None:
+        config.endpoint.check()
     if config.target is None:
         return
     if config.device and config.device.startswith("cuda") and not torch.cuda.is_available():
