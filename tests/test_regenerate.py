@@ -23,8 +23,10 @@ from data_prep.encoding import encode_split
 from data_prep.loss_mask import ChatTokenizer
 from data_prep.target_answers import TargetAnswers, Writing
 from drafters import TargetModel, make_drafter
+from drafters.config import load_config
 from drafters.eagle import EagleDrafter, EagleHead
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 300
 NEW = 10
 
@@ -490,3 +492,10 @@ def test_no_dialogue_left_is_an_error(tmp_path: Path, target_folder: Path) -> No
     with pytest.raises(ValueError, match="no dialogue is left: 0 of 7 dialogues.*no_room 7"):
         run(write_config(tmp_path, target_folder, max_context=12))
     assert not (tmp_path / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/regenerate/*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    """Catches a key of a shipped config that the schema no longer knows."""
+    config = load_config(regenerate.RegenerateConfig, path)
+    assert (config.target is None) != (config.endpoint is None)
