@@ -10,6 +10,7 @@ puts the parts together. A finished run leaves ``<out>`` and, with its settings 
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -40,7 +41,7 @@ from .split import record
 from .target_answers import TargetAnswers, Writing
 
 # A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from.
-FREE_ON_RESUME = {"out", "device", "batch", "drafter", "endpoint"}
+FREE_ON_RESUME = {"source", "out", "device", "batch", "drafter", "endpoint"}  # of the source, its digest counts
 OF_A_TARGET = {"revision", "dtype", "device", "chat_template", "drafter", "batch", "max_context"}
 
 
@@ -243,7 +244,7 @@ def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None) -> Target
     options = dict(config.drafter.model_extra or {}) if config.drafter else {}
     drafter = make_drafter(config.drafter.drafter if config.drafter else "autoregressive", target, **options)
     if not config.max_context:
-        writing = Writing(**{**vars(writing), "max_context": target.max_context})
+        writing = dataclasses.replace(writing, max_context=target.max_context)
     return TargetAnswers(target, drafter, chat, writing, config.batch)
 
 
