@@ -93,9 +93,7 @@ class ChatTokenizer:
                 ``template_not_incremental`` (an answer could not be located with certainty), and
                 ``no_answer_printed`` (the template leaves out every answer).
         """
-        for message in messages:
-            if found := self._special.search(message["content"]):
-                raise DroppedError("special_token_in_text", f"the text contains the special token {found[0]!r}")
+        self.check_text(messages)
         text = self._apply(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         pieces = {turn: self._around_answer(messages, turn) for turn in turns}
@@ -118,6 +116,32 @@ class ChatTokenizer:
                 )
             spans.append((start, end + self._end_of_turn(after, last[1] if last else "")))
         return RenderedDialogue(text, spans)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
+        """What the target is given to answer ``messages``, which end with a user turn.
+
+        Returns:
+            the prompt's token ids; and the text that the template puts between the prompt and an answer's content
+            (Vicuna's space, Qwen3's empty thoughts). A target that writes it does not mean it as part of the content.
+
+        Raises:
+            DroppedError: ``special_token_in_text``, ``template_refused``, or ``no_answer_printed``.
+        """
+        self.check_text(messages)
+        text = self._apply(messages, prompt=True)
+        piece = self._around_answer([*messages, {"role": "assistant", "content": PLACEHOLDER}], len(messages))
+        if piece is None:
+            raise self._no_answer(text)
+        lead = piece[0].removeprefix(text) if piece[0].startswith(text) else ""
+        if lead.strip() and "add_generation_prompt" not in self.template:  # the assistant's header: not generated
+            text, lead = text + lead, ""
+        return self._ids(text), lead
+
+    def check_text(self, messages: Sequence[Message]) -> None:
+        """Raise DroppedError (``special_token_in_text``) where a message spells one of the special tokens."""
+        for message in messages:
+            if found := self._special.search(message["content"]):
+                raise DroppedError("special_token_in_text", f"the text contains the special token {found[0]!r}")
 
     def _apply(self, messages: Sequence[Message], prompt: bool = False) -> str:
         try:

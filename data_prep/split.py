@@ -15,8 +15,9 @@ from pathlib import Path
 
 from drafters.provenance import replace_text
 
-from .dialogues import Dialogue, ReadCounts, read_dialogues, source_digest
+from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
 
+FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
 
@@ -53,7 +54,33 @@ def record(dialogue: Dialogue) -> dict[str, object]:
 
 
 def _question(dialogue: Dialogue) -> str:
-    return next(message["content"] for message in dialogue.messages if message["role"] == "user").strip().lower()
+    question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
+    return " ".join(question.lower().split())
+
+
+def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
+    """Whether ``out`` is free, or holds this very split, perhaps half of it.
+
+    Raises:
+        ValueError: a file stands in the way, or the data of somebody else, which could be the source itself.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; give a folder")
+    files = [out / f"{name}.jsonl" for name in ("train", "heldout")]
+    if any(file.exists() and Path(source).exists() and file.samefile(source) for file in files):
+        raise ValueError(f"--out {out} would overwrite the source {source}; give another folder")
+    made = out / FACTS
+    if not made.is_file():
+        if found := [file.name for file in files if file.exists()]:
+            raise ValueError(f"--out {out} holds a {found[0]} that no split has made; give another folder")
+        return
+    try:
+        before = json.loads(made.read_text())
+        changed = [f"{key} was {before[key]!r}, is {facts[key]!r}" for key in facts if before[key] != facts[key]]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{made} is not what this program writes; give another folder") from None
+    if changed:  # a drafter trained on the one side would be tested on the other
+        raise ValueError(f"--out {out} holds another split: {'; '.join(changed)}; give another folder, or delete it")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,24 +93,30 @@ def main(arguments: list[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     if parsed.heldout < 1:
         raise ValueError(f"--heldout must be at least 1, found {parsed.heldout}")
-    if parsed.out.exists() and not parsed.out.is_dir():
-        raise ValueError(f"--out {parsed.out} is a file; give a folder")
+    check_source(parsed.source)
+    facts: dict[str, object] = {"source_digest": source_digest(parsed.source), "seed": parsed.seed}
+    facts["wanted"] = parsed.heldout
+    check_out(parsed.out, parsed.source, facts)
     counts = ReadCounts()
     dialogues = list(read_dialogues(parsed.source, counts))
     train, heldout = split(dialogues, parsed.heldout, parsed.seed)
+    facts |= {"source": parsed.source, "train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
     parsed.out.mkdir(parents=True, exist_ok=True)
+    replace_text(parsed.out / FACTS, json.dumps(facts, indent=1) + "\n")  # first: a killed run may be run again
     for name, part in (("train", train), ("heldout", heldout)):
         replace_text(parsed.out / f"{name}.jsonl", "".join(json.dumps(record(d)) + "\n" for d in part))
-    facts = {"source": parsed.source, "source_digest": source_digest(parsed.source), "seed": parsed.seed}
-    facts |= {"train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
-    replace_text(parsed.out / "split.json", json.dumps(facts, indent=1) + "\n")
     print(
         f"{parsed.source}: {counts.describe()}; {len(train):,} to train on, {len(heldout):,} held out -> {parsed.out}"
     )
 
 
-if __name__ == "__main__":
+def program() -> None:
+    """`main` for the command line: what the user can mend ends in one line instead of a stack trace."""
     try:
         main()
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    program()

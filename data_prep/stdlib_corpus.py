@@ -204,7 +204,14 @@ def _write(path: Path, text: str) -> int:
 
 
 def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600) -> dict:
-    """Write train.jsonl, heldout.jsonl and manifest.json into `out`; return the manifest."""
+    """Write train.jsonl, heldout.jsonl and manifest.json into `out`; return the manifest.
+
+    Raises:
+        ValueError: a wrong argument, or a file where the folder should be.
+    """
+    blocking = next((place for place in (out, *out.parents) if place.exists() and not place.is_dir()), None)
+    if blocking is not None:
+        raise ValueError(f"--out {out}: {blocking} is a file; give a folder")
     records = build_corpus(root, max_dialogues, seed, max_chars)
     out.mkdir(parents=True, exist_ok=True)
     manifest: dict = {"python": platform.python_version(), "seed": seed, "max_chars": max_chars, "files": {}}

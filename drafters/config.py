@@ -24,8 +24,8 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
     """Read ``path`` (YAML), apply ``key.sub=value`` overrides, and validate.
 
     Raises:
-        ValueError: the file is missing or not a YAML mapping, or a key or value is wrong; the message names the file,
-            the key, what was found and, for an unknown key, the nearest known one.
+        ValueError: the file is missing or not a YAML mapping, a key stands twice, or a key or value is wrong; the
+            message names the file, the key, what was found and, for an unknown key, the nearest known one.
     """
     file = Path(path)
     if not file.is_file():
@@ -33,8 +33,8 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
         hint = f"; did you mean {file.parent / near[0]}?" if near else ""
         raise ValueError(f"no config file at {file}{hint}")
     try:
-        data = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+        data = _read_yaml(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")
@@ -84,7 +84,44 @@ def _parse_scalar(text: str) -> Any:
     try:
         return json.loads(text)  # YAML 1.1 would read 1e-4 as a string
     except json.JSONDecodeError:
-        return yaml.safe_load(text)
+        return _read_yaml(text)
+
+
+def _read_yaml(text: str) -> Any:
+    """What ``yaml.safe_load`` gives, which takes the last of several equal keys without a word; here it is an error.
+
+    Raises:
+        yaml.YAMLError: no YAML, or a key that stands twice in one mapping; the message names both lines.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node, set())
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_keys(node: yaml.Node, seen: set[int]) -> None:
+    """Raise ``yaml.YAMLError`` for equal keys anywhere below ``node``; ``seen``: the nodes visited (anchors repeat)."""
+    if id(node) in seen or isinstance(node, yaml.ScalarNode):
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _check_keys(child, seen)
+        return
+    first: dict[tuple[str, str], yaml.Node] = {}
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            before = first.setdefault((key.tag, key.value), key)
+            if before is not key:
+                lines = f"{before.start_mark.line + 1} and {key.start_mark.line + 1}"
+                raise yaml.YAMLError(f"the key {key.value!r} stands twice, on lines {lines}; keep one of them")
+        _check_keys(key, seen)
+        _check_keys(value, seen)
 
 
 def _describe(schema: type[BaseModel], item: Any) -> str:

@@ -47,6 +47,9 @@ def test_values_and_overrides(file: Path) -> None:
         ("out: a\nsteps: many\n", r"steps: .*found 'many'"),
         ("out: a\nschedule: {learning_rate: -1}\n", r"schedule.learning_rate: .*greater than 0"),
         ("out: [\n", "not valid YAML"),
+        ("out: a\nsteps: 3\n\n'out': b\n", "key 'out' stands twice, on lines 1 and 4"),
+        ("out: a\nschedule:\n  warmup_steps: 1\n  warmup_steps: 2\n", "'warmup_steps' stands twice, on lines 3 and 4"),
+        ("out: a\nsuites: [{warmup_steps: 1}, {warmup_steps: 2, warmup_steps: 3}]\n", "stands twice, on lines 2 and 2"),
         ("- out\n", "must hold a mapping"),
         ("", "must hold a mapping"),
     ],
@@ -97,3 +100,18 @@ def test_assignment_is_checked(file: Path) -> None:
         run.steps = "many"
     with pytest.raises(ValueError):
         run.step = 3
+
+
+def test_anchors_and_merges_are_no_duplicates(tmp_path: Path) -> None:
+    """Catches plain YAML refused as a duplicate: a mapping used twice, or merged and then overridden."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "out: a\nschedule: &s {warmup_steps: 5}\nsuites:\n  - *s\n  - {<<: *s, warmup_steps: 6}\n  - {<<: *s}\n"
+    )
+    assert [suite.warmup_steps for suite in load_config(Run, path).suites] == [5, 6, 5]
+
+
+def test_an_override_with_a_key_twice_is_refused(file: Path) -> None:
+    """Catches a value on the command line that is lost without a word."""
+    with pytest.raises(ValueError, match="'warmup_steps' stands twice"):
+        load_config(Run, file, ["schedule={warmup_steps: 1, warmup_steps: 2}"])

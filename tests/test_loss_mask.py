@@ -258,3 +258,37 @@ def test_no_chat_template() -> None:
     """Catches an obscure failure deep in transformers for a base model's tokenizer."""
     with pytest.raises(ValueError, match=r"base/model has no chat template.*chat_template\.jinja"):
         ChatTokenizer(byte_level(None, ["</s>"], None, "</s>"), "base/model")
+
+
+HEADERS = "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"  # no generation prompt
+PROMPTS = {name: (*shape[:4], shape[4]) for name, shape in SHAPES.items()} | {
+    "mistral-v3": (MISTRAL_V3, SENTENCEPIECE_SPECIALS, "<s>", "</s>", " "),
+    "qwen3": (QWEN3, CHATML_SPECIALS, None, "<|im_end|>", "<think>\n\n</think>\n\n"),
+    "headers": (HEADERS, CHATML_SPECIALS, None, "<|im_end|>", ""),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_ends_where_the_target_writes(name: str) -> None:
+    """Catches a prompt without its generation prompt or header, and a lead that would stand twice in the next turn."""
+    template, specials, bos, eos, lead = PROMPTS[name]
+    chat = ChatTokenizer(byte_level(template, specials, bos, eos))
+    ids, found = chat.prompt(DIALOGUE[:3])
+    text = chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert found == lead
+    whole = chat.tokenizer.apply_chat_template(
+        [*DIALOGUE[:3], {"role": "assistant", "content": "Four."}], tokenize=False
+    )
+    assert whole.startswith(text + lead + "Four.")
+    if "add_generation_prompt" in template:
+        assert text == chat.tokenizer.apply_chat_template(DIALOGUE[:3], tokenize=False, add_generation_prompt=True)
+    with pytest.raises(DroppedError, match="special token"):
+        chat.prompt([{"role": "user", "content": f"What is {eos}?"}])
+
+
+def test_a_template_that_prints_no_answers_gives_no_prompt() -> None:
+    """Catches answers regenerated for a template that leaves them out of the next turn's prompt."""
+    users = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(DroppedError) as caught:
+        ChatTokenizer(byte_level(users, CHATML_SPECIALS, None, "<|im_end|>")).prompt(DIALOGUE[:1])
+    assert caught.value.reason == "no_answer_printed"

@@ -93,3 +93,13 @@ def test_bad_arguments_are_named(bad):
     """Catches a silent empty corpus."""
     with pytest.raises(ValueError, match=r"max_dialogues|max_chars|no standard library"):
         build_corpus(**{"root": STDLIB, **bad})
+
+
+def test_a_file_in_the_way_is_named(tmp_path, capsys):
+    """Catches a stack trace, after the corpus was made, where --out is a file or lies below one."""
+    (tmp_path / "taken").write_text("mine")
+    for out in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        with pytest.raises(SystemExit):
+            main(["--out", str(out)])
+        assert "taken is a file; give a folder" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"

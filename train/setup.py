@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
-from data_prep.store import FeatureStore, StoreManifest
+from data_prep.store import MANIFEST, FeatureStore, StoreManifest
 from drafters.checkpoint import make_config
 from drafters.config import load_config
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
@@ -73,6 +73,7 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
     Raises:
         ValueError: no store, one of another target, a missing tap, or no such target.
     """
+    check_splits(config)
     train = FeatureStore.open(config.features / "train")
     heldout = FeatureStore.open(config.features / "heldout")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -89,6 +90,17 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
             )
     check_tokenizer(config, train.manifest)
     return Inputs(ends, train, heldout)
+
+
+def check_splits(config: TrainConfig) -> None:
+    """Raise ValueError where the features have splits of other names than training looks for."""
+    found = sorted(manifest.parent.name for manifest in config.features.glob(f"*/{MANIFEST}"))
+    missing = [split for split in ("train", "heldout") if split not in found]
+    if found and missing:
+        raise ValueError(
+            f"{config.features} has no split {' and no split '.join(missing)}, but {', '.join(found)}: training reads "
+            "train/ and heldout/; name the splits so in the features config, or rename the folder"
+        )
 
 
 def check_tokenizer(config: TrainConfig, manifest: StoreManifest) -> None:

@@ -3,9 +3,10 @@
 Every method, plain decoding included, runs through it: the same cache, stop rules, token counts and clock.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
@@ -126,11 +127,12 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
-            drafter, or sampling parameters out of range.
+            drafter, or parameters out of range or of a wrong type.
     """
     sampling = Sampling(temperature, top_k, top_p)
     prompts = _prompts(input_ids, prompt_lengths)
-    _check(target, drafter, prompts, max_new_tokens)
+    max_new_tokens, seed = _whole(max_new_tokens, "max_new_tokens"), _whole(seed, "seed")
+    _check(target, drafter, prompts, max_new_tokens, seed)
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
     state = DecodeState(
@@ -276,20 +278,41 @@ def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
         input_ids = input_ids.tolist()
-    if any(isinstance(row, int) for row in input_ids):
-        raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
-    rows = [list(row) for row in input_ids]
+    if isinstance(input_ids, Mapping):
+        raise ValueError("input_ids is a whole tokenizer output; try input_ids['input_ids']")
+    try:
+        if any(isinstance(row, int) for row in input_ids):
+            raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
+        rows = [[operator.index(token) for token in row] for row in input_ids]
+    except TypeError as error:
+        raise ValueError(f"input_ids must be whole numbers, [batch, tokens]; found something else ({error})") from None
     if prompt_lengths is not None:
         if len(prompt_lengths) != len(rows):
             raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one a row")
-        rows = [row[:length] for row, length in zip(rows, prompt_lengths, strict=True)]
+        lengths = [_whole(length, "prompt_lengths") for length in prompt_lengths]
+        for row, length in zip(rows, lengths, strict=True):
+            if not 0 <= length <= len(row):
+                raise ValueError(f"prompt_lengths says {length} for a row of {len(row)} ids")
+        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     if not rows or any(not row for row in rows):
         raise ValueError("the prompt is empty: there must be at least one token id a row (a BOS token will do)")
     return rows
 
 
-def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
+def _whole(value: object, name: str) -> int:
+    """``value`` as an int; a ValueError names it where it is none."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name} must be a whole number, found {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:  # a tensor of a float has the method, too
+        raise ValueError(f"{name} must be a whole number, found {value!r}") from None
+
+
+def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int, seed: int) -> None:
     """Everything that would otherwise fail, or silently go wrong, after the work began."""
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed must fit in 64 bits, found {seed}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if drafter.target is not target:
@@ -319,10 +342,24 @@ def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], ma
 
 
 def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """Where rows end: the given ids, else (None) those of the target's generation config."""
+    """Where rows end: the given ids, else (None) those of the target's generation config.
+
+    Raises:
+        ValueError: one that is no token of the target, so that no row would ever end there.
+    """
+    source = "eos_token_id"
     if eos_token_id is None:
         generation = getattr(target.model, "generation_config", None)
         eos_token_id = getattr(generation, "eos_token_id", None)
+        source = f"eos_token_id in the generation config of {target.name}"
     if eos_token_id is None:
         return frozenset()
-    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+    several = eos_token_id if isinstance(eos_token_id, list | tuple | set | frozenset) else [eos_token_id]
+    given = frozenset(_whole(token, source) for token in several)
+    wrong = sorted(token for token in given if not 0 <= token < target.vocab_size)
+    if wrong:
+        raise ValueError(
+            f"{source} is {wrong[0]}, but the vocabulary of {target.name} has {target.vocab_size} tokens: give the id "
+            "that ends an answer, or [] for none"
+        )
+    return given

@@ -1,6 +1,7 @@
 """Temperature, top-k and top-p; sampling; residual distributions. Everything here works in float32."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -10,7 +11,7 @@ class Sampling:
     """How tokens are drawn from logits. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch those off.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or no number.
     """
 
     temperature: float = 0.0
@@ -18,6 +19,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, kind in (("temperature", Real), ("top_k", Integral), ("top_p", Real)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                number = "whole number" if kind is Integral else "number"
+                off = {"temperature": "0 is greedy", "top_k": "0 is off", "top_p": "1 is off"}[name]
+                raise ValueError(f"{name} must be a {number} ({off}), found {value!r}")
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, found {self.temperature}")
         if self.top_k < 0:

@@ -1,0 +1,501 @@
+"""python -m data_prep.regenerate: the target's own answers, whatever drafts, batches, kills or shares the work."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+
+from data_prep import regenerate, target_answers
+from data_prep.answer_journal import Batch, Conversation, Journal, Turn, read_journals, replay
+from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
+from data_prep.encoding import encode_split
+from data_prep.loss_mask import ChatTokenizer
+from data_prep.target_answers import TargetAnswers, Writing
+from drafters import TargetModel, make_drafter
+from drafters.config import load_config
+from drafters.eagle import EagleDrafter, EagleHead
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB = 300
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def target_folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a ChatML template."""
+    folder = tmp_path_factory.mktemp("target") / "llama"
+    shutil.copytree(tiny_checkpoint("llama", vocab_size=VOCAB), folder)
+    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tiny_checkpoint: Callable[..., Path], target_folder: Path) -> Path:
+    return tiny_checkpoint("llama", seed=1, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def eagle_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eagle")
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    torch.manual_seed(0)
+    EagleDrafter(target, EagleHead(target.config)).save_pretrained(folder)
+    return folder
+
+
+def dialogue(index: int) -> dict[str, Any]:
+    """One to three turns; some have a system message, some a category."""
+    system = [("system", f"Be brief {index}.")] if index % 3 == 0 else []
+    pairs = [("human", f"What is {index}+{turn}?" + " Tell" * (index % 4)) for turn in range(1 + index % 3)]
+    turns = [turn for question in pairs for turn in (question, ("gpt", "the old answer"))]
+    return {
+        "id": f"d{index}",
+        **({"category": "sums"} if index % 2 else {}),
+        "conversations": [{"from": role, "value": text} for role, text in [*system, *turns]],
+    }
+
+
+def write_config(folder: Path, target_folder: Path, count: int = 7, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "source.jsonl").write_text("".join(json.dumps(dialogue(index)) + "\n" for index in range(count)))
+    settings: dict[str, Any] = {
+        "source": str(folder / "source.jsonl"),
+        "out": str(folder / "new.jsonl"),
+        "target": str(target_folder),
+        "dtype": "float32",
+        "device": "cpu",
+        "batch": 3,
+        "max_new_tokens": NEW,
+    }
+    file = folder / "regenerate.yaml"
+    file.write_text(yaml.safe_dump({**settings, **changes}))
+    return file
+
+
+def run(config: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The records written so far: [] while the output is not whole."""
+    regenerate.main(["--config", str(config), *arguments])
+    out = config.parent / "new.jsonl"
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
+
+
+def facts(config: Path) -> dict[str, Any]:
+    return json.loads((config.parent / "new.jsonl.json").read_text())
+
+
+def plain_answer(target: TargetModel, chat: ChatTokenizer, messages: list[dict[str, str]]) -> tuple[str, bool]:
+    """Greedy, one forward a token with transformers' own model; and whether the end of turn was not reached."""
+    text = chat.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+    new: list[int] = []
+    while len(new) < NEW and not (new and new[-1] in (1, chat.tokenizer.eos_token_id)):
+        new.append(int(target.model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+    ended = new[-1] in (1, chat.tokenizer.eos_token_id)
+    answer = chat.tokenizer.decode(new[:-1] if ended else new)
+    return (answer if ended else answer.rstrip("\ufffd")), not ended
+
+
+@pytest.fixture(scope="module")
+def expected(target_folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """The output as plain decoding makes it turn by turn, and how many answers were cut."""
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu", engine="eager")
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    records, truncated = [], 0
+    for index in range(7):
+        record, messages, cut = dialogue(index), [], 0
+        for turn in record["conversations"]:
+            if turn["from"] == "gpt":
+                turn["value"], short = plain_answer(target, chat, messages)
+                cut += short
+            role = {"human": "user", "gpt": "assistant", "system": "system"}[turn["from"]]
+            messages.append({"role": role, "content": turn["value"]})
+        texts = [turn["value"] for turn in record["conversations"] if turn["from"] == "gpt"]
+        if all(text.strip() and not any(token in text for token in chat.special_tokens) for text in texts):
+            records.append(record)
+            truncated += cut
+    assert len(records) >= 4 and len({turn["value"] for turn in records[-1]["conversations"]}) > 2
+    return records, truncated
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup", "speculative", "eagle"])
+def test_answers_are_the_targets_own_whatever_drafts(
+    method: str, tmp_path: Path, target_folder: Path, draft_folder: Path, eagle_folder: Path, expected: Any
+) -> None:
+    """Catches old answers in the history, padding or a drafter that changes an answer, records in the wrong order."""
+    drafter = {
+        "none": None,
+        "prompt_lookup": {"drafter": "prompt_lookup"},
+        "speculative": {"drafter": "speculative", "draft_model": str(draft_folder), "gamma": 2},
+        "eagle": {"drafter": "eagle", "checkpoint": str(eagle_folder), "tree": "chain"},
+    }[method]
+    config = write_config(tmp_path, target_folder, drafter=drafter)
+    assert run(config) == expected[0]
+    written = facts(config)
+    assert written["kept"] == len(expected[0]) and written["truncated"] == expected[1]
+    assert written["kept"] + sum(written["dropped"].values()) == written["read"]["kept"] == 7
+    assert (written["tau"] >= 1.0) and (method != "none" or written["tau"] == 1.0)
+    assert written["commit"] and written["versions"]["torch"] and written["tokens"] > 0
+    assert not (tmp_path / "new.jsonl.unfinished").exists()
+
+
+def test_batches_do_not_change_greedy_answers_and_one_row_drafters_work(
+    tmp_path: Path, target_folder: Path, draft_folder: Path, expected: Any
+) -> None:
+    """Catches rows of a batch that see each other, and more rows than a drafter decodes given to it."""
+    assert run(write_config(tmp_path / "one", target_folder, batch=1)) == expected[0]
+    ouroboros = {"drafter": "ouroboros", "draft_model": str(draft_folder)}
+    assert run(write_config(tmp_path / "many", target_folder, batch=5, drafter=ouroboros)) == expected[0]
+
+
+def test_the_output_feeds_the_feature_store(tmp_path: Path, target_folder: Path) -> None:
+    """Catches records that data_prep.features drops: empty answers, wrong roles, special tokens in the text."""
+    config = write_config(tmp_path, target_folder, temperature=1.0)
+    records = run(config)
+    counts = ReadCounts()
+    assert [one.id for one in read_dialogues(tmp_path / "new.jsonl", counts)] == [record["id"] for record in records]
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    encoded = encode_split(str(tmp_path / "new.jsonl"), chat, 512)
+    assert encoded.counts.dropped == {} and len(encoded.dialogues) == len(records) >= 3
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing may catch it."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    """The process dies right after its so-many-th batch was written."""
+    left = [batches]
+    write = Journal.write
+
+    def counted(self: Journal, batch: Batch) -> None:
+        write(self, batch)
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+
+    monkeypatch.setattr(Journal, "write", counted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_killed_run_goes_on_and_writes_what_it_would_have_written(
+    temperature: float, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a batch done twice or left out, and seeds that depend on where a run began."""
+    whole = run(write_config(tmp_path / "whole", target_folder, temperature=temperature))
+    made = []
+    generate = target_answers.generate
+    monkeypatch.setattr(target_answers, "generate", lambda *a, **k: made.append(a[2]) or generate(*a, **k))
+    run(write_config(tmp_path / "counted", target_folder, temperature=temperature))
+    batches, made[:] = len(made), []
+    config = write_config(tmp_path / "killed", target_folder, temperature=temperature)
+    for _ in range(batches):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            stop_after(patch, 1)
+            run(config)
+        assert not (tmp_path / "killed" / "new.jsonl").exists()
+    assert run(config) == whole
+    assert len(made) == batches
+    assert facts(config)["tokens"] == facts(tmp_path / "whole" / "regenerate.yaml")["tokens"]
+
+
+def test_a_kill_in_the_middle_of_a_line_costs_one_batch(tmp_path: Path, target_folder: Path) -> None:
+    """Catches a torn last line that stops the next start, or that the next line is glued to. A real kill -9."""
+    whole = run(write_config(tmp_path / "whole", target_folder, temperature=1.0))
+    config = write_config(tmp_path / "killed", target_folder, temperature=1.0)
+    program = (
+        "import json, os, signal, sys\n"
+        "from data_prep import answer_journal, regenerate\n"
+        "write, count = answer_journal.Journal.write, []\n"
+        "def torn(self, batch):\n"
+        "    if len(count) == 2:\n"
+        '        os.write(self._file.fileno(), b\'{"turns": [{"index": 1\')\n'
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    count.append(write(self, batch))\n"
+        "answer_journal.Journal.write = torn\n"
+        f"regenerate.main(['--config', {str(config)!r}])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    journal = tmp_path / "killed" / "new.jsonl.unfinished" / "rank-0-of-1.jsonl"
+    assert not journal.read_bytes().endswith(b"\n") and len(read_journals(journal.parent)) == 2
+    assert run(config) == whole
+
+
+def test_damaged_lines_are_done_again(
+    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a journal with a block of zeros, as a power cut leaves it, that ends the run or loses dialogues."""
+    config = write_config(tmp_path, target_folder)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_after(patch, 4)
+        run(config)
+    journal = tmp_path / "new.jsonl.unfinished" / "rank-0-of-1.jsonl"
+    lines = journal.read_bytes().splitlines()
+    journal.write_bytes(b"\n".join([lines[0], b"\0" * 50, b'{"turns": 3}', b"[1]", lines[3]]) + b"\n")
+    assert run(config) == expected[0]
+
+
+def test_finished_runs_are_not_repeated_and_others_are_refused(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches answers of two settings in one file, and an hour spent again because a batch size changed."""
+    config = write_config(tmp_path, target_folder, count=3)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_after(patch, 1)
+        run(config)
+    with pytest.raises(ValueError, match=r"unfinished was made with other settings: temperature was 0.0, is 0.5"):
+        run(config, "temperature=0.5")
+    run(config, "batch=2", "drafter={drafter: prompt_lookup}")
+    monkeypatch.setattr(TargetModel, "from_pretrained", lambda *a, **k: pytest.fail("the target was loaded again"))
+    run(config, "batch=1")
+    assert "finished already: 3 of 3 dialogues" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"new.jsonl was made with other settings: seed was 0, is 1; undo that"):
+        run(config, "seed=1")
+    (tmp_path / "source.jsonl").write_text(json.dumps(dialogue(9)))
+    with pytest.raises(ValueError, match="source_digest was"):
+        run(config)
+
+
+def test_processes_share_the_work_and_the_last_one_merges(
+    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches shares that overlap or leave dialogues out, a merge before all are done, and a second merge."""
+    config = write_config(tmp_path, target_folder)
+    assert run(config, "--rank", "2", "--ranks", "3") == []
+    assert run(config, "--rank", "0", "--ranks", "3") == []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert run(config) == expected[0]
+    before = (tmp_path / "new.jsonl").stat().st_mtime_ns
+    assert run(config, "--rank", "0", "--ranks", "3") == expected[0]
+    assert (tmp_path / "new.jsonl").stat().st_mtime_ns == before
+
+
+def test_another_number_of_processes_goes_on_with_the_same_run(
+    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches work that is lost or mixed up when a run of two processes is finished by one."""
+    config = write_config(tmp_path, target_folder)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_after(patch, 2)
+        run(config, "--rank", "1", "--ranks", "2")
+    identity = json.loads((tmp_path / "new.jsonl.unfinished" / "run.json").read_text())
+    with Journal(tmp_path / "new.jsonl.unfinished", identity, 0, 2):
+        with pytest.raises(ValueError, match="with another number of ranks"):
+            run(config)
+        with pytest.raises(ValueError, match="written by another process.*own --rank"):
+            run(config, "--rank", "0", "--ranks", "2")
+    assert run(config) == expected[0]
+
+
+def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
+    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an output without its summary taken for a stranger's file, and journals deleted too early."""
+    config = write_config(tmp_path, target_folder)
+    replace_text = regenerate.replace_text
+
+    def dies(path: Path, text: str) -> None:
+        if path.suffix == ".json":
+            raise Killed
+        replace_text(path, text)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(regenerate, "replace_text", dies)
+        run(config)
+    monkeypatch.setattr(TargetModel, "from_pretrained", lambda *a, **k: pytest.fail("answered again"))
+    assert run(config) == expected[0]
+    assert facts(config)["kept"] == len(expected[0])
+
+
+def test_a_full_disk_costs_one_batch(
+    tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a bare OSError, and answers lost with it."""
+    config = write_config(tmp_path, target_folder)
+    fsync, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"disk is full.*is kept.*again to continue"):
+        patch.setattr("data_prep.answer_journal.os.fsync", full)
+        run(config)
+    assert run(config) == expected[0]
+
+
+@pytest.fixture(scope="module")
+def answers(target_folder: Path) -> Callable[..., TargetAnswers]:
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+
+    def make(**changes: Any) -> TargetAnswers:
+        writing = Writing(**{"max_new_tokens": NEW, "max_context": 256, **changes})
+        return TargetAnswers(target, make_drafter("autoregressive", target), chat, writing, 4)
+
+    return make
+
+
+def conversation(index: int, *questions: str) -> Conversation:
+    messages = [m for q in questions for m in ({"role": "user", "content": q}, {"role": "assistant", "content": "x"})]
+    return Conversation(index, Dialogue(str(index), tuple(messages)))
+
+
+def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> None:
+    """Catches the end-of-turn token in the text, blank answers kept, special tokens kept, and cut ones not counted."""
+    ours, dropping = answers(), answers(keep_truncated=False)
+    ids = ours.chat.tokenizer("Hello!", add_special_tokens=False)["input_ids"]
+    end, start = (ours.chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>"))
+    count = len(ids)
+    assert ours._turn(4, 1, [*ids, end], "") == Turn(4, 1, "Hello!", count + 1)
+    assert ours._turn(4, 1, [*ids, 1], "Hel").answer == "lo!"  # the generation config's EOS; and a lead
+    assert ours._turn(4, 1, ids, "") == Turn(4, 1, "Hello!", count, truncated=True)
+    assert dropping._turn(4, 1, ids, "") == Turn(4, 1, end="truncated")
+    assert ours._turn(4, 1, [end], "").drop == "empty_answer"
+    spaces = ours.chat.tokenizer(" \n ", add_special_tokens=False)["input_ids"]
+    assert ours._turn(4, 1, [*spaces, end], "").drop == "empty_answer"
+    assert ours._turn(4, 1, [*ids, start, end], "").drop == "special_token_in_text"
+    euro = ours.chat.tokenizer("no €", add_special_tokens=False)["input_ids"]
+    assert ours._turn(4, 1, euro[:-1], "").answer == "no "  # half a character is no text
+
+
+def test_a_dialogue_ends_where_there_is_no_room(answers: Callable[..., TargetAnswers]) -> None:
+    """Catches one long prompt that ends the whole run, and dialogues without a turn that are kept."""
+    ours = answers(max_context=60)
+    long = "why? " * 20
+    rows = [
+        conversation(0, "Hi", long),
+        conversation(1, long),
+        conversation(2, "Hi", "Ho"),
+        conversation(3, "<|im_end|>"),
+    ]
+    ours.eos = frozenset()  # random answers end anywhere
+    for batch in ours.batches(rows):
+        for turn in batch.turns:
+            rows[turn.index].take(turn)
+    assert rows[3].dropped == "special_token_in_text"
+    assert (rows[1].dropped, rows[1].ended, rows[1].result()) == ("no_room", None, None)
+    if rows[0].dropped is None:
+        assert rows[0].ended == "no_room"
+        result = rows[0].result()
+        assert result is not None and [m["role"] for m in result.messages] == ["user", "assistant"]
+
+
+def test_a_conversation_takes_each_turn_once() -> None:
+    """Catches an answer counted twice when two journals hold it, turns taken out of order, and a refusal that stays."""
+    one = conversation(0, "a", "b", "c")
+    one.take(Turn(0, 1, "too early"))
+    one.take(Turn(0, 0, "A"))
+    one.take(Turn(0, 0, "again"))
+    assert [m["content"] for m in one.history()] == ["a", "A", "b"]
+    one.take(Turn(0, 1, end="no_room"))
+    result = one.result()
+    assert one.ended == "no_room" and result is not None and [m["content"] for m in result.messages] == ["a", "A"]
+    one.take(Turn(0, 1, "too late"))
+    assert one.answers == ["A"]
+    journals = [Batch([Turn(0, 1, "B"), Turn(1, 0, drop="refused"), Turn(5, 0, "of a longer source")])]
+    journals += [Batch([Turn(0, 0, "A"), Turn(1, 0, "Z")])]
+    both = [conversation(0, "a", "b"), conversation(1, "z")]
+    replay(both, journals, retry=False)
+    assert [c.answers for c in both] == [["A", "B"], ["Z"]]
+    again = [conversation(0, "a", "b"), conversation(1, "z")]
+    replay(again, journals[:1], retry=True)
+    assert not again[1].done
+
+
+def test_groups_hold_similar_dialogues_and_do_not_depend_on_what_is_done(answers: Callable[..., TargetAnswers]) -> None:
+    """Catches one-turn dialogues that wait for ten-turn ones, and groups that change when a run goes on."""
+    rows = [conversation(index, *["q" * (index % 5 + 1)] * (1 + index % 2)) for index in range(16)]
+    groups = answers().groups(rows)
+    assert sorted(one.index for group in groups for one in group) == list(range(16))
+    assert all(len({len(one.questions) for one in group}) == 1 for group in groups)
+    rows[3].take(Turn(3, 0, "done"))
+    assert [[one.index for one in group] for group in answers().groups(rows)] == [
+        [one.index for one in group] for group in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": None}, "give either target .* or endpoint"),
+        ({"endpoint": {"url": "http://localhost:1/v1", "model": "m"}}, "give either target .* or endpoint"),
+        ({"drafter": {"drafter": "mjsd", "draft_model": "x"}}, "'mjsd' is lossy"),
+        ({"drafter": {"drafter": "eagel"}}, "did you mean 'eagle'"),
+        ({"drafter": {"drafter": "eagle", "checkpoint": "."}}, "config.json"),
+        ({"drafter": {"drafter": "prompt_lookup", "gama": 3}}, "gama"),
+        ({"max_new_tokens": 256}, "max_new_tokens is 256, but .* was made for 256 tokens"),
+        ({"max_context": 512}, "max_context is 512, but .* was made for 256 tokens"),
+        ({"max_context": 8}, "leaves no room for a prompt"),
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"top_p": 0}, "top_p must be in"),
+        ({"source": "nothing.jsonl"}, "no data file at nothing.jsonl"),
+        ({"truncated": "cut"}, "truncated: .*'keep' or 'drop'"),
+        ({"device": "cuda"}, "no GPU is visible"),
+        ({"targt": "x"}, "did you mean 'target'"),
+    ],
+)
+def test_bad_configs_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches mistakes that end in a stack trace, or only after the work was done."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        run(write_config(tmp_path, target_folder, **changes))
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_a_drafter_of_shorter_context_is_refused(
+    tmp_path: Path, target_folder: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Catches dialogues that end earlier with a drafter than without one."""
+    short = tiny_checkpoint("llama", seed=2, vocab_size=VOCAB, max_position_embeddings=128)
+    drafter = {"drafter": "speculative", "draft_model": str(short)}
+    with pytest.raises(ValueError, match="max_context is 256, but drafter 'speculative' was made for 128 tokens"):
+        run(write_config(tmp_path, target_folder, drafter=drafter))
+    assert run(write_config(tmp_path, target_folder, drafter=drafter, max_context=128))
+
+
+def test_files_in_the_way_are_refused(tmp_path: Path, target_folder: Path) -> None:
+    """Catches somebody's file, or the source itself, overwritten; and ranks that do not exist."""
+    config = write_config(tmp_path, target_folder)
+    (tmp_path / "new.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="was not written by this program"):
+        run(config)
+    assert (tmp_path / "new.jsonl").read_text() == "mine"
+    with pytest.raises(ValueError, match="is the source"):
+        run(config, f"out={tmp_path / 'source.jsonl'}")
+    with pytest.raises(ValueError, match="is a folder"):
+        run(config, f"out={tmp_path}")
+    with pytest.raises(ValueError, match="rank 2 of 2: ranks count from 0 to 1"):
+        run(config, "--rank", "2", "--ranks", "2")
+    with pytest.raises(ValueError, match="belong together"):
+        run(config, "--rank", "1")
+
+
+def test_no_dialogue_left_is_an_error(tmp_path: Path, target_folder: Path) -> None:
+    """Catches an empty training set that is found only by the next program."""
+    with pytest.raises(ValueError, match="no dialogue is left: 0 of 7 dialogues.*no_room 7"):
+        run(write_config(tmp_path, target_folder, max_context=12))
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/regenerate/*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    """Catches a key of a shipped config that the schema no longer knows."""
+    config = load_config(regenerate.RegenerateConfig, path)
+    assert (config.target is None) != (config.endpoint is None)

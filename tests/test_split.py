@@ -1,0 +1,177 @@
+"""python -m data_prep.split: nothing lost, nothing on both sides, nobody's file overwritten."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import split as program
+from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
+from data_prep.split import main, split
+
+
+def one(index: int, question: str | None = None) -> Dialogue:
+    """A dialogue of one turn; its question is its own unless given."""
+    question = question or f"question {index}?"
+    return Dialogue(
+        f"d{index}", ({"role": "user", "content": question}, {"role": "assistant", "content": f"answer {index}"})
+    )
+
+
+def records(count: int) -> list[dict[str, Any]]:
+    """One to three turns; some with a system message, some with a category."""
+    made = []
+    for index in range(count):
+        system = [{"from": "system", "value": "Be brief.\n"}] if index % 3 == 0 else []
+        turns = [
+            {"from": role, "value": f" {role} {index}.{turn} \u20ac "}
+            for turn in range(1 + index % 3)
+            for role in ("human", "gpt")
+        ]
+        category = {"category": f"kind {index % 2}"} if index % 4 else {}
+        made.append({"id": f"d{index}", **category, "conversations": [*system, *turns]})
+    return made
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(source: Path, out: Path, heldout: int = 3, *more: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    main([str(source), "--out", str(out), "--heldout", str(heldout), *more])
+    return read(out / "train.jsonl"), read(out / "heldout.jsonl")
+
+
+def test_every_usable_record_is_on_one_side_as_it_was(tmp_path: Path) -> None:
+    """Catches lost dialogues, a changed order or text, and lost turns, system messages, categories or ids."""
+    rows = records(20)
+    source = write(tmp_path / "all.jsonl", [{"id": "bad"}, *rows, {"conversations": []}])
+    train, heldout = run(source, tmp_path / "out")
+    assert len(heldout) == 3
+    both = {row["id"]: row for row in [*train, *heldout]}
+    assert len(both) == len(train) + len(heldout) and [both[row["id"]] for row in rows] == rows
+    order = [row["id"] for row in rows]
+    for part in (train, heldout):
+        assert sorted(part, key=lambda row: order.index(row["id"])) == part
+    facts = json.loads((tmp_path / "out" / "split.json").read_text())
+    assert facts["dropped"] == {"no_conversations": 1, "empty_dialogue": 1}
+    assert (facts["train"], facts["heldout"], facts["seed"]) == (17, 3, 0)
+    counts = ReadCounts()
+    assert len(list(read_dialogues(tmp_path / "out" / "heldout.jsonl", counts))) == 3 and not counts.dropped
+
+
+def test_the_same_question_is_never_on_both_sides() -> None:
+    """Catches a drafter tested on questions that it was trained on, written with other spaces or capitals."""
+    asked = [f"What is {number}?" for number in range(8)]
+    variants = [asked, [f"  {question.upper()}\n" for question in asked], [q.replace(" ", "  ") for q in asked]]
+    dialogues = [one(index, question) for index, question in enumerate(q for variant in variants for q in variant)]
+    for seed in range(10):
+        train, heldout = split(dialogues, 4, seed)
+        sides = [{" ".join(d.messages[0]["content"].lower().split()) for d in part} for part in (train, heldout)]
+        assert not sides[0] & sides[1]
+        assert len(heldout) == 6 and len(train) == 18  # whole groups of three
+
+
+def test_a_system_message_is_no_question() -> None:
+    """Catches a corpus that is one single group because all dialogues share their system message."""
+    system = {"role": "system", "content": "You are helpful."}
+    dialogues = [Dialogue(f"d{i}", (system, *one(i).messages)) for i in range(10)]
+    assert len(split(dialogues, 2, 0)[1]) == 2
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    """Catches a choice that depends on hash salting or on Python"s version, or that ignores the seed."""
+    dialogues = [one(index) for index in range(30)]
+    chosen = [[d.id for d in split(dialogues, 4, seed)[1]] for seed in (0, 1, 2)]
+    assert chosen[0] == ["d3", "d10", "d17", "d18"]
+    assert chosen[0] != chosen[1] != chosen[2] != chosen[0]
+
+
+def test_too_many_held_out_is_an_error(tmp_path: Path) -> None:
+    """Catches an empty training set, also where it is a shared question that takes everything."""
+    source = write(tmp_path / "all.jsonl", records(5))
+    with pytest.raises(ValueError, match=r"--heldout 5 takes all of the 5 usable dialogues \(5 different first"):
+        run(source, tmp_path / "out", 5)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="takes all of the 4 .*1 different first"):
+        split([one(index, "hi") for index in range(4)], 1, 0)
+    train, heldout = run(source, tmp_path / "out", 4)
+    assert (len(train), len(heldout)) == (1, 4)
+    with pytest.raises(ValueError, match="--heldout must be at least 1, found 0"):
+        run(source, tmp_path / "none", 0)
+
+
+def test_bad_paths_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stack trace for a misspelt source, or a folder made for nothing."""
+    with pytest.raises(ValueError, match="no data file at .*nothing.json"):
+        run(tmp_path / "nothing.json", tmp_path / "out")
+    source = write(tmp_path / "all.jsonl", records(5))
+    with pytest.raises(ValueError, match=r"all.jsonl is a file; give a folder"):
+        run(source, source)
+    empty = write(tmp_path / "empty.jsonl", [{"id": "bad"}])
+    with pytest.raises(ValueError, match="none of 1 records is a usable dialogue"):
+        run(empty, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(sys, "argv", ["split", str(tmp_path / "no.json"), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="^error: no data file at"):
+        program.program()
+
+
+def test_nobodys_data_is_overwritten(tmp_path: Path) -> None:
+    """Catches the source replaced by a part of itself, a corpus replaced, and two splits mixed in one folder."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    source = write(corpus / "train.jsonl", records(10))
+    before = source.read_bytes()
+    with pytest.raises(ValueError, match="would overwrite the source"):
+        run(source, corpus)
+    other = write(tmp_path / "other.jsonl", records(12))
+    with pytest.raises(ValueError, match=r"holds a train.jsonl that no split has made"):
+        run(other, corpus)
+    assert source.read_bytes() == before
+    out = tmp_path / "out"
+    first = run(source, out)
+    assert run(source, out) == first
+    with pytest.raises(ValueError, match="another split: seed was 0, is 1; give another folder"):
+        run(source, out, 3, "--seed", "1")
+    with pytest.raises(ValueError, match="another split: source_digest was"):
+        run(other, out)
+    with pytest.raises(ValueError, match="another split: wanted was 3, is 4"):
+        run(source, out, 4)
+    assert (read(out / "train.jsonl"), read(out / "heldout.jsonl")) == first
+    (out / "split.json").write_text("{")
+    with pytest.raises(ValueError, match=r"split.json is not what this program writes"):
+        run(source, out)
+
+
+def test_a_killed_run_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a half-written split that the next run takes for somebody's data, or leaves as it is."""
+    source = write(tmp_path / "all.jsonl", records(10))
+    replace_text = program.replace_text
+
+    def dies(path: Path, text: str) -> None:
+        if path.name == "heldout.jsonl":
+            raise KeyboardInterrupt
+        replace_text(path, text)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(program, "replace_text", dies)
+        run(source, tmp_path / "out")
+    train, heldout = run(source, tmp_path / "out")
+    assert (len(train), len(heldout)) == (7, 3)
+
+
+def test_gzipped_sources_are_read(tmp_path: Path) -> None:
+    """Catches a format that the other programs read and this one does not."""
+    source = tmp_path / "all.json.gz"
+    source.write_bytes(gzip.compress(json.dumps(records(6)).encode()))
+    train, heldout = run(source, tmp_path / "out", 2)
+    assert len(train) == 4 and len(heldout) == 2
