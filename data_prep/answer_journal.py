@@ -5,14 +5,12 @@ While a run lasts, ``<out>.unfinished/`` holds ``run.json`` (what the answers de
 usable ones of the source; the journals of all processes together say where each stands.
 """
 
-import contextlib
 import dataclasses
 import errno
 import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +19,9 @@ from typing import IO, Any
 from drafters.provenance import replace_text
 
 from .dialogues import Dialogue, Message
+from .store_lock import folder_lock
 
-RUN_FILE, LOCK = "run.json", ".lock"
+RUN_FILE = "run.json"
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
 RETRIED = frozenset({"refused", "bad_reply"})
 
@@ -145,7 +144,7 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder):
+        with folder_lock(self.folder):
             run, journals = self.folder / RUN_FILE, list(self.folder.glob("rank-*.jsonl"))
             begun = any(path.stat().st_size or _is_locked(path) for path in journals)
             if run.is_file() and begun:
@@ -229,14 +228,6 @@ def check_identity(place: Path, before: dict[str, Any], now: dict[str, Any]) -> 
         raise ValueError(
             f"{place} was made with other settings: {'; '.join(changed)}; undo that, give another `out`, or delete it"
         )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Waits for the folder's lock; the kernel frees that of a process that died."""
-    with (folder / LOCK).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _is_locked(path: Path) -> bool:

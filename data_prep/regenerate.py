@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 import sys
 from collections import Counter
@@ -32,17 +31,28 @@ from drafters.decoding.frozen import load_frozen_ends
 from drafters.decoding.model_files import load_config_only
 from drafters.provenance import git_commit, library_versions, replace_text
 
-from .answer_journal import Batch, Conversation, Journal, check_identity, locked, read_journals, replay
+from .answer_journal import Batch, Conversation, Journal, check_identity, read_journals, replay
 from .dialogues import ReadCounts, check_source, read_dialogues, source_digest
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers, EndpointConfig
 from .loss_mask import ChatTokenizer
+from .ranks import Rank, find_rank
 from .split import record
+from .store_lock import folder_lock
 from .target_answers import TargetAnswers, Writing
 
-# A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from.
-FREE_ON_RESUME = {"source", "out", "device", "batch", "drafter", "endpoint"}  # of the source, its digest counts
-OF_A_TARGET = {"revision", "dtype", "device", "chat_template", "drafter", "batch", "max_context"}
+# A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from. (Of
+# the source, its digest counts.)
+FREE_ON_RESUME = {
+    "source",
+    "out",
+    "device",
+    "device_map",
+    "batch",
+    "drafter",
+    "endpoint",
+}  # of the source, its digest counts
+OF_A_TARGET = {"revision", "dtype", "device", "device_map", "chat_template", "drafter", "batch", "max_context"}
 
 
 class DrafterOptions(Config):
@@ -85,7 +95,8 @@ class RegenerateConfig(Config):
     # The rest is for a target.
     revision: str | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    device: str | None = None  # default: cuda if there is one (under torchrun the process's own), else cpu
+    device: str | None = None  # default: cuda if there is one (under a launcher the process's own), else cpu
+    device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
     chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
     drafter: DrafterOptions | None = None  # for example {drafter: eagle, checkpoint: ..., tree: chain}; default: none
     batch: int = Field(8, ge=1)  # dialogues at once; less where the drafter decodes fewer
@@ -109,7 +120,7 @@ class RegenerateConfig(Config):
 
 def main(arguments: list[str] | None = None) -> None:
     """Regenerate the answers of a config's source."""
-    config, rank, ranks = _parse(arguments)
+    config, rank = _parse(arguments)
     check_files(config)
     chat = None
     if config.target is not None:
@@ -122,13 +133,13 @@ def main(arguments: list[str] | None = None) -> None:
     conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]
     print(f"{config.source}: {counts.describe()}")
     folder = unfinished(config)
-    with Journal(folder, identity, rank, ranks) as journal:
+    with Journal(folder, identity, rank.index, rank.count) as journal:
         if report_finished(config, identity):  # by another process, meanwhile
             return
         replay(conversations, read_journals(folder), retry=config.endpoint is not None)
-        own = conversations[rank::ranks]
+        own = conversations[rank.index :: rank.count]
         if any(not conversation.done for conversation in own):
-            answer_all(config, chat, own, journal)
+            answer_all(config, chat, own, journal, rank)
     merge(config, identity, counts, conversations)
 
 
@@ -203,9 +214,11 @@ def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
     return True
 
 
-def answer_all(config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: Journal) -> None:
+def answer_all(
+    config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: Journal, rank: Rank
+) -> None:
     """Answer what is open of one process's share, and write it down batch by batch."""
-    answers = open_answers(config, chat)
+    answers = open_answers(config, chat, rank)
     by_index = {conversation.index: conversation for conversation in own}
     done = sum(conversation.done for conversation in own)
     with tqdm(desc="regenerating", total=len(own), initial=done, unit=" dialogues", mininterval=1.0) as progress:
@@ -220,7 +233,7 @@ def answer_all(config: RegenerateConfig, chat: ChatTokenizer | None, own: list[C
             progress.set_postfix_str(f"{tokens / max(elapsed, 1e-9):,.0f} tokens/s", refresh=False)
 
 
-def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None) -> TargetAnswers | EndpointAnswers:
+def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Rank) -> TargetAnswers | EndpointAnswers:
     """The target with its drafter, loaded; or the endpoint, found to answer.
 
     Raises:
@@ -240,20 +253,14 @@ def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None) -> Target
         endpoint.check()
         return endpoint
     assert config.target is not None and chat is not None
-    target = TargetModel.from_pretrained(config.target, config.dtype, config.device or _device(), config.revision)
+    device = None if config.device_map is not None else rank.device(config.device)
+    where = config.target, config.dtype, device, config.revision
+    target = TargetModel.from_pretrained(*where, device_map=config.device_map)
     options = dict(config.drafter.model_extra or {}) if config.drafter else {}
     drafter = make_drafter(config.drafter.drafter if config.drafter else "autoregressive", target, **options)
     if not config.max_context:
         writing = dataclasses.replace(writing, max_context=target.max_context)
     return TargetAnswers(target, drafter, chat, writing, config.batch)
-
-
-def _device() -> str | None:
-    """Under torchrun, a GPU for each process; else whatever TargetModel takes by itself."""
-    local = os.environ.get("LOCAL_RANK")
-    if local is None or not torch.cuda.is_available():
-        return None
-    return f"cuda:{int(local) % torch.cuda.device_count()}"
 
 
 def merge(
@@ -266,7 +273,7 @@ def merge(
     """
     folder = unfinished(config)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with folder_lock(folder):
         if sidecar(config).is_file() and Path(config.out).is_file():
             shutil.rmtree(folder, ignore_errors=True)
             return
@@ -334,23 +341,17 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, int, int]:
+def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, Rank]:
     parser = argparse.ArgumentParser(
         prog="python -m data_prep.regenerate", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--config", required=True, help="YAML file, see configs/regenerate/")
     parser.add_argument("--rank", type=int, help="which of the processes that share the work this is, from 0")
-    parser.add_argument("--ranks", type=int, help="how many share it (default: RANK and WORLD_SIZE, else one)")
+    parser.add_argument("--ranks", type=int, help="how many share it (default: as the launcher says, else one)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 batch=32")
     parsed = parser.parse_args(arguments)
-    rank, ranks = parsed.rank, parsed.ranks
-    if (rank is None) != (ranks is None):
-        raise ValueError("--rank and --ranks belong together: --rank 0 --ranks 2")
-    if rank is None:
-        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
-    return load_config(RegenerateConfig, parsed.config, parsed.overrides), rank, ranks
+    rank = find_rank(parsed.rank, parsed.ranks)
+    return load_config(RegenerateConfig, parsed.config, parsed.overrides), rank
 
 
 def program() -> None:

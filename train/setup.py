@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
-from data_prep.store import MANIFEST, FeatureStore, StoreManifest
+from data_prep.manifest import MANIFEST, StoreManifest
+from data_prep.store import FeatureStore
 from drafters.checkpoint import make_config
 from drafters.config import load_config
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
