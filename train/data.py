@@ -1,4 +1,4 @@
-"""Feature store -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
+"""Dialogues -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
 
 A global batch is a run of dialogues of the epoch's shuffle that fits ``batch_tokens``. It is dealt to
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
@@ -7,6 +7,7 @@ attending only to itself and counting its positions from 0. Short rows keep atte
 leaves little padding.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data_prep.store import FeatureStore
+from data_prep.store import FeatureStore, StoredDialogue, StoreManifest
 
 
 class Span(NamedTuple):
@@ -58,10 +59,7 @@ class Batch:
         """bool ``[R, 1, L, L]``: causal within each dialogue; None where plain causal attention does the same."""
         if all(span.start == 0 for span in self.spans):
             return None  # one dialogue a row, padding only on the right, where no dialogue looks
-        length = self.segments.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.segments.device).tril()
-        same = self.segments[:, :, None] == self.segments[:, None, :]  # padding sees padding: no empty row, no NaN
-        return (same & causal).unsqueeze(1)
+        return dialogue_mask(self.segments).unsqueeze(1)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """Copy to ``device``, the floating point tensors as ``dtype``."""
@@ -74,6 +72,47 @@ class Batch:
             position_ids=self.position_ids.to(device, non_blocking=True),
             segments=self.segments.to(device, non_blocking=True),
         )
+
+
+class LiveFeatures(ABC):
+    """Dialogues whose features are on no disk: read like a FeatureStore, they come without them (``[T, 0]``).
+
+    ``complete`` computes the features of a packed batch as a whole, where the target is.
+    """
+
+    manifest: StoreManifest
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Tensor:
+        """Tokens of each dialogue, int64 [dialogues]."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Dialogues."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> StoredDialogue:
+        """Tokens and mask of a dialogue."""
+
+    @abstractmethod
+    def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
+        """``batch`` with its features and ``taps``, on the target's device."""
+
+
+Source = FeatureStore | LiveFeatures
+
+
+def complete(store: Source, batch: Batch, taps: tuple[int, ...]) -> Batch:
+    """``batch`` with its features: they are there already unless the source computes them."""
+    return store.complete(batch, taps) if isinstance(store, LiveFeatures) else batch
+
+
+def dialogue_mask(segments: Tensor) -> Tensor:
+    """bool ``[R, L, L]`` from segments ``[R, L]``: causal within each dialogue. Padding sees padding: no NaN."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, :, None] == segments[:, None, :]) & causal
 
 
 def shift(values: Tensor, by: int, segments: Tensor) -> Tensor:
@@ -100,20 +139,28 @@ def pack(lengths: list[int]) -> list[list[int]]:
     return rows
 
 
-def collate(store: FeatureStore, dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
-    """Read dialogues from the store into one packed batch. ``taps``: the layers wanted of what the store holds."""
+def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), pin: bool = False) -> Batch:
+    """Read dialogues from the store into one packed batch; ``complete`` may have to add the features.
+
+    ``taps``: the layers wanted of what the store holds. ``pin``: into page-locked memory, which a GPU fetches from
+    while the host goes on.
+    """
     items = [store[index] for index in dialogues]
     lengths = [len(item.input_ids) for item in items]
     rows, length = pack(lengths), max(lengths)
     shape = (len(rows), length)
-    hidden = items[0].features.shape[-1]
+    hidden, dtype = items[0].features.shape[-1], items[0].features.dtype
+
+    def states() -> Tensor:
+        return torch.zeros(*shape, hidden, dtype=dtype, pin_memory=pin and hidden > 0)
+
     batch = Batch(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        features=torch.zeros(*shape, hidden, dtype=items[0].features.dtype),
-        taps={layer: torch.zeros(*shape, hidden, dtype=items[0].features.dtype) for layer in taps},
-        position_ids=torch.zeros(shape, dtype=torch.int64),
-        segments=torch.full(shape, -1, dtype=torch.int64),
+        input_ids=torch.zeros(shape, dtype=torch.int64, pin_memory=pin),
+        loss_mask=torch.zeros(shape, dtype=torch.bool, pin_memory=pin),
+        features=states(),
+        taps={layer: states() for layer in taps},
+        position_ids=torch.zeros(shape, dtype=torch.int64, pin_memory=pin),
+        segments=torch.full(shape, -1, dtype=torch.int64, pin_memory=pin),
         spans=[],
     )
     for row, members in enumerate(rows):
@@ -133,15 +180,15 @@ def collate(store: FeatureStore, dialogues: list[int], taps: tuple[int, ...] = (
 
 
 def collate_or_stand_in(
-    store: FeatureStore, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = ()
+    store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = (), pin: bool = False
 ) -> Batch:
     """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
 
     A rank without work still has to take part in the collectives, and must add nothing to the sums.
     """
     if hand:
-        return collate(store, hand, taps)
-    batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
+        return collate(store, hand, taps, pin)
+    batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps, pin)
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
 
 
@@ -202,25 +249,27 @@ class TrainData:
     """Endless optimiser steps over a store.
 
     Args:
-        store: the training features.
+        store: the training features, or dialogues whose features are computed.
         taps: layers whose hidden states are wanted beside the features.
         batch_tokens: tokens of a global batch.
         micro_batches: micro-batches a rank takes per step.
         rank, ranks: this process and how many there are.
+        pin: read into page-locked memory, for a GPU.
     """
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: Source,
         taps: tuple[int, ...],
         batch_tokens: int,
         micro_batches: int = 1,
         seed: int = 0,
         rank: int = 0,
         ranks: int = 1,
+        pin: bool = False,
     ) -> None:
         self.store, self.taps, self.batch_tokens, self.seed = store, taps, batch_tokens, seed
-        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+        self.micro_batches, self.rank, self.ranks, self.pin = micro_batches, rank, ranks, pin
         self.lengths: list[int] = store.lengths.tolist()
 
     def epoch(self, number: int) -> list[list[int]]:
@@ -232,13 +281,19 @@ class TrainData:
         return sum(len(self.epoch(number)) for number in range(epochs))
 
     def steps(self, position: Position) -> Generator[StepData, None, None]:
-        """Steps from ``position`` on; the next one is read by a thread while the current one is trained on."""
+        """Steps from ``position`` on; the next one is read by a thread while the current one is trained on.
+
+        Features that a target computes are computed here, in the caller's thread: target and head share the device, so
+        that side by side neither would be faster, and a step's memory would be needed twice.
+        """
         with ThreadPoolExecutor(1) as reader:
             plan = self._plan(position)
             waiting = reader.submit(self._read, *next(plan))
             while True:
                 current, waiting = waiting, reader.submit(self._read, *next(plan))
-                yield current.result()
+                data = current.result()
+                data.batches = [complete(self.store, batch, self.taps) for batch in data.batches]
+                yield data
 
     def _plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
         epoch, start = position.epoch, position.batch
@@ -252,5 +307,5 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
         mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
-        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps) for hand in mine]
+        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, self.pin) for hand in mine]
         return StepData(batches, epoch, following)
