@@ -149,8 +149,8 @@ def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], stor
         batch = live.complete(collate(live, chosen, (tiny_run.TAP,)), (tiny_run.TAP,))
         assert torch.equal(batch.input_ids, expected.input_ids)
         assert torch.equal(batch.loss_mask, expected.loss_mask)
-        torch.testing.assert_close(batch.features, expected.features, rtol=1e-5, atol=5e-5)
-        torch.testing.assert_close(batch.taps[tiny_run.TAP], expected.taps[tiny_run.TAP], rtol=1e-5, atol=5e-5)
+        torch.testing.assert_close(batch.features, expected.features, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(batch.taps[tiny_run.TAP], expected.taps[tiny_run.TAP], rtol=1e-4, atol=1e-4)
         assert not batch.features.requires_grad and not batch.features.is_inference()
 
 
