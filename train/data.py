@@ -61,6 +61,18 @@ class Batch:
             return None  # one dialogue a row, padding only on the right, where no dialogue looks
         return dialogue_mask(self.segments).unsqueeze(1)
 
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            loss_mask=self.loss_mask.pin_memory(),
+            features=self.features.pin_memory() if self.features.numel() else self.features,
+            taps={layer: tap.pin_memory() if tap.numel() else tap for layer, tap in self.taps.items()},
+            position_ids=self.position_ids.pin_memory(),
+            segments=self.segments.pin_memory(),
+        )
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """Copy to ``device``, the floating point tensors as ``dtype``."""
         return replace(
@@ -139,28 +151,23 @@ def pack(lengths: list[int]) -> list[list[int]]:
     return rows
 
 
-def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), pin: bool = False) -> Batch:
+def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
     """Read dialogues from the store into one packed batch; ``complete`` may have to add the features.
 
-    ``taps``: the layers wanted of what the store holds. ``pin``: into page-locked memory, which a GPU fetches from
-    while the host goes on.
+    ``taps``: the layers wanted of what the store holds.
     """
     items = [store[index] for index in dialogues]
     lengths = [len(item.input_ids) for item in items]
     rows, length = pack(lengths), max(lengths)
     shape = (len(rows), length)
-    hidden, dtype = items[0].features.shape[-1], items[0].features.dtype
-
-    def states() -> Tensor:
-        return torch.zeros(*shape, hidden, dtype=dtype, pin_memory=pin and hidden > 0)
-
+    hidden = items[0].features.shape[-1]
     batch = Batch(
-        input_ids=torch.zeros(shape, dtype=torch.int64, pin_memory=pin),
-        loss_mask=torch.zeros(shape, dtype=torch.bool, pin_memory=pin),
-        features=states(),
-        taps={layer: states() for layer in taps},
-        position_ids=torch.zeros(shape, dtype=torch.int64, pin_memory=pin),
-        segments=torch.full(shape, -1, dtype=torch.int64, pin_memory=pin),
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        features=torch.zeros(*shape, hidden, dtype=items[0].features.dtype),
+        taps={layer: torch.zeros(*shape, hidden, dtype=items[0].features.dtype) for layer in taps},
+        position_ids=torch.zeros(shape, dtype=torch.int64),
+        segments=torch.full(shape, -1, dtype=torch.int64),
         spans=[],
     )
     for row, members in enumerate(rows):
@@ -179,16 +186,14 @@ def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), pin
     return batch
 
 
-def collate_or_stand_in(
-    store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = (), pin: bool = False
-) -> Batch:
+def collate_or_stand_in(store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
     """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
 
     A rank without work still has to take part in the collectives, and must add nothing to the sums.
     """
     if hand:
-        return collate(store, hand, taps, pin)
-    batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps, pin)
+        return collate(store, hand, taps)
+    batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
 
 
@@ -254,7 +259,7 @@ class TrainData:
         batch_tokens: tokens of a global batch.
         micro_batches: micro-batches a rank takes per step.
         rank, ranks: this process and how many there are.
-        pin: read into page-locked memory, for a GPU.
+        pin: the reader copies into page-locked memory, which a GPU fetches from while the host goes on.
     """
 
     def __init__(
@@ -307,5 +312,5 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
         mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
-        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, self.pin) for hand in mine]
-        return StepData(batches, epoch, following)
+        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps) for hand in mine]
+        return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)
