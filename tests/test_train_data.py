@@ -9,6 +9,7 @@ import torch
 
 from data_prep.store import FeatureStore
 from drafters import TargetModel
+from train.attention import Dialogues
 from train.data import Position, TrainData, collate, collate_or_stand_in, deal, epoch_batches, pack, shift
 
 LENGTHS = tiny_run.LENGTHS["train"]
@@ -61,6 +62,23 @@ def test_attention_stays_within_a_dialogue(store: FeatureStore) -> None:
             assert seen == same
             assert seen
     assert collate(store, [3, 5]).attention_mask() is None  # one dialogue a row: plain causal is the same
+
+
+def test_training_rows_have_no_padding(store: FeatureStore) -> None:
+    """Dialogues lost on the way into one row, or attention that is given other borders than theirs."""
+    chosen = [3, 0, 1, 2, 6]
+    batch = collate(store, chosen, one_row=True)
+    assert batch.input_ids.shape == (1, batch.tokens)
+    assert batch.attention() == Dialogues([[LENGTHS[index] for index in chosen]])
+    rows = collate(store, chosen)
+    attention = rows.attention()
+    assert isinstance(attention, Dialogues)
+    for number, lengths in enumerate(attention.lengths):
+        _, counts = rows.segments[number][rows.segments[number] >= 0].unique_consecutive(return_counts=True)
+        assert lengths == counts.tolist()
+    stream = TrainData(store, (), 64).steps(Position())
+    assert all(batch.input_ids.numel() == batch.tokens for batch in next(stream).batches)
+    stream.close()
 
 
 def test_shift_stops_at_borders() -> None:

@@ -2,9 +2,10 @@
 
 A global batch is a run of dialogues of the epoch's shuffle that fits ``batch_tokens``. It is dealt to
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
-ranks there are. A micro-batch is packed: rows as long as its longest dialogue, shorter dialogues sharing a row, each
-attending only to itself and counting its positions from 0. Short rows keep attention's square small, and sharing them
-leaves little padding.
+ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
+To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/attention.py). Where a
+mask is needed (held-out chains), rows are as long as the longest dialogue and shorter ones share a row, which keeps the
+mask's square small.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from data_prep.store import FeatureStore, StoredDialogue, StoreManifest
+from train.attention import Dialogues
 
 
 class Span(NamedTuple):
@@ -60,6 +62,15 @@ class Batch:
         if all(span.start == 0 for span in self.spans):
             return None  # one dialogue a row, padding only on the right, where no dialogue looks
         return dialogue_mask(self.segments).unsqueeze(1)
+
+    def attention(self) -> Dialogues | Tensor | None:
+        """What ``attention_mask`` says, for a head with ``use_dialogue_attention``."""
+        if not self.spans:
+            return self.attention_mask()
+        lengths: list[list[int]] = [[] for _ in range(len(self.segments))]
+        for span in self.spans:  # of a row in order, from its beginning
+            lengths[span.row].append(span.length)
+        return Dialogues(lengths)
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory."""
@@ -151,14 +162,14 @@ def pack(lengths: list[int]) -> list[list[int]]:
     return rows
 
 
-def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
+def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False) -> Batch:
     """Read dialogues from the store into one packed batch; ``complete`` may have to add the features.
 
-    ``taps``: the layers wanted of what the store holds.
+    ``taps``: the layers wanted of what the store holds. ``one_row``: a single row, without padding.
     """
     items = [store[index] for index in dialogues]
     lengths = [len(item.input_ids) for item in items]
-    rows, length = pack(lengths), max(lengths)
+    rows, length = ([list(range(len(items)))], sum(lengths)) if one_row else (pack(lengths), max(lengths))
     shape = (len(rows), length)
     hidden = items[0].features.shape[-1]
     batch = Batch(
@@ -186,13 +197,15 @@ def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = ()) -> 
     return batch
 
 
-def collate_or_stand_in(store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
+def collate_or_stand_in(
+    store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False
+) -> Batch:
     """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
 
     A rank without work still has to take part in the collectives, and must add nothing to the sums.
     """
     if hand:
-        return collate(store, hand, taps)
+        return collate(store, hand, taps, one_row)
     batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
 
@@ -312,5 +325,5 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
         mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
-        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps) for hand in mine]
+        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, one_row=True) for hand in mine]
         return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

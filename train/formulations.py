@@ -203,7 +203,7 @@ def from_shape(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
         raise ValueError(f"gradient_accumulation: {accumulation} is more than some batch has dialogues")
     hands = [deal(batch, lengths, accumulation) for batch in plan]
     ready = {
-        "ours": [[_pinned(collate(store, hand, task.taps), device) for hand in step] for step in hands],  # type: ignore[arg-type]
+        "ours": [[_pinned(collate(store, hand, task.taps, one_row=True), device) for hand in step] for step in hands],  # type: ignore[arg-type]
         "plain": [[_pinned(pad([(i, store[i]) for i in hand]), device) for hand in step] for step in hands],
     }
     peak = arguments.peak_tflops or peak_tflops(device)

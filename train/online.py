@@ -1,8 +1,8 @@
 """Features computed by the target while a drafter trains: no store, no disk.
 
 The dialogues are those that data_prep.features would store, in the same order: the same reader, tokenizer, mask and
-checks. A packed micro-batch goes through the target as it is, each dialogue attending only to itself, so its features
-come out where the drafter's step needs them and stay on the device.
+checks. A micro-batch's dialogues go through the target together, packed into rows as long as the longest of them, and
+their features stay on the device.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data_prep.encoding import EncodedSplit, encode_split, load_tokenizer
@@ -21,7 +22,7 @@ from drafters.config import validate
 from drafters.decoding.model_files import resolve_dtype
 from drafters.decoding.target import FeatureOutput, TargetModel
 from train.config import OnlineData, TrainConfig
-from train.data import Batch, LiveFeatures, dialogue_mask
+from train.data import Batch, LiveFeatures, Span, dialogue_mask, pack
 
 States = dict[int | None, Tensor]  # None: the features; else the hidden states after so many layers
 
@@ -77,56 +78,79 @@ class OnlineFeatures(LiveFeatures):
         loss mask: a store would have left it out.
         """
         target = self._loaded()
-        ids, segments = (each.to(target.device, non_blocking=True) for each in (batch.input_ids, batch.segments))
-        positions = batch.position_ids.to(target.device, non_blocking=True)
-        states: States = {}
-        shared = {span.row for span in batch.spans if span.start}
-        alone = [row for row in range(len(ids)) if row not in shared]
-        at_once = max(1, self.batch_tokens // ids.shape[1])
-        for kind in (alone, sorted(shared)):
-            for first in range(0, len(kind), at_once):
-                rows = torch.tensor(kind[first : first + at_once], device=target.device)
-                if kind is alone:  # padding only on the right: plain causal attention needs no mask
-                    output = target.features(ids[rows], taps=taps)
-                else:
-                    see = dialogue_mask(segments[rows])
-                    output = target.run(ids[rows], None, see=see, depths=positions[rows], taps=taps)
-                for key, value in _states(output):
-                    if key not in states:
-                        states[key] = value.new_zeros(*ids.shape, value.shape[-1], device=target.device)
-                    states[key][rows] = value.to(target.device)
-        for value in states.values():
-            value[segments < 0] = 0
-        finite = torch.stack([value.isfinite().all(-1).all(-1) for value in states.values()]).all(0)
-        bad = [row for row, fine in enumerate(finite.tolist()) if not fine]
-        loss_mask = self._leave_out(batch, bad, states, taps) if bad else batch.loss_mask
+        shape = (*batch.input_ids.shape, target.hidden_size)
+        dtype = resolve_dtype(self.manifest.dtype)
+        keys: list[int | None] = [None, *taps]
+        states = {key: torch.zeros(shape, dtype=dtype, device=target.device) for key in keys}
+        places = self._places(batch)
+        rows = pack([span.length for span in places])
+        rows.sort(key=len)  # those of one dialogue first: causal attention does for them what a mask would
+        length = max(span.length for span in places)
+        alone = sum(len(row) == 1 for row in rows)
+        at_once = max(1, self.batch_tokens // length)
+        for begin, end in ((0, alone), (alone, len(rows))):
+            for first in range(begin, end, at_once):
+                members = [[places[index] for index in row] for row in rows[first : min(first + at_once, end)]]
+                self._forward(batch, members, states, masked=begin == alone)
+        bad = torch.stack([~states[key].isfinite().all(-1) for key in keys]).any(0).any()
+        loss_mask = self._leave_out(batch, places, states) if bool(bad) else batch.loss_mask
         tapped = {layer: states[layer] for layer in taps}
         return Batch(batch.input_ids, loss_mask, states[None], tapped, batch.position_ids, batch.segments, batch.spans)
 
-    def _leave_out(self, batch: Batch, rows: list[int], states: States, taps: tuple[int, ...]) -> Tensor:
-        """Run the dialogues of ``rows`` again one by one, since NaN spreads along a row; the loss mask without the bad.
+    @staticmethod
+    def _places(batch: Batch) -> list[Span]:
+        """Where the dialogues lie; a stand-in's, which counts as none, is the whole of its batch."""
+        return batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
+
+    def _forward(self, batch: Batch, rows: list[list[Span]], states: States, masked: bool) -> None:
+        """Run the target on ``rows`` of dialogues, padded on the right, and write into ``states`` where they lie."""
+        target = self._loaded()
+        ids = pad_sequence([torch.cat([_cut(batch.input_ids, span) for span in row]) for row in rows], batch_first=True)
+        taps = tuple(key for key in states if key is not None)
+        if masked:
+            positions = [torch.cat([_cut(batch.position_ids, span) for span in row]) for row in rows]
+            depths = pad_sequence(positions, batch_first=True).to(target.device)
+            numbers = [torch.cat([torch.full((span.length,), i) for i, span in enumerate(row)]) for row in rows]
+            see = dialogue_mask(pad_sequence(numbers, batch_first=True, padding_value=-1).to(target.device))
+            output = target.run(ids.to(target.device), None, see=see, depths=depths, taps=taps)
+        else:
+            output = target.features(ids.to(target.device), taps=taps)
+        for key, found in _states(output):
+            for row, members in enumerate(rows):
+                start = 0
+                for span in members:
+                    _cut(states[key], span).copy_(found[row, start : start + span.length])
+                    start += span.length
+
+    def _leave_out(self, batch: Batch, places: list[Span], states: States) -> Tensor:
+        """Run every dialogue again by itself, since NaN spreads along a row; the loss mask without those that are bad.
 
         Writes into ``states``; a bad dialogue's are zeros.
         """
-        target, loss_mask = self._loaded(), batch.loss_mask.clone()
-        for row, start, length, dialogue in (span for span in batch.spans if span.row in rows):
-            cut = slice(start, start + length)
-            output = target.features(batch.input_ids[row : row + 1, cut].to(target.device), taps=taps)
-            finite = all(bool(value.isfinite().all()) for _, value in _states(output))
-            for key, value in _states(output):
-                states[key][row, cut] = value[0] if finite else 0
-            if finite:
+        loss_mask = batch.loss_mask.clone()
+        for span in places:
+            self._forward(batch, [[span]], states, masked=False)
+            parts = [_cut(each, span) for each in states.values()]
+            if all(bool(part.isfinite().all()) for part in parts):
                 continue
-            loss_mask[row, cut] = False
-            if dialogue not in self.left_out:
-                self.left_out.add(dialogue)
-                text = f"warning: left out, the target's features are NaN or infinite: dialogue {self.ids[dialogue]}"
+            for part in parts:
+                part.zero_()
+            _cut(loss_mask, span).zero_()
+            if span.dialogue >= 0 and span.dialogue not in self.left_out:
+                self.left_out.add(span.dialogue)
+                name = self.ids[span.dialogue]
+                text = f"warning: left out, the target's features are NaN or infinite: dialogue {name}"
                 tqdm.write(f"{text} ({len(self.left_out)} of {len(self)} so far)", file=sys.stderr)
         return loss_mask
 
     def _loaded(self) -> TargetModel:
         assert self.target is not None, "load_target comes before the first batch"
         return self.target
+
+
+def _cut(values: Tensor, span: Span) -> Tensor:
+    """A dialogue's part ``[T, ...]`` of values ``[R, L, ...]``: a view."""
+    return values[span.row, span.start : span.start + span.length]
 
 
 def _states(output: FeatureOutput) -> list[tuple[int | None, Tensor]]:
