@@ -11,18 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_run
 import torch
 from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+from transformers import PreTrainedModel
 
 from data_prep import features
+from data_prep.encoding import EncodedSplit
+from data_prep.loss_mask import MaskedTokens
 from data_prep.store import FeatureStore
 from drafters import TargetModel, load_drafter
-from drafters.config import validate
+from drafters.config import load_config, validate
 from train import online
 from train.config import EagleConfig, KangarooConfig
-from train.data import collate
+from train.data import collate, collate_or_stand_in
+from train.online import OnlineFeatures
 from train.run_files import StateFolder, read_metrics
 from train.setup import open_inputs
 
@@ -152,6 +157,40 @@ def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], stor
         torch.testing.assert_close(batch.features, expected.features, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(batch.taps[tiny_run.TAP], expected.taps[tiny_run.TAP], rtol=1e-4, atol=1e-4)
         assert not batch.features.requires_grad and not batch.features.is_inference()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding", "mixtral"])
+def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """A sliding window measured across dialogues of a row, or positions that run on from one to the next."""
+    model = TargetModel(tiny_model(family), engine="eager")
+    generator = torch.Generator().manual_seed(0)
+    lengths = [40, 9, 17, 23, 5, 31]
+    tokens = [torch.randint(3, model.vocab_size, (length,), generator=generator) for length in lengths]
+    split = EncodedSplit(
+        ids=[str(length) for length in lengths],
+        dialogues=[MaskedTokens(ids.numpy(), np.ones(len(ids), dtype=bool)) for ids in tokens],
+    )
+    live = OnlineFeatures(split, tiny_run.header(model), batch_tokens=64)
+    live.target = model
+    for one_row in (False, True):
+        batch = live.complete(collate(live, [5, 0, 3, 1, 2, 4], one_row=one_row), (tiny_run.TAP,))
+        assert len(batch.spans) == 6 and any(span.start for span in batch.spans)
+        for span in batch.spans:
+            alone = model.features(tokens[span.dialogue][None], taps=(tiny_run.TAP,))
+            cut = slice(span.start, span.start + span.length)
+            torch.testing.assert_close(batch.features[span.row, cut], alone.features[0], rtol=1e-4, atol=1e-4)
+            tap = batch.taps[tiny_run.TAP][span.row, cut]
+            torch.testing.assert_close(tap, alone.taps[tiny_run.TAP][0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_without_work_gets_features(target: Path, data: dict[str, Any]) -> None:
+    """A stand-in without features, on which the rank that has no dialogue fails while the others wait for it."""
+    config = validate(EagleConfig, {**settings(target, Path("unused")), "data": data}, source="test")
+    inputs = open_inputs(config)
+    inputs.load_target(config, torch.device("cpu"))
+    batch = inputs.train.complete(collate_or_stand_in(inputs.train, [], [3, 2, 0], one_row=True), ())
+    assert batch.features.shape == (*batch.input_ids.shape, 48) and batch.features.all()
+    assert not batch.loss_mask.any() and batch.tokens == 0
 
 
 def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
@@ -284,3 +323,17 @@ def test_a_device_map_is_for_one_process(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"gives all GPUs to one process, and 2 were started"):
         open_inputs(config)
+
+
+def test_the_shipped_config_is_that_of_the_store() -> None:
+    """The online recipe training something else than the one from a store: other numbers, other dialogues."""
+    folder = tiny_run.ROOT / "configs"
+    online_run = load_config(EagleConfig, folder / "eagle" / "stdlib-online.yaml")
+    stored = load_config(EagleConfig, folder / "eagle" / "stdlib.yaml")
+    made = load_config(features.FeaturesConfig, folder / "features" / "stdlib.yaml")
+    differing = {"features", "data", "out", "minutes"}
+    ours, theirs = (config.model_dump(exclude=differing) for config in (online_run, stored))
+    assert ours == theirs
+    assert online_run.data is not None
+    assert {"train": online_run.data.train, "heldout": online_run.data.heldout} == made.splits
+    assert (online_run.data.max_length, online_run.data.target_dtype) == (made.max_length, made.dtype)
