@@ -86,7 +86,7 @@ def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # At stage 0 in bf16, DeepSpeed begins with a step on zeros, which moves Adam's bias corrections by one step.
     changes = {"precision": precision, "zero_stage": 1, "gradient_accumulation": 2}
-    # The clip lies between these steps' norms. In bf16 its last bit decides how a weight rounds, so there it is left out.
+    # The clip lies between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
     changes |= {"gradient_clipping": 15.0 if precision == "float32" else 1000.0, "weight_decay": 0.1}
     task, other = (make_task("eagle", folder, load_frozen_ends(str(folder / "target"), dtype), **changes) for _ in "ab")
     runtime.start(task.config)
