@@ -1,5 +1,6 @@
 """train/data.py: batches, packing, ranks, resuming."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,19 @@ import torch
 
 from data_prep.store import FeatureStore
 from drafters import TargetModel
-from train.data import Position, TrainData, collate, collate_or_stand_in, deal, epoch_batches, pack, shift
+from train.attention import Dialogues
+from train.data import (
+    Batch,
+    Position,
+    StepData,
+    TrainData,
+    collate,
+    collate_or_stand_in,
+    deal,
+    epoch_batches,
+    pack,
+    shift,
+)
 
 LENGTHS = tiny_run.LENGTHS["train"]
 
@@ -63,6 +76,23 @@ def test_attention_stays_within_a_dialogue(store: FeatureStore) -> None:
     assert collate(store, [3, 5]).attention_mask() is None  # one dialogue a row: plain causal is the same
 
 
+def test_training_rows_have_no_padding(store: FeatureStore) -> None:
+    """Dialogues lost on the way into one row, or attention that is given other borders than theirs."""
+    chosen = [3, 0, 1, 2, 6]
+    batch = collate(store, chosen, one_row=True)
+    assert batch.input_ids.shape == (1, batch.tokens)
+    assert batch.attention() == Dialogues([[LENGTHS[index] for index in chosen]])
+    rows = collate(store, chosen)
+    attention = rows.attention()
+    assert isinstance(attention, Dialogues)
+    for number, lengths in enumerate(attention.lengths):
+        _, counts = rows.segments[number][rows.segments[number] >= 0].unique_consecutive(return_counts=True)
+        assert lengths == counts.tolist()
+    stream = TrainData(store, (), 64).steps(Position())
+    assert all(batch.input_ids.numel() == batch.tokens for batch in next(stream).batches)
+    stream.close()
+
+
 def test_shift_stops_at_borders() -> None:
     """A value taken from the next dialogue, from the row's beginning, or from padding."""
     segments = torch.tensor([[0, 0, 0, 1, 1, -1]])
@@ -111,6 +141,22 @@ def test_steps_resume_at_any_position(store: FeatureStore) -> None:
         assert dialogues_of(data, whole[done - 1].following, 9 - done) == expected[done:]
     assert whole[-1].epoch > 0
     assert data.steps_in(2) == len(data.epoch(0)) + len(data.epoch(1))
+
+
+def test_steps_keep_their_order_with_several_readers(store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in the order in which threads finish, or threads that read a shard that another one is opening."""
+    expected = dialogues_of(TrainData(store, (), 64), Position(), 12)
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)  # page-locked memory needs a GPU
+    fresh = FeatureStore.open(store.path)
+    data = TrainData(fresh, (), 64, pin=True)
+    read = data._read
+
+    def slow_at_first(dialogues: list[int], epoch: int, following: Position) -> StepData:
+        time.sleep(0.02 if following.batch % 2 else 0)
+        return read(dialogues, epoch, following)
+
+    monkeypatch.setattr(data, "_read", slow_at_first)
+    assert dialogues_of(data, Position(), 12) == expected
 
 
 def test_ranks_share_the_global_batches(store: FeatureStore) -> None:

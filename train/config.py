@@ -8,12 +8,31 @@ from pydantic import Field, model_validator
 from drafters.config import Config
 
 
+class OnlineData(Config):
+    """``data:`` of a run with ``features: online``: what data_prep.features would be given, and how the target runs."""
+
+    train: str = Field(description="ShareGPT file or Hub dataset (owner/name)")
+    heldout: str = Field(description="the same, of held-out dialogues")
+    max_length: int = Field(2048, ge=2, description="tokens of a dialogue; the rest is cut off")
+    limit: int | None = Field(None, ge=1, description="dialogues of each split, the first ones; default: all")
+    chat_template: str | None = Field(None, description="file with a Jinja template, in place of the tokenizer's own")
+    target_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="in which the target runs")
+    target_device_map: Literal["auto"] | None = Field(
+        None, description="auto: spread a target over all GPUs; only for a run of one process"
+    )
+    target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
+
+
 class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")
-    features: Path = Field(description="folder with the feature stores train/ and heldout/")
+    features: Literal["online"] | Path = Field(
+        union_mode="left_to_right",
+        description="folder with the feature stores train/ and heldout/; or online: computed by the target meanwhile",
+    )
+    data: OnlineData | None = Field(None, description="the dialogues, with features: online")
     out: Path = Field(description="run folder: logs, resumable state and, at its top, the trained drafter")
 
     steps: int | None = Field(None, ge=1, description="optimiser steps; the run ends at whichever limit comes first")
@@ -47,6 +66,20 @@ class TrainConfig(Config):
     def _has_a_limit(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no limit given: set steps, epochs or minutes")
+        return self
+
+    @model_validator(mode="after")
+    def _data_is_for_online(self) -> Self:
+        if self.features == "online" and self.data is None:
+            raise ValueError(
+                "features: online computes the features while it trains, so it needs dialogues: set data.train and "
+                "data.heldout, or give a folder of features"
+            )
+        if self.features != "online" and self.data is not None:
+            raise ValueError(
+                f"data is only read with features: online, and features is {str(self.features)!r}: set features=online "
+                "or leave data out"
+            )
         return self
 
 

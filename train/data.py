@@ -1,12 +1,15 @@
-"""Feature store -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
+"""Dialogues -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
 
 A global batch is a run of dialogues of the epoch's shuffle that fits ``batch_tokens``. It is dealt to
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
-ranks there are. A micro-batch is packed: rows as long as its longest dialogue, shorter dialogues sharing a row, each
-attending only to itself and counting its positions from 0. Short rows keep attention's square small, and sharing them
-leaves little padding.
+ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
+To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/attention.py). Where a
+mask is needed (held-out chains), rows are as long as the longest dialogue and shorter ones share a row, which keeps the
+mask's square small.
 """
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data_prep.store import FeatureStore
+from data_prep.store import FeatureStore, StoredDialogue, StoreManifest
+from train.attention import Dialogues
+
+# For a GPU a step's features (64 MB at 8,192 tokens of 4,096 values) are copied twice: out of the file, then into
+# page-locked memory. One thread may not do that as fast as the GPU takes steps.
+READERS = 4
 
 
 class Span(NamedTuple):
@@ -58,10 +66,28 @@ class Batch:
         """bool ``[R, 1, L, L]``: causal within each dialogue; None where plain causal attention does the same."""
         if all(span.start == 0 for span in self.spans):
             return None  # one dialogue a row, padding only on the right, where no dialogue looks
-        length = self.segments.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.segments.device).tril()
-        same = self.segments[:, :, None] == self.segments[:, None, :]  # padding sees padding: no empty row, no NaN
-        return (same & causal).unsqueeze(1)
+        return dialogue_mask(self.segments).unsqueeze(1)
+
+    def attention(self) -> Dialogues | Tensor | None:
+        """What ``attention_mask`` says, for a head with ``use_dialogue_attention``."""
+        if not self.spans:
+            return self.attention_mask()
+        lengths: list[list[int]] = [[] for _ in range(len(self.segments))]
+        for span in self.spans:  # of a row in order, from its beginning
+            lengths[span.row].append(span.length)
+        return Dialogues(lengths)
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            loss_mask=self.loss_mask.pin_memory(),
+            features=self.features.pin_memory() if self.features.numel() else self.features,
+            taps={layer: tap.pin_memory() if tap.numel() else tap for layer, tap in self.taps.items()},
+            position_ids=self.position_ids.pin_memory(),
+            segments=self.segments.pin_memory(),
+        )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """Copy to ``device``, the floating point tensors as ``dtype``."""
@@ -74,6 +100,47 @@ class Batch:
             position_ids=self.position_ids.to(device, non_blocking=True),
             segments=self.segments.to(device, non_blocking=True),
         )
+
+
+class LiveFeatures(ABC):
+    """Dialogues whose features are on no disk: read like a FeatureStore, they come without them (``[T, 0]``).
+
+    ``complete`` computes the features of a packed batch as a whole, where the target is.
+    """
+
+    manifest: StoreManifest
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Tensor:
+        """Tokens of each dialogue, int64 [dialogues]."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Dialogues."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> StoredDialogue:
+        """Tokens and mask of a dialogue."""
+
+    @abstractmethod
+    def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
+        """``batch`` with its features and ``taps``, on the target's device."""
+
+
+Source = FeatureStore | LiveFeatures
+
+
+def complete(store: Source, batch: Batch, taps: tuple[int, ...]) -> Batch:
+    """``batch`` with its features: they are there already unless the source computes them."""
+    return store.complete(batch, taps) if isinstance(store, LiveFeatures) else batch
+
+
+def dialogue_mask(segments: Tensor) -> Tensor:
+    """bool ``[R, L, L]`` from segments ``[R, L]``: causal within each dialogue. Padding sees padding: no NaN."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, :, None] == segments[:, None, :]) & causal
 
 
 def shift(values: Tensor, by: int, segments: Tensor) -> Tensor:
@@ -100,11 +167,14 @@ def pack(lengths: list[int]) -> list[list[int]]:
     return rows
 
 
-def collate(store: FeatureStore, dialogues: list[int], taps: tuple[int, ...] = ()) -> Batch:
-    """Read dialogues from the store into one packed batch. ``taps``: the layers wanted of what the store holds."""
+def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False) -> Batch:
+    """Read dialogues from the store into one packed batch; ``complete`` may have to add the features.
+
+    ``taps``: the layers wanted of what the store holds. ``one_row``: a single row, without padding.
+    """
     items = [store[index] for index in dialogues]
     lengths = [len(item.input_ids) for item in items]
-    rows, length = pack(lengths), max(lengths)
+    rows, length = ([list(range(len(items)))], sum(lengths)) if one_row else (pack(lengths), max(lengths))
     shape = (len(rows), length)
     hidden = items[0].features.shape[-1]
     batch = Batch(
@@ -133,14 +203,14 @@ def collate(store: FeatureStore, dialogues: list[int], taps: tuple[int, ...] = (
 
 
 def collate_or_stand_in(
-    store: FeatureStore, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = ()
+    store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False
 ) -> Batch:
     """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
 
     A rank without work still has to take part in the collectives, and must add nothing to the sums.
     """
     if hand:
-        return collate(store, hand, taps)
+        return collate(store, hand, taps, one_row)
     batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
 
@@ -202,25 +272,27 @@ class TrainData:
     """Endless optimiser steps over a store.
 
     Args:
-        store: the training features.
+        store: the training features, or dialogues whose features are computed.
         taps: layers whose hidden states are wanted beside the features.
         batch_tokens: tokens of a global batch.
         micro_batches: micro-batches a rank takes per step.
         rank, ranks: this process and how many there are.
+        pin: the reader copies into page-locked memory, which a GPU fetches from while the host goes on.
     """
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: Source,
         taps: tuple[int, ...],
         batch_tokens: int,
         micro_batches: int = 1,
         seed: int = 0,
         rank: int = 0,
         ranks: int = 1,
+        pin: bool = False,
     ) -> None:
         self.store, self.taps, self.batch_tokens, self.seed = store, taps, batch_tokens, seed
-        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+        self.micro_batches, self.rank, self.ranks, self.pin = micro_batches, rank, ranks, pin
         self.lengths: list[int] = store.lengths.tolist()
 
     def epoch(self, number: int) -> list[list[int]]:
@@ -232,13 +304,21 @@ class TrainData:
         return sum(len(self.epoch(number)) for number in range(epochs))
 
     def steps(self, position: Position) -> Generator[StepData, None, None]:
-        """Steps from ``position`` on; the next one is read by a thread while the current one is trained on."""
-        with ThreadPoolExecutor(1) as reader:
+        """Steps from ``position`` on; the next ones are read by threads while the current one is trained on.
+
+        Features that a target computes are computed here, in the caller's thread: target and head share the device, so
+        that side by side neither would be faster, and a step's memory would be needed twice.
+        """
+        ahead = READERS if self.pin else 1
+        with ThreadPoolExecutor(ahead) as readers:
             plan = self._plan(position)
-            waiting = reader.submit(self._read, *next(plan))
+            waiting = deque(readers.submit(self._read, *next(plan)) for _ in range(ahead))
             while True:
-                current, waiting = waiting, reader.submit(self._read, *next(plan))
-                yield current.result()
+                current = waiting.popleft()
+                waiting.append(readers.submit(self._read, *next(plan)))
+                data = current.result()
+                data.batches = [complete(self.store, batch, self.taps) for batch in data.batches]
+                yield data
 
     def _plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
         epoch, start = position.epoch, position.batch
@@ -252,5 +332,5 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
         mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
-        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps) for hand in mine]
-        return StepData(batches, epoch, following)
+        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, one_row=True) for hand in mine]
+        return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from data_prep.store import FeatureStore
-from train.data import collate_or_stand_in, deal
+from train.data import Source, collate_or_stand_in, complete, deal
 from train.runtime import Ranks
 from train.tasks import Ratio, Task
 
@@ -15,7 +14,7 @@ PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square
 class Heldout:
     """The first ``tokens`` tokens (at least one dialogue) of the held-out store, dealt over the ranks."""
 
-    def __init__(self, store: FeatureStore, tokens: int, ranks: Ranks) -> None:
+    def __init__(self, store: Source, tokens: int, ranks: Ranks) -> None:
         self.store, self.ranks = store, ranks
         lengths = store.lengths.tolist()
         ends = store.lengths.cumsum(0)
@@ -31,6 +30,7 @@ class Heldout:
         module.eval()
         for hand in self.hands[self.ranks.rank :: self.ranks.count]:
             batch = collate_or_stand_in(self.store, hand, self.dialogues, task.taps)
+            batch = complete(self.store, batch, task.taps)
             rows = task.rows(batch).to(device)
             batch = batch.to(device, dtype)
             count = torch.tensor(len(rows), device=device)

@@ -20,7 +20,7 @@ from drafters import checkpoint
 from drafters.provenance import replace_text
 from train.data import Batch, Position, StepData, TrainData
 from train.heldout import Heldout
-from train.run_files import Metrics, StateFolder, describe_run
+from train.run_files import Metrics, StateFolder, check_same_data, describe_data, describe_run
 from train.runtime import Ranks, seed_step
 from train.setup import Inputs, make_engine, target_identity
 from train.tasks import Task
@@ -54,6 +54,7 @@ class TrainRun:
     def __init__(self, task: Task, inputs: Inputs, ranks: Ranks, resume: bool, arguments: list[str]) -> None:
         self.task, self.inputs, self.ranks, self.config = task, inputs, ranks, task.config
         self.engine = make_engine(task, self.config)
+        inputs.load_target(self.config, self.engine.device)
         self.dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         self.data = TrainData(
             inputs.train,
@@ -63,6 +64,7 @@ class TrainRun:
             self.config.seed,
             ranks.rank,
             ranks.count,
+            pin=self.engine.device.type == "cuda",
         )
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
         self.last_step = self._step_limit()
@@ -70,7 +72,9 @@ class TrainRun:
         self.progress = Progress()
         self._clock = time.monotonic()
         self.info = describe_run(self.config, arguments, ranks.count)
+        self.info["data"] = {"train": describe_data(inputs.train.manifest)}
         if resume:
+            check_same_data(self.config.out, self.info["data"])
             self._load()
         self.metrics: Metrics | None = None
         if ranks.is_first:
@@ -274,6 +278,7 @@ class TrainRun:
         manifest, info = self.inputs.train.manifest, self.info
         training = {
             "data": manifest.source,
+            "features": "online" if self.config.features == "online" else "store",
             "feature_dtype": manifest.dtype,
             "dialogues": manifest.dialogues,
             "steps": self.progress.step,

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from data_prep.store import StoreManifest
 from drafters.provenance import git_commit, library_versions, replace_text
 from train.config import FREE_ON_RESUME, TrainConfig
 
@@ -66,6 +67,25 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
+
+
+def describe_data(manifest: StoreManifest) -> dict[str, Any]:
+    """What tells a run's dialogues from others: the data file's hash, and how many of it were taken."""
+    return {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
+
+
+def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError where the dialogues are no longer those that the run in the folder ``run`` began with.
+
+    Its position in the data would point at others, some of which it has seen already.
+    """
+    before = json.loads((run / "run.json").read_text()).get("data", {})
+    for split, now in data.items():
+        if split in before and before[split] != now:
+            raise ValueError(
+                f"--resume: the {split} dialogues changed since the run in {run} began ({before[split]} then, {now} "
+                "now); restore the data file or the features, or use another out="
+            )
 
 
 def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:

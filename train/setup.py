@@ -1,6 +1,7 @@
 """Open and check everything a run reads, before an hour is spent on it; and build DeepSpeed's engine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,17 +13,36 @@ from drafters.checkpoint import make_config
 from drafters.config import load_config
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
 from train.config import ConfigT, TrainConfig, deepspeed_config
+from train.data import Source
+from train.online import OnlineFeatures, load_target, open_online
 from train.run_files import check_run_folder
 from train.tasks import Task
 
 
 @dataclass
 class Inputs:
-    """What a run reads: the target's frozen ends, the training store and the held-out store."""
+    """What a run reads: the target's frozen ends, and the training and the held-out features."""
 
     ends: FrozenEnds
-    train: FeatureStore
-    heldout: FeatureStore
+    train: Source
+    heldout: Source
+
+    def load_target(self, config: TrainConfig, device: torch.device) -> None:
+        """Load the target of ``features: online`` onto ``device``; stores need none.
+
+        Raises:
+            ValueError: see ``train.online.load_target``.
+        """
+        online = [source for source in (self.train, self.heldout) if isinstance(source, OnlineFeatures)]
+        if not online:
+            return
+        target = load_target(config, device)
+        for source in online:
+            source.target = target
+        if target.dtype == self.ends.embed.weight.dtype and target.device == self.ends.embed.weight.device:
+            ends: Any = self.ends  # one copy of the two largest matrices suffices
+            ends.embed.weight = target.body.embed_tokens.weight
+            ends.lm_head.weight = target.model.get_output_embeddings().weight
 
 
 @dataclass
@@ -65,16 +85,21 @@ def read_config(schema: type[ConfigT], path: str, overrides: list[str], resume: 
 
 
 def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
-    """Open both stores and the target's ends, and check that they belong together.
+    """Open both stores and the target's ends, and check that they belong together; or read the online run's dialogues.
 
     Args:
         config: the run's config.
         exit_layer: the layer whose hidden states the drafter reads; None for features alone.
 
     Raises:
-        ValueError: no store, one of another target, a missing tap, or no such target.
+        ValueError: no store, one of another target, a missing tap, or no such target; for an online run see
+            ``train.online.open_online``.
     """
-    check_splits(config)
+    if isinstance(config.features, str):
+        texts = open_online(config, exit_layer)
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        return Inputs(load_frozen_ends(config.target, dtype=dtype, revision=config.revision), *texts)
+    check_splits(config.features)
     train = FeatureStore.open(config.features / "train")
     heldout = FeatureStore.open(config.features / "heldout")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -93,13 +118,13 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
     return Inputs(ends, train, heldout)
 
 
-def check_splits(config: TrainConfig) -> None:
+def check_splits(features: Path) -> None:
     """Raise ValueError where the features have splits of other names than training looks for."""
-    found = sorted(manifest.parent.name for manifest in config.features.glob(f"*/{MANIFEST}"))
+    found = sorted(manifest.parent.name for manifest in features.glob(f"*/{MANIFEST}"))
     missing = [split for split in ("train", "heldout") if split not in found]
     if found and missing:
         raise ValueError(
-            f"{config.features} has no split {' and no split '.join(missing)}, but {', '.join(found)}: training reads "
+            f"{features} has no split {' and no split '.join(missing)}, but {', '.join(found)}: training reads "
             "train/ and heldout/; name the splits so in the features config, or rename the folder"
         )
 
@@ -127,7 +152,7 @@ def check_store(
     config: TrainConfig, split: str, manifest: StoreManifest, target: Target, exit_layer: int | None
 ) -> None:
     """Raise ValueError unless the store was made with ``target`` and holds what the drafter reads."""
-    store = config.features / split
+    store = Path(config.features) / split
     sizes = (
         ("hidden size", manifest.hidden_size, target.hidden_size),
         ("vocabulary", manifest.vocab_size, target.vocab_size),

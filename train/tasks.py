@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drafters.decoding.frozen import FrozenEnds
 from drafters.eagle import EagleHead
 from drafters.kangaroo import KangarooAdapter
+from train.attention import use_dialogue_attention
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.data import Batch, shift
 from train.losses import eagle_rows, feature_noise, kangaroo_rows, regression_sum, soft_cross_entropy_sum
@@ -75,6 +76,7 @@ class EagleTask(Task):
         self.eagle = config
         torch.manual_seed(config.seed)
         self.module = EagleHead(ends.config)
+        use_dialogue_attention(self.module)
 
     def rows(self, batch: Batch) -> Tensor:
         return eagle_rows(batch, self.eagle.mask_alignment)
@@ -83,7 +85,7 @@ class EagleTask(Task):
         features = batch.features
         if noise_seed is not None and self.eagle.noise != "none":
             features = features + feature_noise(features, batch.spans, self.eagle.noise, noise_seed)
-        predicted = module(features, self._next_embeddings(batch), batch.position_ids, batch.attention_mask())
+        predicted = module(features, self._next_embeddings(batch), batch.position_ids, batch.attention())
         predicted = predicted.flatten(0, 1)[rows]
         target = torch.roll(batch.features, -1, dims=1).flatten(0, 1)[rows]
         regression = regression_sum(predicted, target)
@@ -112,13 +114,14 @@ class KangarooTask(Task):
         self.kangaroo = config
         torch.manual_seed(config.seed)
         self.module = KangarooAdapter(ends.config)
+        use_dialogue_attention(self.module)
         self.taps = (config.exit_layer,)
 
     def rows(self, batch: Batch) -> Tensor:
         return kangaroo_rows(batch)
 
     def loss_sums(self, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None) -> dict[str, Tensor]:
-        predicted = module(batch.taps[self.kangaroo.exit_layer], batch.position_ids, batch.attention_mask())
+        predicted = module(batch.taps[self.kangaroo.exit_layer], batch.position_ids, batch.attention())
         target = batch.features.flatten(0, 1)[rows]
         return {"loss": self._cross_entropy(predicted.flatten(0, 1)[rows], target)}
 

@@ -1,0 +1,93 @@
+"""train/attention.py: dialogue by dialogue equals a mask over the packed row."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.eagle import EagleHead
+from drafters.kangaroo import KangarooAdapter
+from train import attention
+from train.attention import Dialogues, blocked_attention, dialogue_attention, fused_attention, use_dialogue_attention
+from train.data import dialogue_mask
+
+LENGTHS = [[5, 300, 1], [128, 129], [256]]  # shorter than a block, at its borders, several blocks
+WIDTH = 320
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+def segments_of(lengths: list[list[int]]) -> Tensor:
+    rows = [[number for number, length in enumerate(row) for _ in range(length)] for row in lengths]
+    return torch.tensor([row + [-1] * (WIDTH - len(row)) for row in rows])
+
+
+def states() -> list[Tensor]:
+    shapes = [(len(LENGTHS), heads, WIDTH, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def layer() -> Any:
+    """What transformers' attention functions read of the module that calls them."""
+    return SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True, training=True)
+
+
+@pytest.mark.parametrize("attend", [blocked_attention, fused_attention])
+def test_equals_a_mask(attend: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dialogue that sees another or its own future, a wrong scale or head, a gradient that is lost between blocks."""
+    monkeypatch.setattr(attention, "blocked_attention", attend)  # the one that a CPU gets
+    query, key, value = states()
+    segments = segments_of(LENGTHS)
+    weight = torch.randn(len(LENGTHS), WIDTH, HEADS, SIZE) * (segments >= 0)[..., None, None]
+    found, _ = dialogue_attention(layer(), query, key, value, Dialogues(LENGTHS), scaling=0.3)
+    gradients = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    wide = [each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value)]
+    mask = dialogue_mask(segments)[:, None]
+    expected = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(found[segments >= 0], expected[segments >= 0], rtol=1e-5, atol=1e-5)
+    assert not found[segments < 0].any()
+    reference = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    for one, other in zip(gradients, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral"])
+@pytest.mark.parametrize("kind", [EagleHead, KangarooAdapter])
+def test_heads_take_dialogues_and_masks(kind: Any, family: str) -> None:
+    """A head whose layer does not reach the function; one that no longer takes a mask, or none, as in drafting."""
+    torch.manual_seed(0)
+    module = kind(tiny.tiny_config(family))
+    lengths = [[20, 7], [30]]
+    segments = torch.tensor([[0] * 20 + [1] * 7 + [-1] * 3, [0] * 30])
+    positions = torch.tensor([[*range(20), *range(7), 0, 0, 0], [*range(30)]])
+    inputs = [torch.randn(2, 30, tiny.HIDDEN_SIZE) for _ in range(2 if kind is EagleHead else 1)]
+    mask = dialogue_mask(segments)[:, None]
+    masked, causal = module(*inputs, positions, mask), module(*inputs, positions)
+    use_dialogue_attention(module)
+    found = module(*inputs, positions, Dialogues(lengths))
+    torch.testing.assert_close(found[segments >= 0], masked[segments >= 0], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[0, 20:27], causal[0, 20:27], atol=1e-2)
+    assert torch.equal(module(*inputs, positions, mask), masked)
+    assert torch.equal(module(*inputs, positions), causal)
+
+
+def test_bf16_is_as_exact_as_the_kernel() -> None:
+    """Scores or weights rounded to 8 bits."""
+    query, key, value = (each.detach()[2:, :, :256] for each in states())
+    exact = blocked_attention(layer(), query, key, value)
+    errors = [
+        (attend(layer(), *(each.bfloat16() for each in (query, key, value))).float() - exact).abs().mean()
+        for attend in (blocked_attention, fused_attention)
+    ]
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_dropout_reaches_the_weights() -> None:
+    """A target's attention dropout that is silently left out."""
+    query, key, value = states()
+    found, _ = dialogue_attention(layer(), query, key, value, Dialogues(LENGTHS), dropout=1.0)
+    assert not found.any()

@@ -1,0 +1,339 @@
+"""features: online: the losses of a run from a store, without one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+from transformers import PreTrainedModel
+
+from data_prep import features
+from data_prep.encoding import EncodedSplit
+from data_prep.loss_mask import MaskedTokens
+from data_prep.store import FeatureStore
+from drafters import TargetModel, load_drafter
+from drafters.config import load_config, validate
+from train import online
+from train.config import EagleConfig, KangarooConfig
+from train.data import collate, collate_or_stand_in
+from train.online import OnlineFeatures
+from train.run_files import StateFolder, read_metrics
+from train.setup import open_inputs
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def target(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "llama"
+    shutil.copytree(tiny_checkpoint("llama", vocab_size=VOCAB), folder)
+    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+def dialogue(index: int) -> dict[str, Any]:
+    words = " ".join(["four", "is", "what", "it"][: 1 + index % 4] * (1 + index % 3))
+    pairs = [("human", f"Question {index}?"), ("gpt", f"It is {words}.")] * (1 + index % 2)
+    return {"id": f"d{index}", "conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The ``data:`` section: dialogues of 40 to 150 tokens, some beyond max_length, some records unusable."""
+    folder = tmp_path_factory.mktemp("dialogues")
+    lines = ["not json", *(json.dumps(dialogue(index)) for index in range(20)), json.dumps({"conversations": []})]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "heldout.jsonl").write_text("\n".join(json.dumps(dialogue(index)) for index in range(100, 104)))
+    sources = {split: str(folder / f"{split}.jsonl") for split in ("train", "heldout")}
+    return {**sources, "max_length": 120, "limit": 18, "target_dtype": "float32", "target_batch_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def store(target: Path, data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What data_prep.features makes of the same section."""
+    folder = tmp_path_factory.mktemp("store")
+    values = {
+        "target": str(target),
+        "dtype": "float32",
+        "splits": {split: data[split] for split in ("train", "heldout")},
+        "out": str(folder / "features"),
+        "exit_layers": [tiny_run.TAP],
+        "max_length": data["max_length"],
+        "limit": data["limit"],
+    }
+    (folder / "features.yaml").write_text(json.dumps(values))
+    features.main(["--config", str(folder / "features.yaml")])
+    return folder / "features"
+
+
+def settings(target: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    # Adam makes a step of every gradient, also of one that is nothing but rounding: a small rate keeps those small.
+    common = {"batch_tokens": 400, "eval_every": 3, "learning_rate": 0.001}
+    return tiny_run.settings(str(target), Path("online"), out, **{**common, **changes})
+
+
+def figures(out: Path, *names: str) -> dict[str, list[float]]:
+    rows = read_metrics(out)
+    found = {name for row in rows for name in row if name == "loss" or name.startswith("heldout_")}
+    return {name: [row[name] for row in rows if name in row] for name in names or sorted(found)}
+
+
+def assert_same_figures(out: Path, reference: Path, tolerance: float = 1e-5) -> None:
+    ours, theirs = figures(out), figures(reference)
+    assert ours.keys() == theirs.keys()
+    assert len(theirs["loss"]) >= 4 and len(theirs["heldout_loss"]) >= 2
+    for name, values in theirs.items():
+        assert ours[name] == pytest.approx(values, rel=tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("eagle", {}),
+        ("eagle", {"gradient_accumulation": 2, "noise": "code"}),
+        ("kangaroo", {"exit_layer": tiny_run.TAP}),
+        ("kangaroo", {"exit_layer": tiny_run.TAP, "gradient_accumulation": 3}),
+    ],
+)
+def test_losses_are_those_of_a_store(
+    kind: str, changes: dict[str, Any], target: Path, data: dict[str, Any], store: Path, tmp_path: Path
+) -> None:
+    """Another order, mask, truncation, limit or tap than the store's; a dialogue that sees its neighbour in the row."""
+    stored = {**settings(target, tmp_path / "store", **changes), "features": str(store)}
+    tiny_run.train_here(kind, stored)
+    tiny_run.train_here(kind, {**settings(target, tmp_path / "online", **changes), "data": data})
+    assert_same_figures(tmp_path / "online", tmp_path / "store")
+    saved = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ("online", "store")}
+    assert saved["online"]["training"]["features"] == "online"
+    assert saved["online"]["training"]["data"] == data["train"]
+    for key in ("dialogues", "feature_dtype", "data", "tokens"):
+        assert saved["online"]["training"][key] == saved["store"]["training"][key], key
+    assert saved["online"]["target"] == saved["store"]["target"]
+    load_drafter(str(tmp_path / "online"), TargetModel.from_pretrained(str(target), "float32"))
+
+
+def test_bf16_within_rounding(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
+    """bf16 features of another layout than the step's; a target that is not run in the dtype of the config."""
+    values = settings(target, tmp_path / "store", precision="bf16")
+    tiny_run.train_here("eagle", {**values, "features": str(store)})
+    run = tiny_run.train_here(
+        "eagle", {**values, "out": str(tmp_path / "online"), "data": {**data, "target_dtype": "bfloat16"}}
+    )
+    assert figures(tmp_path / "online", "loss")["loss"] == pytest.approx(
+        figures(tmp_path / "store", "loss")["loss"], rel=0.03
+    )
+    loaded = run.inputs.train.target
+    assert loaded is not None and loaded.dtype == torch.bfloat16 and loaded.engine == "eager"
+    assert run.task.ends.lm_head.weight is loaded.model.get_output_embeddings().weight  # one copy in memory
+
+
+def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], store: Path) -> None:
+    """Rows written to the wrong place, positions that run on, padding that is not zero, a chunk of rows forgotten."""
+    values = settings(target, Path("unused"), exit_layer=tiny_run.TAP)
+    config = validate(KangarooConfig, {**values, "data": data}, source="test")
+    inputs = open_inputs(config, tiny_run.TAP)
+    inputs.load_target(config, torch.device("cpu"))
+    live, stored = inputs.train, FeatureStore.open(store / "train")
+    assert live.lengths.tolist() == stored.lengths.tolist()
+    chosen = list(range(len(stored)))
+    expected = collate(stored, chosen, (tiny_run.TAP,))
+    assert expected.attention_mask() is not None
+    for at_once in (1, 300, 100_000):
+        live.batch_tokens = at_once
+        batch = live.complete(collate(live, chosen, (tiny_run.TAP,)), (tiny_run.TAP,))
+        assert torch.equal(batch.input_ids, expected.input_ids)
+        assert torch.equal(batch.loss_mask, expected.loss_mask)
+        torch.testing.assert_close(batch.features, expected.features, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(batch.taps[tiny_run.TAP], expected.taps[tiny_run.TAP], rtol=1e-4, atol=1e-4)
+        assert not batch.features.requires_grad and not batch.features.is_inference()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding", "mixtral"])
+def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """A sliding window measured across dialogues of a row, or positions that run on from one to the next."""
+    model = TargetModel(tiny_model(family), engine="eager")
+    generator = torch.Generator().manual_seed(0)
+    lengths = [40, 9, 17, 23, 5, 31]
+    tokens = [torch.randint(3, model.vocab_size, (length,), generator=generator) for length in lengths]
+    split = EncodedSplit(
+        ids=[str(length) for length in lengths],
+        dialogues=[MaskedTokens(ids.numpy(), np.ones(len(ids), dtype=bool)) for ids in tokens],
+    )
+    live = OnlineFeatures(split, tiny_run.header(model), batch_tokens=64)
+    live.target = model
+    for one_row in (False, True):
+        batch = live.complete(collate(live, [5, 0, 3, 1, 2, 4], one_row=one_row), (tiny_run.TAP,))
+        assert len(batch.spans) == 6 and any(span.start for span in batch.spans)
+        for span in batch.spans:
+            alone = model.features(tokens[span.dialogue][None], taps=(tiny_run.TAP,))
+            cut = slice(span.start, span.start + span.length)
+            torch.testing.assert_close(batch.features[span.row, cut], alone.features[0], rtol=1e-4, atol=1e-4)
+            tap = batch.taps[tiny_run.TAP][span.row, cut]
+            torch.testing.assert_close(tap, alone.taps[tiny_run.TAP][0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_without_work_gets_features(target: Path, data: dict[str, Any]) -> None:
+    """A stand-in without features, on which the rank that has no dialogue fails while the others wait for it."""
+    config = validate(EagleConfig, {**settings(target, Path("unused")), "data": data}, source="test")
+    inputs = open_inputs(config)
+    inputs.load_target(config, torch.device("cpu"))
+    batch = inputs.train.complete(collate_or_stand_in(inputs.train, [], [3, 2, 0], one_row=True), ())
+    assert batch.features.shape == (*batch.input_ids.shape, 48) and batch.features.all()
+    assert not batch.loss_mask.any() and batch.tokens == 0
+
+
+def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
+    """Ranks that compute features of the same dialogues, or a rank without its own target."""
+    values = settings(target, tmp_path / "store", schedule="constant")
+    tiny_run.train_here("eagle", {**values, "features": str(store)})
+    line = tiny_run.command("eagle", tmp_path, {**values, "out": str(tmp_path / "online"), "data": data})
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29631"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = tiny_run.run([*launcher, *line[1:]], PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "online" / "run.json").read_text())["ranks"] == 2
+    assert_same_figures(tmp_path / "online", tmp_path / "store")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    """Features of a resumed run that differ in a bit, or belong to another position in the data."""
+    values = {**settings(target, tmp_path / "whole", steps=60, save_every=5), "data": data}
+    tiny_run.train_here("eagle", values)
+    out = tmp_path / "killed"
+    line = tiny_run.command("eagle", tmp_path, {**values, "out": str(out)})
+    process = subprocess.Popen(line, env=tiny_run.environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while (StateFolder(out).latest() or "") < StateFolder.tag(10) and process.poll() is None:
+        assert time.monotonic() < deadline, "no checkpoint after 200 s"
+        time.sleep(0.005)
+    assert process.poll() is None, "the run ended before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = tiny_run.run([*line, "--resume"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "run.json").read_text())["resumed_at_step"] >= 10
+    assert figures(out) == figures(tmp_path / "whole")  # bit for bit
+
+
+def test_resume_refuses_other_dialogues(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    """A data file that grew: the position in the data would skip dialogues and repeat others."""
+    own = tmp_path / "train.jsonl"
+    shutil.copy(data["train"], own)
+    values = {**settings(target, tmp_path / "run", steps=2), "data": {**data, "train": str(own), "limit": None}}
+    tiny_run.train_here("eagle", values)
+    with own.open("a") as file:
+        file.write("\n" + json.dumps(dialogue(50)))
+    with pytest.raises(ValueError, match=r"the train dialogues changed since the run .*'dialogues': 20.*: 21"):
+        tiny_run.train_here("eagle", {**values, "steps": 4}, resume=True)
+
+
+def test_one_dialogue_is_enough(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    """A crash, or no step at all, with a corpus of one dialogue."""
+    tiny_run.train_here("eagle", {**settings(target, tmp_path / "run", steps=3), "data": {**data, "limit": 1}})
+    values = figures(tmp_path / "run", "loss")["loss"]
+    assert len(values) == 3 and values[-1] < values[0]
+
+
+def test_features_that_are_not_finite_are_left_out(
+    target: Path,
+    data: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """NaN of one dialogue that reaches its neighbours in the row, the loss, or nobody's notice."""
+    values = settings(target, Path("unused"))
+    config = validate(EagleConfig, {**values, "data": data}, source="test")
+    inputs = open_inputs(config)
+    inputs.load_target(config, torch.device("cpu"))
+    live = inputs.train
+    chosen = list(range(6))
+    sound = live.complete(collate(live, chosen), ())
+    shared = [span for span in sound.spans if span.start]
+    assert shared
+    row, start, length, poisoned = shared[0]
+    marker = int(sound.input_ids[row, start + length - 1])
+    embed = live.target.body.embed_tokens
+    token = 299
+    assert not (sound.input_ids == token).any()
+    live._tokens[live._starts[poisoned] + 3] = token
+    with torch.no_grad():
+        before = embed.weight[token].clone()
+        embed.weight[token] = float("nan")
+    batch = live.complete(collate(live, chosen), ())
+    assert marker >= 0 and batch.features.isfinite().all()
+    for span in batch.spans:
+        cut = slice(span.start, span.start + span.length)
+        if span.dialogue == poisoned:
+            assert not batch.loss_mask[span.row, cut].any() and not batch.features[span.row, cut].any()
+        else:
+            assert torch.equal(batch.loss_mask[span.row, cut], sound.loss_mask[span.row, cut])
+            torch.testing.assert_close(batch.features[span.row, cut], sound.features[span.row, cut])
+    live.complete(collate(live, chosen), ())
+    assert capsys.readouterr().err.count(f"NaN or infinite: dialogue {live.ids[poisoned]} (1 of 18 so far)") == 1
+    with torch.no_grad():
+        embed.weight[token] = before
+
+
+def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    """An hour of tokenizing, or a traceback, before what the config lacks is said."""
+    values = settings(target, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"features: online .* set data.train and data.heldout"):
+        tiny_run.train_here("eagle", values)
+    with pytest.raises(ValueError, match=r"data is only read with features: online, and features is 'stores'"):
+        tiny_run.train_here("eagle", {**values, "features": "stores", "data": data})
+    with pytest.raises(ValueError, match=r"exit_layer.* \[4\].* has 4 layers; choose from 1 to 3"):
+        tiny_run.train_here("kangaroo", {**values, "data": data, "exit_layer": 4})
+    with pytest.raises(ValueError, match=r"max_length is 999, but .* was made for 256 tokens; set max_length=256"):
+        tiny_run.train_here("eagle", {**values, "data": {**data, "max_length": 999}})
+    with pytest.raises(ValueError, match=r"no data file at .*nowhere.jsonl"):
+        tiny_run.train_here("eagle", {**values, "data": {**data, "train": "nowhere.jsonl"}})
+    with pytest.raises(ValueError, match=r"splits 'train' and 'heldout' are the same data"):
+        tiny_run.train_here("eagle", {**values, "data": {**data, "heldout": data["train"]}})
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(json.dumps({"id": "e", "conversations": []}) + "\n")
+    with pytest.raises(ValueError, match=r"empty.jsonl: none of 1 records is a usable dialogue .*empty_dialogue 1"):
+        tiny_run.train_here("eagle", {**values, "data": {**data, "train": str(empty)}})
+    with pytest.raises(ValueError, match="unknown key 'data.max_lenght'; did you mean 'max_length'"):
+        tiny_run.train_here("eagle", {**values, "data": {**data, "max_lenght": 9}})
+    assert not Path(values["out"]).exists()
+
+
+def test_a_device_map_is_for_one_process(
+    target: Path, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on."""
+    values = {**settings(target, tmp_path / "run"), "data": {**data, "target_device_map": "auto"}}
+    config = validate(EagleConfig, values, source="test")
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(online.TargetModel, "from_pretrained", lambda *names, **options: asked.update(options))
+    online.load_target(config, torch.device("cpu"))
+    assert asked == {"revision": None, "engine": "eager", "device_map": "auto"}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"gives all GPUs to one process, and 2 were started"):
+        open_inputs(config)
+
+
+def test_the_shipped_config_is_that_of_the_store() -> None:
+    """The online recipe training something else than the one from a store: other numbers, other dialogues."""
+    folder = tiny_run.ROOT / "configs"
+    online_run = load_config(EagleConfig, folder / "eagle" / "stdlib-online.yaml")
+    stored = load_config(EagleConfig, folder / "eagle" / "stdlib.yaml")
+    made = load_config(features.FeaturesConfig, folder / "features" / "stdlib.yaml")
+    differing = {"features", "data", "out", "minutes"}
+    ours, theirs = (config.model_dump(exclude=differing) for config in (online_run, stored))
+    assert ours == theirs
+    assert online_run.data is not None
+    assert {"train": online_run.data.train, "heldout": online_run.data.heldout} == made.splits
+    assert (online_run.data.max_length, online_run.data.target_dtype) == (made.max_length, made.dtype)

@@ -1,0 +1,181 @@
+"""train/throughput.py and the plain formulation that it compares with (train/plain.py)."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+import yaml
+
+from data_prep.store import FeatureStore
+from drafters import TargetModel
+from drafters.config import validate
+from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
+from train import formulations, runtime, throughput
+from train.config import EagleConfig, KangarooConfig
+from train.data import collate
+from train.plain import SampleFiles, pad, plain_loss_sum, write_samples
+from train.setup import make_engine
+from train.tasks import EagleTask, KangarooTask, Task
+from train.update import MasterAdamW
+
+DIALOGUES = [3, 0, 1, 2, 6]
+SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("throughput")
+    model = tiny.build("llama")
+    model.save_pretrained(path / "target")
+    return tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target"))).parent
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> FeatureStore:
+    return FeatureStore.open(folder / "features" / "train")
+
+
+@pytest.fixture(scope="module")
+def ends(folder: Path) -> FrozenEnds:
+    return load_frozen_ends(str(folder / "target"), dtype="float32")
+
+
+def make_task(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:
+    if kind == "kangaroo":
+        changes["exit_layer"] = tiny_run.TAP
+    values = tiny_run.settings(str(folder / "target"), folder / "features", folder / "out", **changes)
+    if kind == "kangaroo":
+        return KangarooTask(validate(KangarooConfig, values, source="test"), ends)
+    return EagleTask(validate(EagleConfig, values, source="test"), ends)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+@pytest.mark.parametrize("alignment", ["shifted", "paper-code"])
+def test_plain_formulation_has_our_loss_and_gradients(
+    kind: str, alignment: str, folder: Path, store: FeatureStore, ends: FrozenEnds, tmp_path: Path
+) -> None:
+    """A reference that computes something else: other positions, another target, padding that counts, mixed files."""
+    task = make_task(kind, folder, ends, **({"mask_alignment": alignment} if kind == "eagle" else {}))
+    packed = collate(store, DIALOGUES, task.taps)
+    rows = task.rows(packed)
+    ours = task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"]
+    expected = torch.autograd.grad(ours, list(task.module.parameters()))
+    write_samples(store, DIALOGUES, tmp_path / "samples")
+    files = SampleFiles(tmp_path / "samples")
+    batch = pad([files[index] for index in DIALOGUES])
+    assert batch.input_ids.shape == (5, 23) and batch.tokens == packed.tokens
+    theirs = plain_loss_sum(task, task.module, batch, task.rows(batch), noise=False)
+    assert len(rows) == len(task.rows(batch)) > 20
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(theirs, list(task.module.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        assert other.abs().max() > 1e-3
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    with_noise = plain_loss_sum(task, task.module, batch, task.rows(batch), noise=True)
+    assert torch.equal(with_noise, theirs) == (kind == "kangaroo")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
+    """Masters that are rounded, a clip before the last micro-batch, a sum in the place of a mean over them."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    # At stage 0 in bf16, DeepSpeed begins with a step on zeros, which moves Adam's bias corrections by one step.
+    changes = {"precision": precision, "zero_stage": 1, "gradient_accumulation": 2}
+    # The clip lies between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
+    changes |= {"gradient_clipping": 15.0 if precision == "float32" else 1000.0, "weight_decay": 0.1}
+    task, other = (make_task("eagle", folder, load_frozen_ends(str(folder / "target"), dtype), **changes) for _ in "ab")
+    runtime.start(task.config)
+    engine = make_engine(task, task.config)
+    buffers = {name: buffer.clone() for name, buffer in other.module.named_buffers()}
+    other.module.to(dtype)
+    other.module.rotary_emb.inv_freq = buffers["rotary_emb.inv_freq"]
+    ours = MasterAdamW(other.module, other.config)
+    store = FeatureStore.open(folder / "features" / "train")
+    before = [weights.detach().clone() for weights in other.module.parameters()]
+    for step in range(6):
+        batch = collate(store, [step, step + 1, step + 2]).to(torch.device("cpu"), dtype)
+        rows = task.rows(batch)
+        for made, update in ((task, engine), (other, ours)):
+            loss = made.loss_sums(update, batch, rows, noise_seed=1)["loss"] / len(rows)
+            update.backward(loss)
+            update.step()
+        if step % 2 == 0:
+            assert all(torch.equal(x, y) for x, y in zip(before, other.module.parameters(), strict=True)) == (step == 0)
+    for one, two in zip(other.module.parameters(), task.module.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """Sides that train on different dialogues, tokens that include padding, rounds or warm-up miscounted."""
+    changes = {"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {}
+    values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run", **changes)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    options = ["--config", str(tmp_path / "run.yaml"), "--rounds", "2", "--steps", "1", "--peak-tflops", "0.1"]
+    throughput.main([*options, "gradient_accumulation=2", "--out", str(tmp_path / "out" / "result.json")])
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    ours, plain = result["ours"], result["plain"]
+    pairs = [one / other for one, other in zip(ours["rounds"], plain["rounds"], strict=True)]
+    assert len(pairs) == 2
+    assert result["ratio"] == pytest.approx(sum(pairs) / 2, rel=1e-2)
+    assert 0 <= ours["padding"] <= plain["padding"] < 1
+    assert 0 <= ours["data_wait"] <= 1 and 0 <= plain["data_wait"] <= 1
+    assert ours["mfu"] / plain["mfu"] == pytest.approx(ours["tokens_per_second"] / plain["tokens_per_second"], rel=0.05)
+    assert result["config"]["gradient_accumulation"] == 2 and result["environment"]["versions"]["torch"]
+    assert not (tmp_path / "run").exists()
+    printed = capsys.readouterr().out
+    assert "ratio  " in printed and "times the tokens/s (median of 2 rounds)" in printed
+
+
+@pytest.mark.parametrize("method", ["eagle", "kangaroo"])
+def test_a_shape_needs_neither_files_nor_deepspeed(
+    method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
+    for name in ("deepspeed", "datasets", "tensorboard", "train.setup", "train.runtime"):
+        monkeypatch.setitem(sys.modules, name, None)
+    options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
+    lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]
+    throughput.main([*options, *lengths, "precision=float32"])
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["shape"] == {"hidden": 32, "vocab": 101, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    assert 5 < result["mean_length"] < 30
+    assert result["ours"]["tokens_per_second"] > 0 and result["plain"]["tokens_per_second"] > 0
+    assert result["ours"]["mfu"] is None  # a CPU's peak is not known
+
+
+def test_realistic_lengths() -> None:
+    """A distribution whose mean is not the stated one, or that is drawn anew each time."""
+    lengths = formulations.draw_lengths("realistic", seed=0)
+    assert lengths == formulations.draw_lengths("realistic", seed=0) != formulations.draw_lengths("realistic", seed=1)
+    assert 1250 < sum(lengths) / len(lengths) < 1350
+    assert min(lengths) >= 16 and max(lengths) == 2048
+
+
+def test_out_of_memory_on_one_side_is_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Our figures lost because the plain formulation does not fit."""
+
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30 GiB\nmore lines")
+
+    monkeypatch.setattr(formulations, "plain_loss_sum", lambda *arguments, **keywords: full())
+    throughput.main(["--shape", SMALL, "--rounds", "1", "--steps", "1", "--tokens", "100", "precision=float32"])
+    printed = capsys.readouterr().out
+    assert "plain  CUDA out of memory. Tried to allocate 30 GiB\n" in printed and "tokens/s" in printed
+
+
+def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:
+    """A misspelt key measured at the default, or rounds that the store has no batches for."""
+    with pytest.raises(ValueError, match=r"--shape 'hiden=8': give hidden=N, vocab=N"):
+        throughput.main(["--shape", "hiden=8"])
+    with pytest.raises(ValueError, match="unknown key 'precison'; did you mean 'precision'"):
+        throughput.main(["--shape", SMALL, "precison=bf16"])
+    values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match=r"batches of 64 tokens, fewer than 10 rounds; lower --rounds"):
+        throughput.main(["--config", str(tmp_path / "run.yaml"), "--rounds", "9"])

@@ -1,0 +1,56 @@
+"""AdamW on float32 masters of a bf16 module, as DeepSpeed does it, for where DeepSpeed is not installed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.config import TrainConfig
+
+
+class MasterAdamW:
+    """One process's backward pass and update, with the two calls of DeepSpeed's engine that a step needs.
+
+    A float32 module is its own master.
+
+    Args:
+        module: what is trained, on its device, in its dtype.
+        config: learning rate, betas, weight decay, clipping and accumulation.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainConfig) -> None:
+        self.module, self.config = module, config
+        self._weights: list[Tensor] = [weights for weights in module.parameters() if weights.requires_grad]
+        self._copied = self._weights[0].dtype != torch.float32
+        self._masters: list[Tensor] = [
+            weights.detach().float().clone() if self._copied else weights for weights in self._weights
+        ]
+        options: dict[str, Any] = {"fused": True} if self._weights[0].is_cuda else {}
+        self._adam = torch.optim.AdamW(
+            self._masters, config.learning_rate, config.betas, weight_decay=config.weight_decay, **options
+        )
+        self._micro_batches = 0
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """The module's forward."""
+        return self.module(*arguments, **keywords)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` over the accumulation steps."""
+        (loss / self.config.gradient_accumulation).backward()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update after the last of the accumulated micro-batches; before, only count."""
+        self._micro_batches += 1
+        if self._micro_batches % self.config.gradient_accumulation:
+            return
+        if self._copied:
+            for master, weights in zip(self._masters, self._weights, strict=True):
+                master.grad = None if weights.grad is None else weights.grad.float()
+                weights.grad = None
+        nn.utils.clip_grad_norm_(self._masters, self.config.gradient_clipping)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        if self._copied:
+            torch._foreach_copy_(self._weights, self._masters)
