@@ -119,10 +119,16 @@ def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    line, processes = [sys.executable, __file__, str(file)], []
-    for rank in range(count):
-        own = environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank), PYTHONPATH=str(ROOT))
-        with (folder / f"rank{rank}.log").open("w") as log:
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    start_ranks([sys.executable, __file__, str(file)], ranks, folder, seconds)
+
+
+def start_ranks(line: list[str], ranks: list[dict[str, str]], folder: Path, seconds: float = 300) -> None:
+    """One process of the command ``line`` for each rank's variables, until all have ended well."""
+    processes = []
+    for number, variables in enumerate(ranks):
+        with (folder / f"rank{number}.log").open("w") as log:
+            own = environment(**variables, PYTHONPATH=str(ROOT))
             processes.append(subprocess.Popen(line, env=own, stdout=log, stderr=log))
     wait_for(processes, folder, seconds)
 

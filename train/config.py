@@ -83,6 +83,7 @@ ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 # Changing these between a run and its --resume leaves what was trained so far valid; any other change does not.
 FREE_ON_RESUME = {
+    "out",
     "steps",
     "epochs",
     "minutes",
