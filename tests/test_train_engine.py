@@ -14,7 +14,7 @@ from torch import nn
 from drafters import TargetModel
 from drafters.config import validate
 from drafters.eagle import EagleHead
-from train import runtime, setup
+from train import loop, runtime, setup
 from train.config import EagleConfig
 from train.run_files import read_metrics
 
@@ -145,6 +145,38 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing(settings: dict[
             tiny_run.train_here("eagle", {**values, **changes})
     for stage in (0, 3):
         assert figures(tmp_path / f"with{stage}", "loss") == figures(tmp_path / f"without{stage}", "loss")
+
+
+class HiddenNan(torch.autograd.Function):
+    """A finite value with a gradient of NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * float("nan")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_of_nan_reaches_no_state(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
+) -> None:
+    """A step that is skipped in silence for ever, a norm of 1 for one of NaN, or NaN in the newest state."""
+    usual = loop.TrainRun._loss
+
+    def loss(self: loop.TrainRun, *arguments: Any) -> dict[str, torch.Tensor]:
+        parts = usual(self, *arguments)
+        return {**parts, "loss": HiddenNan.apply(parts["loss"])} if self.progress.step == 2 else parts
+
+    monkeypatch.setattr(loop.TrainRun, "_loss", loss)
+    changes = {"zero_stage": stage, "precision": precision, "save_every": 1, "eval_every": 100, "heldout_tokens": 20}
+    with pytest.raises(loop.TrainingDiverged, match=r"step 3: grad_norm = (nan|inf)"):
+        tiny_run.train_here("eagle", {**settings, **changes, "out": str(tmp_path / "run")})
+    assert (tmp_path / "run" / "state" / "latest").read_text().strip() == "step-00000002"
+    assert all(value.isfinite().all() for value in state(tmp_path / "run", 2).values())
 
 
 def test_offload_is_refused_where_it_cannot_be(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

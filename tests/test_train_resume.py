@@ -148,7 +148,7 @@ def test_resume_on_another_number_of_ranks_and_stage(settings: dict[str, Any], t
     tiny_run.train_on_ranks(2, tmp_path, [*jobs, {"kind": "eagle", "values": more, "resume": True}])
     jobs, pairs = [], [("1to2", "alone")]
     for name, variant in variants.items():
-        for ranks in (1, 4):
+        for ranks in (1, 4) if variant["zero_stage"] in (1, 3) else (1,):
             out = tmp_path / f"2{name}to{ranks}"
             shutil.copytree(tmp_path / f"2{name}", out)
             other = {**variant, "zero_stage": (variant["zero_stage"] + ranks) % 4, "gradient_accumulation": 4 // ranks}

@@ -100,7 +100,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(predicted)
         for start in range(0, len(predicted), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            # Softmax widens as it reads, so no wide copy of the logits exists: two wide [rows, V] tensors at a time.
+            # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
             p = F.linear(target[rows], weight, bias).softmax(-1, dtype=wide)
             log_q = F.linear(predicted[rows], weight, bias).log_softmax(-1, dtype=wide)
             total -= torch.dot(p.flatten(), log_q.flatten())
