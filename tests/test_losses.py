@@ -150,7 +150,7 @@ def test_full_logits_never_exist() -> None:
 def test_default_chunk_rows() -> None:
     """A vocabulary that does not matter, or chunks of a single row."""
     assert default_chunk_rows(nn.Linear(8, 4096)) == 128
-    assert default_chunk_rows(nn.Linear(8, 32000)) == 16
+    assert default_chunk_rows(nn.Linear(8, 32000)) == 64
     assert default_chunk_rows(nn.Linear(8, 10, device="meta")) == 2**28 // 40  # any other device than a CPU
     assert default_chunk_rows(nn.Linear(8, 128256, device="meta")) == 523
 

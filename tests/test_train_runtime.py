@@ -1,6 +1,7 @@
 """How a process finds its rank: launcher, Slurm, or alone."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,35 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 1)
     runtime._take_device({**TASK, "LOCAL_RANK": "1"})
     assert taken == [3, 0]
+
+
+def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:
+    """A requeued job that starts anew over its own state, or a first one that asks to resume nothing."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text("")
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o755)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"target: t\nout: {tmp_path}/one   # here\n")
+    for name in ("one", "two"):
+        (tmp_path / name / "state").mkdir(parents=True)
+
+    def line(*overrides: str) -> str:
+        script = str(tiny_run.ROOT / "configs" / "slurm" / "eagle.sbatch")
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        done = tiny_run.run(["bash", script, str(config), *overrides], VENV=str(tmp_path), PATH=path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    start = f"--kill-on-bad-exit=1 python train/eagle.py --config {config}"
+    assert line() == start
+    assert line("steps=3", f"out={tmp_path}/two") == f"{start} steps=3 out={tmp_path}/two"
+    (tmp_path / "two" / "state" / "latest").write_text("step-00000001")
+    assert line() == start
+    assert line(f"out={tmp_path}/two") == f"{start} --resume out={tmp_path}/two"
+    (tmp_path / "one" / "state" / "latest").write_text("step-00000001")
+    assert line() == f"{start} --resume"
 
 
 @pytest.mark.slow

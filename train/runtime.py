@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import warnings
 from collections import defaultdict
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def start(config: TrainConfig) -> Ranks:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
     # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
     # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)

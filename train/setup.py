@@ -225,8 +225,8 @@ def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:
     """Float32 weights, gradients and two moments of Adam; with ``offload: parameters`` the weights once more."""
     count = sum(parameter.numel() for parameter in module.parameters())
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-    share = here / torch.distributed.get_world_size()
-    need = round(count * (20 if config.offload == "parameters" else 16) * share)
+    parts = here / torch.distributed.get_world_size()  # of the whole state, on this machine
+    need = round(count * (20 if config.offload == "parameters" else 16) * parts)
     free = psutil.virtual_memory().available
     if need > free:
         raise ValueError(
