@@ -41,13 +41,16 @@ def arm(point: str) -> None:
             return written(path, tensors)
 
         state._written = dying
-    elif name == "unnamed":  # the second state has its name, `latest` names the first
+    elif name in ("unnamed", "named"):  # just before, or just after, `latest` names the second state
         replace: Callable[[Path, str], None] = run_files.replace_text
 
         def replacing(path: Path, text: str) -> None:
-            if path.name == "latest" and path.is_file():
+            second = path.name == "latest" and path.is_file()
+            if second and name == "unnamed":
                 die()
             replace(path, text)
+            if second:
+                die()
 
         run_files.replace_text = replacing  # type: ignore[attr-defined]
     else:
