@@ -1,5 +1,6 @@
 """The engine: precision of sums, ZeRO stages, ranks and offload, all of which must train the same."""
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,34 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing(settings: dict[
             tiny_run.train_here("eagle", {**values, **changes})
     for stage in (0, 3):
         assert figures(tmp_path / f"with{stage}", "loss") == figures(tmp_path / f"without{stage}", "loss")
+
+
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "expected", "bucket"),
+    [("bf16", 0, 20, 0), ("bf16", 1, 20, 0), ("bf16", 2, 18, 0), ("bf16", 3, 18, 200_000_000), ("float32", 0, 16, 0)],
+)
+def test_bytes_a_weight(settings: dict[str, Any], precision: str, stage: int, expected: float, bucket: int) -> None:
+    """A copy of weights or gradients that docs/training.md does not know of, or buffers larger than the drafter."""
+    config = validate(EagleConfig, {**settings, "precision": precision, "zero_stage": stage}, source="test")
+    runtime.start(config)
+    before = live_storages()  # held, so that no address is used again
+    module = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(20)])
+    ends = SimpleNamespace(embed=nn.Embedding(2, 2), lm_head=nn.Linear(2, 2))
+    engine = setup.make_engine(SimpleNamespace(module=module, ends=ends), config)  # type: ignore[arg-type]
+    inputs = torch.ones(1, 300, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    for _ in range(3):  # two micro-batches and the step, then one more
+        engine.backward(engine(inputs).sum())
+        engine.step()
+    engine.backward(engine(inputs).sum())
+    made = sum(storage.nbytes() for place, storage in live_storages().items() if place not in before)
+    assert expected - 0.5 < (made - bucket) / (20 * 300 * 300) < expected + 1
 
 
 class HiddenNan(torch.autograd.Function):
