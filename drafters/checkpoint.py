@@ -96,9 +96,14 @@ def make_config(
 
 
 def save_checkpoint(
-    folder: str | Path, module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype | None = torch.bfloat16
+    folder: str | Path,
+    module: nn.Module | Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None = torch.bfloat16,
 ) -> None:
     """Write ``config.json`` and ``model.safetensors`` of ``module`` into ``folder``, over an older checkpoint if any.
+
+    ``module`` may also be its weights by name, where they are not all in this process.
 
     Floating-point weights are cast to ``dtype`` (None keeps theirs). A process killed on the way leaves the older
     checkpoint, the new one, or a folder without ``config.json`` that does not load; never a mixture.
@@ -108,7 +113,8 @@ def save_checkpoint(
     """
     folder = Path(folder)
     checked = parse_config(dict(config), source=f"the config to be saved in {folder}")
-    weights = {name: _portable(value, dtype) for name, value in module.state_dict().items()}
+    state = module.state_dict() if isinstance(module, nn.Module) else module
+    weights = {name: _portable(value, dtype) for name, value in state.items()}
     _check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     new_weights = folder / f".{WEIGHTS_FILE}.tmp"

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -9,6 +10,7 @@ import tiny_run
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_prep.store import FeatureStore
 from drafters import TargetModel
@@ -16,7 +18,14 @@ from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
 from drafters.eagle import EagleHead
 from train.config import EagleConfig, KangarooConfig
 from train.data import Batch, Span, collate
-from train.losses import eagle_rows, feature_noise, kangaroo_rows, regression_sum, soft_cross_entropy_sum
+from train.losses import (
+    default_chunk_rows,
+    eagle_rows,
+    feature_noise,
+    kangaroo_rows,
+    regression_sum,
+    soft_cross_entropy_sum,
+)
 from train.tasks import EagleTask, KangarooTask, chain_alpha
 
 DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7 pack into three rows
@@ -98,6 +107,52 @@ def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, bias: bool) -
     reference.backward()
     torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_cross_entropy_equals_full_logits() -> None:
+    """Softmax in bf16, or sums that round: the same bf16 logits, in float64 from there on, are the reference."""
+    lm_head = nn.Linear(32, 509, bias=False).requires_grad_(False).bfloat16()
+    ours = torch.randn(40, 32).bfloat16().requires_grad_()
+    target = torch.randn(40, 32).bfloat16()
+    loss = soft_cross_entropy_sum(ours, target, lm_head, 16)
+    loss.backward()
+    logits = lm_head(ours.detach()).double().requires_grad_()
+    reference = -(lm_head(target).double().softmax(-1) * logits.log_softmax(-1)).sum()
+    reference.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-5)
+    expected = logits.grad @ lm_head.weight.double()  # ours rounds (q - p) and the result to bf16, 8 bits each
+    torch.testing.assert_close(ours.grad.double(), expected, rtol=0.02, atol=0.002 * expected.abs().max().item())
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that was made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.numbers = max(self.numbers, value.untyped_storage().nbytes() // value.element_size())
+        return result
+
+
+def test_full_logits_never_exist() -> None:
+    """A chunked loss that keeps every chunk for the backward pass, or makes one tensor of all rows."""
+    lm_head = nn.Linear(8, 1000, bias=False).requires_grad_(False)
+    ours, target = torch.randn(300, 8, requires_grad=True), torch.randn(300, 8)
+    with Largest() as largest:
+        soft_cross_entropy_sum(ours, target, lm_head, 20).backward()
+    assert largest.numbers == 20 * 1000
+
+
+def test_default_chunk_rows() -> None:
+    """A vocabulary that does not matter, or chunks of a single row."""
+    assert default_chunk_rows(nn.Linear(8, 4096)) == 128
+    assert default_chunk_rows(nn.Linear(8, 32000)) == 64
+    assert default_chunk_rows(nn.Linear(8, 10, device="meta")) == 2**28 // 40  # any other device than a CPU
+    assert default_chunk_rows(nn.Linear(8, 128256, device="meta")) == 523
 
 
 def test_noise() -> None:

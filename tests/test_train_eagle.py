@@ -112,16 +112,22 @@ def test_zero_stages_equal_stage_0(settings: dict[str, Any], reference: Path, st
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-def test_two_ranks_equal_one(settings: dict[str, Any], reference: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_ranks_equal_one(settings: dict[str, Any], tmp_path: Path) -> None:
     """A mean of ranks' means instead of the mean over all tokens; ranks on the same data; a start that compiles."""
-    line = tiny_run.command("eagle", tmp_path, {**settings, "zero_stage": 1}, "steps=4", "heldout_tokens=20")
+    settings = {**settings, "steps": 20, "schedule": "constant", "heldout_tokens": 20}
+    alone = {**settings, "out": str(tmp_path / "alone")}
+    tiny_run.train_here("eagle", alone)
+    line = tiny_run.command("eagle", tmp_path, settings)
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29617"]
     extensions = tmp_path / "extensions"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = tiny_run.run([*launcher, *line[1:]], TORCH_EXTENSIONS_DIR=str(extensions), PATH=path)
     assert done.returncode == 0, done.stderr
     out = Path(settings["out"])
-    assert losses(out)[:2] == pytest.approx(losses(reference)[:2], rel=1e-5)  # later ones follow another cosine
+    assert len(losses(out)) == 20
+    assert losses(out) == pytest.approx(losses(tmp_path / "alone"), rel=2e-4)  # Adam's division enlarges last digits
+    assert losses(out)[:4] == pytest.approx(losses(tmp_path / "alone")[:4], rel=1e-6)
     assert json.loads((out / "run.json").read_text())["ranks"] == 2
     assert not extensions.exists()
 
@@ -151,8 +157,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings: dict[str, Any]) -> No
         tiny_run.train_here("eagle", values)
     latest = (out / "state" / "latest").read_text().strip()
     assert f"the last good state is {out / 'state' / latest}" in str(error.value)
-    state = torch.load(out / "state" / latest / "mp_rank_00_model_states.pt", weights_only=False)
-    assert all(value.isfinite().all() for value in state["module"].values())
+    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        assert all(
+            value.isfinite().all() for value in load_file(out / "state" / latest / f"{kind}.safetensors").values()
+        )
     assert not (out / "model.safetensors").exists()
 
 
@@ -177,7 +185,7 @@ def test_deepspeed_numbers_come_from_the_run_config(settings: dict[str, Any]) ->
     derived = deepspeed_config(config)
     assert derived["gradient_accumulation_steps"] == 3
     assert derived["gradient_clipping"] == 0.5
-    assert derived["zero_optimization"] == {"stage": 2}
+    assert derived["zero_optimization"]["stage"] == 2
     assert derived["optimizer"]["params"]["lr"] == 0.01
     assert derived["optimizer"]["params"]["betas"] == [0.9, 0.95]
     assert derived["bf16"] == {"enabled": False}

@@ -1,8 +1,11 @@
 """A tiny feature store and run config for the tests of train/; a training run here or as its own process."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,8 @@ from data_prep.store import StoreManifest
 from data_prep.store_writer import Shard, StoreWriter
 from drafters import TargetModel
 from drafters.config import validate
-from train import runtime
-from train.config import EagleConfig, KangarooConfig
+from train import runtime, setup
+from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.loop import TrainRun
 from train.run_files import check_run_folder
 from train.setup import open_inputs
@@ -105,6 +108,61 @@ def run(line: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=300, check=False)
 
 
+def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds: float = 300) -> None:
+    """``count`` processes that train one run after the other; a job's keys are the arguments of ``train_here``.
+
+    ``partition_all``: at ZeRO-3 the small weights are split, too, which DeepSpeed would leave whole.
+    """
+    file = folder / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    start_ranks([sys.executable, __file__, str(file)], ranks, folder, seconds)
+
+
+def start_ranks(line: list[str], ranks: list[dict[str, str]], folder: Path, seconds: float = 300) -> None:
+    """One process of the command ``line`` for each rank's variables, until all have ended well."""
+    processes = []
+    for number, variables in enumerate(ranks):
+        with (folder / f"rank{number}.log").open("w") as log:
+            own = environment(**variables, PYTHONPATH=str(ROOT))
+            processes.append(subprocess.Popen(line, env=own, stdout=log, stderr=log))
+    wait_for(processes, folder, seconds)
+
+
+def wait_for(processes: list[subprocess.Popen[Any]], folder: Path, seconds: float) -> None:
+    """Until all have ended well; kills the others when one fails."""
+    deadline = time.monotonic() + seconds
+    try:
+        while any(process.poll() is None for process in processes):
+            assert not any(process.poll() for process in processes), "a rank failed"
+            assert time.monotonic() < deadline, "the ranks did not end"
+            time.sleep(0.02)
+        assert not any(process.returncode for process in processes), "a rank failed"
+    except AssertionError as error:
+        logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank*.log")))
+        raise AssertionError(f"{error}\n{logs}") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def partition_small_weights() -> None:
+    """Let ZeRO-3 split the tiny modules' weights as it splits real ones."""
+    derived = setup.deepspeed_config
+
+    def changed(config: TrainConfig) -> dict[str, Any]:
+        values = derived(config)
+        values["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return values
+
+    setup.deepspeed_config = changed
+
+
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
     """What train/<kind>.py does, in this process; the process group stays for the next run."""
     schema, task = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}[kind]
@@ -115,3 +173,11 @@ def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> Train
     made = TrainRun(task(config, inputs.ends), inputs, ranks, resume, [])
     made.train()
     return made
+
+
+if __name__ == "__main__":  # one rank of train_on_ranks
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        if job.pop("partition_all", False):
+            partition_small_weights()
+        train_here(**job)
+    runtime.stop()

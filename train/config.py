@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+import torch
 from pydantic import Field, model_validator
 
 from drafters.config import Config
@@ -51,9 +52,13 @@ class TrainConfig(Config):
     gradient_clipping: float = Field(0.5, gt=0, description="by the norm of the whole gradient")
 
     precision: Literal["bf16", "float32"] = Field("bf16", description="bf16 keeps float32 master weights")
-    zero_stage: Literal[0, 1, 2] = 0
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
+    offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
+    activation_checkpointing: bool = Field(False, description="compute the drafter's activations twice, keep none")
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: the cores shared out")
-    loss_chunk_rows: int = Field(256, ge=1, description="rows of [rows, vocabulary] logits that exist at once")
+    loss_chunk_rows: int | None = Field(
+        None, ge=1, description="rows of [rows, vocabulary] logits that exist at once; default: by the device's memory"
+    )
     seed: int = 0
 
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
@@ -82,6 +87,16 @@ class TrainConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _can_offload(self) -> Self:
+        if self.offload == "optimizer" and self.zero_stage == 0:
+            raise ValueError("offload: optimizer needs zero_stage: 1, 2 or 3 (it is 0); set one, or offload: none")
+        if self.offload == "parameters" and self.zero_stage != 3:
+            raise ValueError(
+                f"offload: parameters needs zero_stage: 3 (it is {self.zero_stage}); set it, or offload: optimizer"
+            )
+        return self
+
 
 class EagleConfig(TrainConfig):
     """train/eagle.py."""
@@ -101,10 +116,16 @@ ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 
 # Changing these between a run and its --resume leaves what was trained so far valid; any other change does not.
 FREE_ON_RESUME = {
+    "out",
     "steps",
     "epochs",
     "minutes",
     "threads",
+    "gradient_accumulation",
+    "zero_stage",
+    "offload",
+    "activation_checkpointing",
+    "loss_chunk_rows",
     "log_every",
     "eval_every",
     "heldout_tokens",
@@ -114,7 +135,21 @@ FREE_ON_RESUME = {
 
 
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's own configuration. A "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1."""
+    """DeepSpeed's own configuration. A "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1.
+
+    Gradients are summed over micro-batches and ranks in float32. With bf16 weights DeepSpeed does that from stage 1 on
+    only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
+    """
+    bf16 = config.precision == "bf16"
+    zero: dict[str, Any] = {
+        "stage": max(1, config.zero_stage) if bf16 else config.zero_stage,
+        "reduce_bucket_size": 50_000_000,  # numbers; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
+    }
+    host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
+    if config.offload != "none":
+        zero["offload_optimizer"] = host
+    if config.offload == "parameters":
+        zero["offload_param"] = host
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.gradient_accumulation,
@@ -126,9 +161,12 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
                 "betas": list(config.betas),
                 "weight_decay": config.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own Adam would be compiled at the first start
+                "fused": True,  # as fast as that one, also on the host
             },
         },
-        "bf16": {"enabled": config.precision == "bf16"},
-        "zero_optimization": {"stage": config.zero_stage},
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
         "steps_per_print": 2**31,  # the loop reports
     }

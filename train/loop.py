@@ -22,7 +22,8 @@ from train.data import Batch, Position, StepData, TrainData
 from train.heldout import Heldout
 from train.run_files import Metrics, StateFolder, check_same_data, describe_data, describe_run
 from train.runtime import Ranks, seed_step
-from train.setup import Inputs, make_engine, target_identity
+from train.setup import Inputs, full_state, make_engine, target_identity
+from train.state import SavedState, save_state
 from train.tasks import Task
 
 EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
@@ -34,7 +35,7 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass
 class Progress:
-    """What a checkpoint remembers beside DeepSpeed's own state."""
+    """What a state remembers beside weights and Adam's moments."""
 
     step: int = 0
     epoch: int = 0
@@ -53,6 +54,10 @@ class TrainRun:
 
     def __init__(self, task: Task, inputs: Inputs, ranks: Ranks, resume: bool, arguments: list[str]) -> None:
         self.task, self.inputs, self.ranks, self.config = task, inputs, ranks, task.config
+        self.states = StateFolder(self.config.out)
+        saved = SavedState(self.states.path / str(self.states.latest())) if resume else None
+        if saved:
+            saved.load_weights(task.module)
         self.engine = make_engine(task, self.config)
         inputs.load_target(self.config, self.engine.device)
         self.dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
@@ -68,14 +73,14 @@ class TrainRun:
         )
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
         self.last_step = self._step_limit()
-        self.states = StateFolder(self.config.out)
         self.progress = Progress()
         self._clock = time.monotonic()
+        data = {"train": describe_data(inputs.train.manifest)}
         self.info = describe_run(self.config, arguments, ranks.count)
-        self.info["data"] = {"train": describe_data(inputs.train.manifest)}
-        if resume:
-            check_same_data(self.config.out, self.info["data"])
-            self._load()
+        self.info |= {"data": data, "loss_chunk_rows": task.chunk_rows}
+        if saved:
+            check_same_data(self.config.out, data)
+            self._load(saved)
         self.metrics: Metrics | None = None
         if ranks.is_first:
             self.config.out.mkdir(parents=True, exist_ok=True)
@@ -128,21 +133,24 @@ class TrainRun:
             group["lr"] = rate
         rows = [self.task.rows(batch) for batch in data.batches]
         tokens = sum(batch.tokens for batch in data.batches)
-        counts = self.ranks.total(self._tensor([sum(len(part) for part in rows), tokens]))
-        trained, tokens = int(counts[0]), int(counts[1])
+        counts = self.ranks.total(self._tensor([sum(len(part) for part in rows), tokens])).double()
+        # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
+        share = (self.ranks.count * len(data.batches) / (counts[0] + EPSILON)).float()
         sums: dict[str, Tensor] = {}
         for number, (batch, part) in enumerate(zip(data.batches, rows, strict=True)):
             if number:
                 engine.step()  # before the accumulation boundary this only counts the micro-batch before
             parts = self._loss(batch, part, data.epoch)
-            # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
-            engine.backward(parts["loss"] * (self.ranks.count * len(data.batches) / (trained + EPSILON)))
+            engine.backward(parts["loss"] * share)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value.detach()
-        losses = self._means(sums, trained)
-        self._check_finite(losses)
+        totals = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
         norm = self._update()
-        progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
+        # The one copy to the host of a step. What is not finite has reached the weights by now, but no saved state.
+        *means, norm, tokens = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
+        losses = dict(zip(sums, means, strict=True))
+        self._check_finite({**losses, "grad_norm": norm})
+        progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
         progress.epoch, progress.batch = data.following.epoch, data.following.batch
         progress.seconds = time.monotonic() - self._clock
         self._report(bar, losses, norm, rate, tokens / (time.monotonic() - began))
@@ -150,19 +158,16 @@ class TrainRun:
     def _loss(self, batch: Batch, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         noise_seed = self.config.seed * 1_000_003 + epoch
         on_device = batch.to(self.engine.device, self.dtype)
-        return self.task.loss_sums(self.engine, on_device, rows.to(self.engine.device), noise_seed)
+        return self.task.loss_sums(self.engine, on_device, rows.to(self.engine.device, non_blocking=True), noise_seed)
 
-    def _update(self) -> float:
-        """The optimiser's step at the accumulation boundary; returns the gradient's norm before clipping."""
-        engine = self.engine
-        norm = None
-        if self.dtype == torch.float32 and self.config.zero_stage == 0:  # DeepSpeed clips here without telling the norm
+    def _update(self) -> Tensor:
+        """The optimiser's step at the accumulation boundary; the gradient's norm before clipping, float64 ``[1]``."""
+        engine, norm = self.engine, None
+        if engine.zero_optimization_stage() == 0:  # DeepSpeed clips here without telling the norm
             norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
-            self._check_finite({"grad_norm": float(norm)})
         engine.step()
-        value = float(engine.get_global_grad_norm() if norm is None else norm)
-        self._check_finite({"grad_norm": value})
-        return value
+        norm = engine.get_global_grad_norm() if norm is None else norm
+        return torch.as_tensor(norm, dtype=torch.float64, device=engine.device).reshape(1)
 
     def _learning_rate(self) -> float:
         """Linear warm-up from 0, then the schedule over what is left of steps, epochs or minutes."""
@@ -228,10 +233,6 @@ class TrainRun:
             shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
             bar.write(f"step {self.progress.step}: {shown}")
 
-    def _means(self, sums: dict[str, Tensor], trained: int) -> dict[str, float]:
-        values = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
-        return {name: value / (trained + EPSILON) for name, value in zip(sums, values.tolist(), strict=True)}
-
     def _check_finite(self, values: dict[str, float]) -> None:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
         if not bad:
@@ -250,29 +251,15 @@ class TrainRun:
     # ------------------------------------------------------------------------------------------- files
 
     def _save(self) -> None:
-        """DeepSpeed's checkpoint of every rank; `latest` names it only when it is whole."""
-        tag = self.states.tag(self.progress.step)
-        client_state = {"progress": dict(vars(self.progress))}
-        self.engine.save_checkpoint(str(self.states.path), tag=tag, client_state=client_state, save_latest=False)
-        torch.distributed.barrier()
-        if self.ranks.is_first:
-            self.states.publish(tag)
+        save_state(self.engine, self.states, self.progress.step, dict(vars(self.progress)), self.ranks)
 
-    def _load(self) -> None:
-        tag = self.states.latest()
-        before = json.loads((self.config.out / "run.json").read_text())["ranks"]
-        if self.config.zero_stage and before != self.ranks.count:
-            raise ValueError(
-                f"--resume: {self.config.out} was trained on {before} ranks and this is {self.ranks.count}: with "
-                f"zero_stage: {self.config.zero_stage} the optimizer's state is split by rank; start as many as before"
-            )
-        path, client_state = self.engine.load_checkpoint(str(self.states.path), tag=tag)
-        if path is None or "progress" not in client_state:
-            raise ValueError(f"--resume: {self.states.path / str(tag)} holds no checkpoint of this toolkit")
-        self.progress = Progress(**client_state["progress"])
+    def _load(self, saved: SavedState) -> None:
+        self.progress = Progress(**saved.progress)
+        saved.load_optimizer(self.engine, self.progress.step)
 
     def _export(self) -> None:
         """The drafter as it is now, into the run folder's top."""
+        weights = full_state(self.engine)
         if not self.ranks.is_first:
             return
         manifest, info = self.inputs.train.manifest, self.info
@@ -297,4 +284,4 @@ class TrainRun:
             "target": target_identity(self.config, self.inputs.ends),
             "training": training,
         }
-        checkpoint.save_checkpoint(self.config.out, self.engine.module, config)
+        checkpoint.save_checkpoint(self.config.out, weights, config)

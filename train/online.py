@@ -166,10 +166,10 @@ def open_online(config: TrainConfig, exit_layer: int | None) -> tuple[OnlineFeat
     """
     data = config.data
     assert data is not None
-    if data.target_device_map and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if data.target_device_map and int(os.environ.get("LOCAL_RANK", "0")):
         raise ValueError(
-            f"data.target_device_map: {data.target_device_map} gives all GPUs to one process, and "
-            f"{os.environ['WORLD_SIZE']} were started: start one, or leave the key out so that each has its own target"
+            f"data.target_device_map: {data.target_device_map} gives all GPUs of a machine to one process, and several "
+            "were started here: start one a machine, or leave the key out so that each has its own target"
         )
     chat = load_tokenizer(config.target, config.revision, data.chat_template)
     headers = make_headers(as_features_config(config, data, exit_layer), chat)

@@ -3,7 +3,7 @@
 config.json, model.safetensors   the trained drafter (drafters.checkpoint)
 run.json                         what it takes to run it again: config, arguments, commit, versions
 metrics.jsonl, tensorboard/      figures by step
-state/step-*/, state/latest      DeepSpeed's resumable state; the newest two, `latest` names the one that is whole
+state/step-*/, state/latest      resumable states (train/state.py): the newest two, `latest` names the newest
 """
 
 import contextlib
@@ -12,35 +12,57 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from data_prep.store import StoreManifest
-from drafters.provenance import git_commit, library_versions, replace_text
+from data_prep.manifest import StoreManifest
+from drafters.provenance import git_commit, library_versions, replace_text, sync_folder
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
 
 
 class StateFolder:
-    """``state/`` of a run: which checkpoint is whole, and room for the next."""
+    """``state/`` of a run: which states are whole, and room for the next.
+
+    A state is written under a temporary name, renamed, and only then named in ``latest``: a kill or a power cut at any
+    point leaves ``latest`` naming a whole one.
+    """
 
     def __init__(self, run: Path) -> None:
         self.path = run / "state"
         self._latest = self.path / "latest"
 
     def latest(self) -> str | None:
-        """The tag of the newest whole checkpoint, or None."""
+        """The tag of the newest whole state, or None."""
         return self._latest.read_text().strip() if self._latest.is_file() else None
 
     @staticmethod
     def tag(step: int) -> str:
-        """The checkpoint's folder name."""
+        """The state's folder name."""
         return f"step-{step:08d}"
 
+    def begin(self, tag: str) -> Path:
+        """An empty folder to write ``tag`` into; what killed runs left half-written goes."""
+        latest = self.latest() or ""
+        for leftover in self.path.glob(".step-*"):
+            shutil.rmtree(leftover)
+        for unnamed in self.path.glob("step-*"):
+            if unnamed.name > latest:
+                shutil.rmtree(unnamed)
+        folder = self.path / f".{tag}"
+        folder.mkdir(parents=True)
+        return folder
+
     def publish(self, tag: str) -> None:
-        """Name ``tag`` as the newest whole one, atomically, and delete all but the newest two."""
+        """Give what ``begin`` made its name, name it as the newest, and delete all but the newest two."""
+        folder = self.path / f".{tag}"
+        sync_folder(folder)
+        folder.rename(self.path / tag)
         replace_text(self._latest, tag + "\n")
-        tags = sorted(folder for folder in self.path.glob("step-*") if folder.name <= tag)
-        for old in tags[:-KEPT_STATES]:
+        for old in sorted(self.path.glob("step-*"))[:-KEPT_STATES]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def abandon(self, tag: str) -> None:
+        """Remove what was written of a state that cannot be finished."""
+        shutil.rmtree(self.path / f".{tag}", ignore_errors=True)
 
 
 def check_run_folder(config: TrainConfig, resume: bool) -> None:

@@ -1,8 +1,11 @@
 """One process or many, CPU or GPU: what has to be in place before DeepSpeed starts."""
 
 import os
+import re
 import socket
+import warnings
 from collections import defaultdict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +34,20 @@ class Ranks:
 
 
 def start(config: TrainConfig) -> Ranks:
-    """Start torch.distributed through DeepSpeed: under its launcher as many ranks as it made, alone a single one."""
-    _describe_single_process()
-    if not torch.accelerator.is_available():
+    """Start torch.distributed through DeepSpeed: as many ranks as its launcher or ``srun`` made, alone a single one.
+
+    Raises:
+        ValueError: more processes on this machine than GPUs.
+    """
+    describe_process(os.environ)
+    if torch.accelerator.is_available():
+        _take_device(os.environ)
+    else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to find out
     import deepspeed
 
     deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
     # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
     # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
@@ -61,12 +71,60 @@ def seed_step(seed: int, step: int, ranks: Ranks) -> None:
     torch.manual_seed((seed * 1_000_003 + step) * 4_096 + ranks.rank)
 
 
-def _describe_single_process() -> None:
-    """The variables that a launcher would set, for a plain ``python train/...``."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+def describe_process(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that a launcher would set, where none did: those of a Slurm task, or of a process alone.
+
+    DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE themselves, and are left alone. Under
+    ``srun`` with several tasks each task is a rank. A batch script's own process is no such task, though it sees
+    SLURM_NTASKS; only ``srun`` sets SLURM_STEP_NUM_TASKS.
+
+    Raises:
+        ValueError: a Slurm step without what names its first host.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        environment.update(_slurm_task(environment))
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(single)
+    environment.update(single)
+
+
+def _slurm_task(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT stay where they are given."""
+    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    if "MASTER_ADDR" not in environment and not hosts:
+        raise ValueError("srun started this task without SLURM_STEP_NODELIST: set MASTER_ADDR to the first node's name")
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_STEP_NUM_TASKS"]))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", local[0] if local else "1"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
+        # The same for all tasks of a step, and another one for the next step on the same nodes.
+        "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + (job * 31 + step) % 12_000)),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's compressed node list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def _take_device(environment: MutableMapping[str, str]) -> None:
+    """Make LOCAL_RANK's GPU this process's; where each process sees one GPU alone, that one."""
+    count, local = torch.accelerator.device_count(), int(environment.get("LOCAL_RANK", "0"))
+    if count == 1 and "SLURM_STEP_NUM_TASKS" in environment:  # --gpus-per-task=1
+        local = 0
+    if local >= count:
+        raise ValueError(
+            f"process {local + 1} of this machine has no GPU, there are {count}: start at most {count} processes here"
+        )
+    environment["LOCAL_RANK"] = str(local)
+    torch.accelerator.set_device_index(local)

@@ -1,10 +1,16 @@
 """Open and check everything a run reads, before an hour is spent on it; and build DeepSpeed's engine."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.manifest import MANIFEST, StoreManifest
@@ -184,21 +190,84 @@ def target_identity(config: TrainConfig, ends: FrozenEnds) -> dict[str, Any]:
 
 
 def make_engine(task: Task, config: TrainConfig) -> Any:
-    """DeepSpeed's engine around the task's module; the frozen ends go to its device, outside of it."""
+    """DeepSpeed's engine around the task's module; the frozen ends go to its device, outside of it.
+
+    Raises:
+        ValueError: ``offload`` needs more host memory than there is.
+    """
     import deepspeed
 
     module = task.module
+    if config.offload != "none":
+        _check_host_memory(module, config)
+    if config.activation_checkpointing:
+        checkpoint_activations(module)
     # Casting a module to bf16 casts the rotary frequencies, too, which moves position 500 by several tokens.
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
-        config=deepspeed_config(config),
-        dist_init_required=False,
-    )
+    with quiet_bf16_optimizer():
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+            config=deepspeed_config(config),
+            dist_init_required=False,
+        )
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, buffer.to(engine.device))
     task.ends.embed.to(engine.device)
     task.ends.lm_head.to(engine.device)
     return engine
+
+
+def full_state(engine: Any) -> dict[str, Tensor]:
+    """The trained module's whole weights by name, in the dtype that it computes in, copied to the CPU.
+
+    A collective: every rank has to call it, and every rank gets all weights, whatever the ZeRO stage.
+    """
+    import deepspeed
+
+    weights = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        # At ZeRO-3 a rank holds a part of each weight; one at a time, so that the device never holds all of them.
+        with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
+            weights[name] = value.detach().to("cpu", copy=True)
+    return weights
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """Make ``module`` keep its inputs alone for the backward pass, and compute everything between once more then."""
+    forward = module.forward
+
+    def twice(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **keywords)
+        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+
+    module.forward = twice
+
+
+@contextlib.contextmanager
+def quiet_bf16_optimizer() -> Iterator[None]:
+    """DeepSpeed's bf16 optimizer prints memory figures when it starts, past the logger."""
+    from deepspeed.runtime import bf16_optimizer
+
+    loud = bf16_optimizer.see_memory_usage
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        bf16_optimizer.see_memory_usage = loud
+
+
+def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:
+    """Float32 weights, gradients and two moments of Adam; with ``offload: parameters`` the weights once more."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+    parts = here / torch.distributed.get_world_size()  # of the whole state, on this machine
+    need = round(count * (20 if config.offload == "parameters" else 16) * parts)
+    free = psutil.virtual_memory().available
+    if need > free:
+        raise ValueError(
+            f"offload: {config.offload} keeps {need / 1e9:.1f} GB of {count:,} weights' state in this host's memory, "
+            f"which has {free / 1e9:.1f} GB free; use more hosts, or offload: none with a higher zero_stage"
+        )

@@ -17,7 +17,14 @@ from drafters.kangaroo import KangarooAdapter
 from train.attention import use_dialogue_attention
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.data import Batch, shift
-from train.losses import eagle_rows, feature_noise, kangaroo_rows, regression_sum, soft_cross_entropy_sum
+from train.losses import (
+    default_chunk_rows,
+    eagle_rows,
+    feature_noise,
+    kangaroo_rows,
+    regression_sum,
+    soft_cross_entropy_sum,
+)
 
 CHAIN_DEPTH = 5  # 0-alpha to 4-alpha, as the EAGLE paper reports
 
@@ -62,8 +69,13 @@ class Task(ABC):
     def drafter_config(self) -> dict[str, Any]:
         """The ``drafter`` section of the checkpoint's config.json."""
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of [rows, vocabulary] logits to hold at once: the config's, or what suits the LM head's device."""
+        return self.config.loss_chunk_rows or default_chunk_rows(self.ends.lm_head)
+
     def _cross_entropy(self, predicted: Tensor, target: Tensor) -> Tensor:
-        return soft_cross_entropy_sum(predicted, target, self.ends.lm_head, self.config.loss_chunk_rows)
+        return soft_cross_entropy_sum(predicted, target, self.ends.lm_head, self.chunk_rows)
 
 
 class EagleTask(Task):
@@ -134,8 +146,8 @@ class KangarooTask(Task):
         predicted = module(batch.taps[self.kangaroo.exit_layer], batch.position_ids, batch.attention_mask())
         predicted, target = predicted.flatten(0, 1)[rows], batch.features.flatten(0, 1)[rows]
         overlap, agree = predicted.new_zeros((), dtype=torch.float32), rows.new_zeros(())
-        for start in range(0, len(rows), self.config.loss_chunk_rows):
-            chunk = slice(start, start + self.config.loss_chunk_rows)
+        for start in range(0, len(rows), self.chunk_rows):
+            chunk = slice(start, start + self.chunk_rows)
             q, p = self.ends.lm_head(predicted[chunk]).float(), self.ends.lm_head(target[chunk]).float()
             overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum()
             agree += (p.argmax(-1) == q.argmax(-1)).sum()

@@ -1,0 +1,94 @@
+"""Runs that kill themselves, each in a forked process: python killed_run.py JOBS.json
+
+A job is {"kind", "values", "point"}: train, die by SIGKILL at ``point``, and resume until the run is whole. Forking
+from one process that has imported everything makes a life cost a second instead of ten.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiny_run
+
+from train import run_files, state
+from train.loop import TrainRun
+
+
+def die(*_: Any, **__: Any) -> None:
+    """As a kill -9 or a power cut: nothing is flushed, no handler runs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(point: str) -> None:
+    """Let this process die at ``point``; ``seconds:x`` is anywhere."""
+    name, _, value = point.partition(":")
+    if name == "seconds":
+        threading.Timer(float(value), die).start()
+    elif name == "file":  # in the middle of the n-th file of states
+        written, left = state._written, [int(value)]
+
+        def dying(path: Path, tensors: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                path.write_bytes(b"\0" * 1000)
+                die()
+            return written(path, tensors)
+
+        state._written = dying
+    elif name in ("unnamed", "named"):  # just before, or just after, `latest` names the second state
+        replace: Callable[[Path, str], None] = run_files.replace_text
+
+        def replacing(path: Path, text: str) -> None:
+            second = path.name == "latest" and path.is_file()
+            if second and name == "unnamed":
+                die()
+            replace(path, text)
+            if second:
+                die()
+
+        run_files.replace_text = replacing  # type: ignore[attr-defined]
+    else:
+        assert name == "unexported"  # the state is published, its drafter is not
+        TrainRun._export = die  # type: ignore[method-assign, assignment]
+
+
+def live(job: dict[str, Any], resume: bool, point: str | None) -> int:
+    """Train in a forked process; its exit status, negative if it was killed."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        if point:
+            arm(point)
+        tiny_run.train_here(job["kind"], job["values"], resume)
+        os._exit(0)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def main() -> None:
+    """Every job to its end."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401  # once, before the forks
+
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        out = Path(job["values"]["out"])
+        status = live(job, False, job["point"])
+        if status != -signal.SIGKILL and not (status == 0 and job["point"].startswith("seconds")):
+            sys.exit(f"{job['point']}: the run ended with {status} instead of a kill")
+        resume = run_files.StateFolder(out).latest() is not None
+        if not resume:
+            shutil.rmtree(out, ignore_errors=True)  # killed before its first state
+        if live(job, resume, None):
+            sys.exit(f"{job['point']}: the run does not go on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The engine: precision of sums, ZeRO stages, ranks and offload, all of which must train the same."""
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from drafters import TargetModel
+from drafters.config import validate
+from drafters.eagle import EagleHead
+from train import loop, runtime, setup
+from train.config import EagleConfig
+from train.run_files import read_metrics
+
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("engine")
+    model = tiny.build("llama")
+    model.save_pretrained(path / "target")
+    features = tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target")))
+    values = tiny_run.settings(str(path / "target"), features, path / "unused", schedule="constant")
+    return {**values, "gradient_accumulation": 2, "save_every": 3}
+
+
+def figures(out: Path, *names: str) -> list[float]:
+    return [row[name] for row in read_metrics(out) if "loss" in row for name in names]
+
+
+def state(out: Path, step: int, kind: str = "weights") -> dict[str, torch.Tensor]:
+    return load_file(out / "state" / f"step-{step:08d}" / f"{kind}.safetensors")
+
+
+def jobs(settings: dict[str, Any], folder: Path, changes: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    values = {name: {**settings, "out": str(folder / name), **change} for name, change in changes.items()}
+    return [{"kind": "eagle", "values": each, "partition_all": True} for each in values.values()]
+
+
+@pytest.mark.slow
+def test_stages_offload_and_ranks_train_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A loss scaled for one stage only, a norm after clipping, weights that no rank updates or exports."""
+    tiny_run.train_here("eagle", {**settings, "gradient_accumulation": 4, "out": str(tmp_path / "alone")})
+    changes: dict[str, dict[str, Any]] = {f"zero{stage}": {"zero_stage": stage} for stage in STAGES}
+    changes |= {f"offload{stage}": {"zero_stage": stage, "offload": "optimizer"} for stage in (1, 2, 3)}
+    changes |= {"parameters": {"zero_stage": 3, "offload": "parameters"}}
+    changes |= {"again": {"zero_stage": 3, "activation_checkpointing": True}}
+    tiny_run.train_on_ranks(2, tmp_path, jobs(settings, tmp_path, changes))
+    for name in changes:
+        out = tmp_path / name
+        assert figures(out, "loss") == pytest.approx(figures(tmp_path / "alone", "loss"), rel=1e-5), name
+        assert figures(out, "grad_norm") == pytest.approx(figures(tmp_path / "alone", "grad_norm"), rel=2e-4), name
+        exported, weights = load_file(out / "model.safetensors"), state(out, 6)
+        assert exported.keys() == weights.keys() == state(tmp_path / "alone", 6).keys()
+        for key, value in state(tmp_path / "alone", 6).items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-4, msg=f"{name} {key}")
+            assert torch.equal(exported[key], weights[key].bfloat16()), f"{name} {key}"
+
+
+@pytest.mark.slow
+def test_bf16_gradients_are_reduced_in_float32(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Gradients rounded to bf16 between micro-batches or ranks: the same eight micro-batches give another sum."""
+    settings = {**settings, "precision": "bf16", "steps": 2, "batch_tokens": 150}
+    for stage in (0, 3):  # ZeRO-3 has a linear layer of its own, which rounds differently
+        alone = {"gradient_accumulation": 8, "zero_stage": stage, "out": str(tmp_path / f"alone{stage}")}
+        tiny_run.train_here("eagle", {**settings, **alone})
+    changes = {f"zero{stage}": {"zero_stage": stage, "gradient_accumulation": 4} for stage in STAGES}
+    changes["offload"] = {"zero_stage": 2, "offload": "optimizer", "gradient_accumulation": 4}
+    tiny_run.train_on_ranks(2, tmp_path, jobs(settings, tmp_path, changes))
+    for name in changes:
+        expected = figures(tmp_path / ("alone3" if name == "zero3" else "alone0"), "grad_norm")
+        assert figures(tmp_path / name, "grad_norm")[0] == pytest.approx(expected[0], rel=1e-6), name
+        assert figures(tmp_path / name, "grad_norm")[1] == pytest.approx(expected[1], rel=1e-3), name
+
+
+class Scale(nn.Module):
+    """Its weights' gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 7))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return (self.weight * scale).sum() + (self.bias * scale).sum()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_large_and_many_small_gradients(settings: dict[str, Any], stage: int, precision: str) -> None:
+    """Sums in bf16, where 1 + 2**-9 is 1 and seven such micro-batches are lost."""
+    from deepspeed.utils import safe_get_full_grad
+
+    changes = {"zero_stage": stage, "precision": precision, "gradient_accumulation": 8}
+    config = validate(EagleConfig, {**settings, **changes}, source="test")
+    runtime.start(config)
+    ends = SimpleNamespace(embed=nn.Embedding(2, 2), lm_head=nn.Linear(2, 2))
+    module = Scale()
+    engine = setup.make_engine(SimpleNamespace(module=module, ends=ends), config)  # type: ignore[arg-type]
+    scales = [1.0] + [2.0**-9] * 7
+    for number, scale in enumerate(scales):
+        if number:
+            engine.step()
+        engine.backward(engine(torch.tensor(scale, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)))
+    for parameter in (module.weight, module.bias):
+        gradient = safe_get_full_grad(parameter)
+        torch.testing.assert_close(
+            gradient.float(), torch.full_like(gradient, sum(scales) / 8).float(), rtol=1e-6, atol=0
+        )
+
+
+def test_activation_checkpointing_keeps_less_and_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    """An option without effect, or one that computes other gradients the second time."""
+    kept, gradients = [], []
+    for again in (False, True):
+        torch.manual_seed(0)
+        head = EagleHead(tiny.tiny_config("llama"))
+        if again:
+            setup.checkpoint_activations(head)
+        inputs = [torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        sizes: list[int] = []
+
+        def keep(value: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(value.numel())
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            output = head(*inputs, torch.arange(40).expand(2, -1)).square().sum()
+        output.backward()
+        kept.append(sum(sizes))
+        gradients.append([parameter.grad for parameter in head.parameters()])
+    assert kept[1] < 0.2 * kept[0]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    values = {**settings, "steps": 3}
+    for name, on in (("without", False), ("with", True)):
+        for stage in (0, 3):
+            changes = {"activation_checkpointing": on, "zero_stage": stage, "out": str(tmp_path / f"{name}{stage}")}
+            tiny_run.train_here("eagle", {**values, **changes})
+    for stage in (0, 3):
+        assert figures(tmp_path / f"with{stage}", "loss") == figures(tmp_path / f"without{stage}", "loss")
+
+
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "expected", "bucket"),
+    [("bf16", 0, 20, 0), ("bf16", 1, 20, 0), ("bf16", 2, 18, 0), ("bf16", 3, 18, 200_000_000), ("float32", 0, 16, 0)],
+)
+def test_bytes_a_weight(settings: dict[str, Any], precision: str, stage: int, expected: float, bucket: int) -> None:
+    """A copy of weights or gradients that docs/training.md does not know of, or buffers larger than the drafter."""
+    config = validate(EagleConfig, {**settings, "precision": precision, "zero_stage": stage}, source="test")
+    runtime.start(config)
+    before = live_storages()  # held, so that no address is used again
+    module = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(20)])
+    ends = SimpleNamespace(embed=nn.Embedding(2, 2), lm_head=nn.Linear(2, 2))
+    engine = setup.make_engine(SimpleNamespace(module=module, ends=ends), config)  # type: ignore[arg-type]
+    inputs = torch.ones(1, 300, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    for _ in range(3):  # two micro-batches and the step, then one more
+        engine.backward(engine(inputs).sum())
+        engine.step()
+    engine.backward(engine(inputs).sum())
+    made = sum(storage.nbytes() for place, storage in live_storages().items() if place not in before)
+    assert expected - 0.5 < (made - bucket) / (20 * 300 * 300) < expected + 1
+
+
+class HiddenNan(torch.autograd.Function):
+    """A finite value with a gradient of NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * float("nan")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_of_nan_reaches_no_state(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str
+) -> None:
+    """A step that is skipped in silence for ever, a norm of 1 for one of NaN, or NaN in the newest state."""
+    usual = loop.TrainRun._loss
+
+    def loss(self: loop.TrainRun, *arguments: Any) -> dict[str, torch.Tensor]:
+        parts = usual(self, *arguments)
+        return {**parts, "loss": HiddenNan.apply(parts["loss"])} if self.progress.step == 2 else parts
+
+    monkeypatch.setattr(loop.TrainRun, "_loss", loss)
+    changes = {"zero_stage": stage, "precision": precision, "save_every": 1, "eval_every": 100, "heldout_tokens": 20}
+    with pytest.raises(loop.TrainingDiverged, match=r"step 3: grad_norm = (nan|inf)"):
+        tiny_run.train_here("eagle", {**settings, **changes, "out": str(tmp_path / "run")})
+    assert (tmp_path / "run" / "state" / "latest").read_text().strip() == "step-00000002"
+    assert all(value.isfinite().all() for value in state(tmp_path / "run", 2).values())
+
+
+def test_offload_is_refused_where_it_cannot_be(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that does nothing, or a host that starts to swap."""
+    with pytest.raises(ValueError, match=r"offload: optimizer needs zero_stage: 1, 2 or 3 \(it is 0\)"):
+        validate(EagleConfig, {**settings, "offload": "optimizer"}, source="test")
+    with pytest.raises(ValueError, match=r"offload: parameters needs zero_stage: 3 \(it is 2\)"):
+        validate(EagleConfig, {**settings, "offload": "parameters", "zero_stage": 2}, source="test")
+    monkeypatch.setattr(setup.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
+    with pytest.raises(ValueError, match=r"offload: optimizer keeps 0\.0 GB of [\d,]+ weights' state .* 0\.0 GB free"):
+        tiny_run.train_here("eagle", {**settings, "offload": "optimizer", "zero_stage": 1})
