@@ -27,10 +27,10 @@ from rich.progress import Progress
 from drafters import TargetModel
 from drafters.config import Config, from_overrides
 from drafters.decoding.target import Engine, Quantization
-from drafters.provenance import replace_text
+from drafters.provenance import peak_memory_bytes, replace_text
 from drafters.replay import Rate
 from eval import roofline_parts as parts
-from eval.environment import environment, load_average, peak_memory_bytes
+from eval.environment import environment, load_average
 from eval.output import check_folder
 from eval.page import machine_line, number, software_line, target_line
 from eval.shapes import random_target

@@ -26,8 +26,9 @@ from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
 from drafters.decoding.target import Engine, Quantization
 from drafters.draft_model import load_draft_model
+from drafters.provenance import peak_memory_bytes
 from eval.energy import Meter
-from eval.environment import environment, load_average, peak_memory_bytes
+from eval.environment import environment, load_average
 from eval.journal import journal_line
 from eval.lineup import DrafterEntry, Lineup, Models, check_entries
 from eval.measure import Limits, MeasurementError, Method, Run, drafter_method, measure

@@ -145,6 +145,11 @@ def target_identity(config: TrainConfig, ends: FrozenEnds) -> dict[str, Any]:
     return identity
 
 
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    """The drafter's whole weights, copied to the CPU. A collective: every rank must call it."""
+    return {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
+
+
 def make_engine(task: Task, config: TrainConfig) -> Any:
     """DeepSpeed's engine around the task's module; the frozen ends go to its device, outside of it."""
     import deepspeed
