@@ -63,12 +63,13 @@ def read_config(schema: type[ConfigT], path: str, overrides: list[str], resume: 
     return config
 
 
-def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
+def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str = "cpu") -> Inputs:
     """Open both stores and the target's ends, and check that they belong together.
 
     Args:
         config: the run's config.
         exit_layer: the layer whose hidden states the drafter reads; None for features alone.
+        device: where the ends go; "meta" reads their shapes alone.
 
     Raises:
         ValueError: no store, one of another target, a missing tap, or no such target.
@@ -76,7 +77,7 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
     train = FeatureStore.open(config.features / "train")
     heldout = FeatureStore.open(config.features / "heldout")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    ends = load_frozen_ends(config.target, dtype=dtype, revision=config.revision)
+    ends = load_frozen_ends(config.target, dtype=dtype, device=device, revision=config.revision)
     target = Target(config.target, config.revision, ends)
     for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
         check_store(config, split, manifest, target, exit_layer)

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter  # noqa: E402
 
 COLORS = ("#3b6ea8", "#c98a2b", "#4f8f5b", "#a8513b", "#7a5ba8", "#6b747d")
 
@@ -79,6 +79,9 @@ def _panel(axis: Axes, title: str, lines: list[Line], rows: Rows, scale: str) ->
         return
     if scale == "log":
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+        axis.tick_params(axis="y", which="minor", labelsize=8)
     else:
         axis.set_ylim(bottom=0, top=1 if scale == "share" else None)
     axis.grid(axis="y", linewidth=0.4, alpha=0.6)
