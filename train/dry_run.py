@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from data_prep.store import FeatureStore
 from drafters.decoding.model_files import free_memory, load_config_only
@@ -75,7 +75,7 @@ class Report:
 
     def add(self, name: str, text: str) -> None:
         """One line of the table."""
-        self.lines.append(f"{name:<22} {text}")
+        self.lines.append(f"{name:<24} {text}")
 
     def check(self, name: str, what: Callable[[], Any], done: str = "ok") -> Any:
         """Do it; its ValueError is a problem, its value is returned."""
@@ -108,11 +108,10 @@ def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumpti
         report.check("target and features", lambda: open_inputs(config, exit_layer, device="meta"), what)
     elif exit_layer is not None and target is not None:
         report.check("exit layer", lambda: _check_exit_layer(exit_layer, target))
-    if config.tau_every and stores["heldout"] is not None and target is not None:
+    heldout = stores["heldout"]
+    if config.tau_every and heldout is not None and target is not None:
         longest = getattr(target, "max_position_embeddings", 1 << 30) - config.tau_new_tokens
-        report.check(
-            "prompts for tau", lambda: held_out_prompts(stores["heldout"], config.tau_prompts, longest), "there are"
-        )
+        report.check("prompts for tau", lambda: held_out_prompts(heldout, config.tau_prompts, longest), "there are")
     if target is None:
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
         return report
@@ -132,15 +131,26 @@ def _check_libraries() -> None:
 
 def _check_target(report: Report, config: TrainConfig, given: Assumptions) -> PretrainedConfig | None:
     """The target's configuration, or the one given in its place."""
-    here = "a folder" if Path(config.target).is_dir() else "on the Hub; its weights were not looked at"
-    found = report.check(
-        "target", lambda: load_config_only(config.target, config.revision), f"{config.target} ({here})"
-    )
+    where = "a folder" if Path(config.target).is_dir() else "of the Hub's cache; its weights were not looked at"
+    found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
     if given.target_config:
         found = report.check(
             "target's shape", lambda: load_config_only(str(given.target_config)), f"from {given.target_config}"
         )
     return found
+
+
+def _target_here(config: TrainConfig) -> PretrainedConfig:
+    """From a folder or the Hub's cache: a dry run waits for no network."""
+    if Path(config.target).is_dir():
+        return load_config_only(config.target, config.revision)
+    try:
+        return AutoConfig.from_pretrained(config.target, revision=config.revision or "main", local_files_only=True)
+    except (OSError, KeyError, ValueError):
+        raise ValueError(
+            f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put the target there (the "
+            "features have to be made with it anyway)"
+        ) from None
 
 
 def _check_store(report: Report, config: TrainConfig, split: str) -> FeatureStore | None:
@@ -167,11 +177,20 @@ def _check_exit_layer(exit_layer: int, target: PretrainedConfig) -> None:
 
 def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Assumptions) -> Workload | None:
     if store is not None:
-        return store_workload(config, store)
+        counted = store_workload(config, store)
+        report.add("data", counted.describe())
+        return counted
     if given.tokens is None and given.data is None:
         report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
         return None
-    return report.check("data", lambda: estimate_workload(config, given.tokens, given.data, given.max_length))
+    try:
+        estimated = estimate_workload(config, given.tokens, given.data, given.max_length)
+    except (ValueError, OSError) as error:
+        report.problems.append(f"data: {error}")
+        report.add("data", f"PROBLEM: {error}")
+        return None
+    report.add("data", estimated.describe())
+    return estimated
 
 
 # ------------------------------------------------------------------------------------------- what it will take
@@ -194,7 +213,6 @@ def _estimate(
     share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))
     micro = MicroBatch(rows=max(1, -(-share // longest)), length=longest)
     if workload:
-        report.add("data", workload.describe())
         report.add("steps", workload.describe_steps(config))
     report.add(
         "micro-batch",

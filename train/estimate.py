@@ -91,7 +91,7 @@ def memory_parts(make: type[Task], config: TrainConfig, target: PretrainedConfig
     """
     ends = meta_ends(target)
     count = parameters(meta_task(make, config, ends).module)
-    stage, bf16 = config.zero_stage, config.precision == "bf16"
+    stage, bf16 = int(config.zero_stage), config.precision == "bf16"
     width = 2 if bf16 else 4
     part = count // ranks if stage >= 1 else count
     gradients = width * (part if stage >= 2 else count)

@@ -208,10 +208,8 @@ def _judge_loss(before: float, after: float) -> Finding:
 def _judge_known(shares: dict[str, float]) -> Finding:
     poor = [kind for kind, share in shares.items() if share < KNOWN]
     answer = ", ".join(f"{DESCRIPTION[kind]} {share:.0%}" for kind, share in shares.items())
-    if poor and set(poor) < {"first", "last"} or poor in (["first"], ["last"]):
+    if poor and "others" not in poor:
         advice = "the loss mask or its shift: tokens at the edge of answers are not trained"
     else:
-        advice = (
-            "the alignment of features, tokens and targets: the loss may fall, but for other tokens than are drafted"
-        )
+        advice = "the alignment of features, tokens and targets: what is trained is not what is drafted"
     return Finding("every answer token is known", not poor, f"{answer} ({KNOWN:.0%} wanted)", advice)

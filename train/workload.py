@@ -74,9 +74,7 @@ def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None,
         try:
             chat = load_tokenizer(config.target, config.revision)
         except ValueError as error:
-            raise ValueError(
-                f"--data cannot be counted without the target's tokenizer; give --tokens N ({error})"
-            ) from None
+            raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
         sample = encode_split(data, chat, max_length, limit=SAMPLE)
         counts = ReadCounts()
         for _ in read_dialogues(data, counts):
