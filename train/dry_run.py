@@ -279,7 +279,7 @@ def _data_disk(
         report.add("disk: features", f"{_gb(size)}, there already")
         return [f"features {_gb(size)}"]
     sizes = [store_bytes(workload.tokens, target.hidden_size, taps, width) for width in (2, 1)]
-    text = f"{sizes[0] / GB:,.0f} GB in bf16, {sizes[1] / GB:,.0f} GB in int8"
+    text = f"{_gb(sizes[0])} in bf16, {_gb(sizes[1])} in int8"
     report.check("disk: features", lambda: _check_disk(config.features, sizes[1]), text)
     return [f"features {text}"]
 
