@@ -65,10 +65,15 @@ def report_on(values: dict[str, Any], kind: str = "eagle", **given: Any) -> Repo
 def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     """A dry run that starts DeepSpeed, makes the run folder, or ends with an error where there is none."""
     line = tiny_run.command("eagle", tmp_path, {**settings, "tau_every": 5}, "--dry-run", "--tokens-per-second", "100")
-    code = (
-        "import sys; from train.cli import main; from train.config import EagleConfig; from train.tasks import EagleTask; "
-        "status = main(None, EagleConfig, EagleTask, sys.argv[1:]); assert 'deepspeed' not in sys.modules; sys.exit(status)"
-    )
+    code = """
+import sys
+from train.cli import main
+from train.config import EagleConfig
+from train.tasks import EagleTask
+status = main(None, EagleConfig, EagleTask, sys.argv[1:])
+assert "deepspeed" not in sys.modules
+sys.exit(status)
+"""
     done = tiny_run.run([line[0], "-c", code, *line[2:]], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Result: can start" in done.stdout

@@ -22,7 +22,7 @@ from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 
 KINDS: dict[str, Any] = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}
-STEPS = 250
+STEPS = 300
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def features(target: TargetModel) -> Path:
 
 @pytest.fixture
 def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
-    return tiny_run.settings(target.name, features, tmp_path / "run", exit_layer=tiny_run.TAP)
+    return tiny_run.settings(target.name, features, tmp_path / "run", exit_layer=tiny_run.TAP, learning_rate=0.003)
 
 
 def found(settings: dict[str, Any], kind: str, steps: int = STEPS) -> list[Finding]:
@@ -48,7 +48,7 @@ def found(settings: dict[str, Any], kind: str, steps: int = STEPS) -> list[Findi
     values = {key: value for key, value in settings.items() if kind == "kangaroo" or key != "exit_layer"}
     config = overfit_config(validate(schema, values, source="test"), steps)
     inputs = open_inputs(config, getattr(config, "exit_layer", None))
-    return run_overfit(make, config, inputs, runtime.start(config), 3)
+    return run_overfit(make, config, inputs, runtime.start(config), 4)
 
 
 def sound(findings: list[Finding]) -> list[bool]:
@@ -68,8 +68,7 @@ def test_a_mask_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: 
     """The first token of every answer left untrained, as with the unshifted mask of the released code."""
 
     def late(batch: Any, alignment: str) -> torch.Tensor:
-        mask = batch.loss_mask & shift(batch.loss_mask, -1 % batch.loss_mask.shape[1], batch.segments)
-        trained = shift(mask, 2, batch.segments)
+        trained = shift(batch.loss_mask, 2, batch.segments)
         first = trained & ~torch.roll(trained, 1, dims=1)
         return (trained & ~first).flatten().nonzero().squeeze(1)
 

@@ -1,8 +1,8 @@
 """--overfit N: train on a few dialogues, judge on the same ones. A pipeline that cannot learn those is not sound.
 
 Three questions, each with its answer: are the stored features what the target gives for the stored tokens? Does the
-loss fall to its floor? Does the drafter then know every answer token, the first and the last of each answer included?
-The answers do not go through the training's own mask and shifts, so that a mistake there cannot hide itself.
+loss fall to its floor? Would every answer token then be accepted, the first and the last of each answer included?
+The first and the last answer do not go through the training's own mask and shifts: a mistake there cannot hide itself.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from train.tasks import Task
 STEPS = 400
 LEARNING_RATE = 3e-4  # at least: the papers' rates are for far longer runs
 FALLEN = 0.2  # of the loss above its floor, what may be left
-KNOWN = 0.9  # share of the answer tokens that must be known, at every place
+KNOWN = 0.9  # acceptance rate that must be reached, at every place
 SAME = 0.99  # cosine of a stored feature and the target's own; int8 keeps 0.9999
 DESCRIPTION = {"first": "the first token of an answer", "last": "the last one", "others": "the others"}
 
@@ -133,7 +133,7 @@ def run_overfit(
     before = excess_loss(run, batches)
     run.train()
     findings.append(_judge_loss(before, excess_loss(run, batches)))
-    return [*findings, _judge_known(known_share(run, batches))]
+    return [*findings, _judge_acceptance(acceptance(run, batches))]
 
 
 def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ...]) -> Finding:
@@ -173,14 +173,15 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
 
 
 @torch.no_grad()
-def known_share(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
-    """Share of the answer tokens at whose place drafter and target agree, for first, last and other tokens.
+def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
+    """Mean of sum_x min(p, q), the acceptance rate of sampled drafting, for first, last and other answer tokens.
 
     Token t of an answer is predicted at index t - ``task.ahead``, and should be what the target's feature t - 1 says.
+    (The rate of greedy drafting would hang on ties, which a target of flat distributions has many of.)
     """
     task, module, head = run.task, run.engine.module, run.task.ends.lm_head
     module.eval()
-    right, all_of = dict.fromkeys(DESCRIPTION, 0), dict.fromkeys(DESCRIPTION, 0)
+    shared: dict[str, list[float]] = {kind: [] for kind in DESCRIPTION}
     for packed in batches:
         batch = packed.to(run.engine.device, run.dtype)
         predicted = task.predict(module, batch, batch.features)
@@ -190,12 +191,11 @@ def known_share(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
             if t < task.ahead:
                 continue
             kind = "first" if int(place[t]) == 0 else "last" if bool(last[t]) else "others"
-            ours = head(predicted[0, t - task.ahead]).argmax()
-            theirs = head(batch.features[0, t - 1]).argmax()
-            right[kind] += int(ours == theirs)
-            all_of[kind] += 1
+            ours = head(predicted[0, t - task.ahead]).float().softmax(-1)
+            theirs = head(batch.features[0, t - 1]).float().softmax(-1)
+            shared[kind].append(float(torch.minimum(ours, theirs).sum()))
     module.train()
-    return {kind: right[kind] / all_of[kind] for kind in DESCRIPTION if all_of[kind]}
+    return {kind: sum(values) / len(values) for kind, values in shared.items() if values}
 
 
 def _judge_loss(before: float, after: float) -> Finding:
@@ -205,11 +205,11 @@ def _judge_loss(before: float, after: float) -> Finding:
     return Finding("the loss falls to its floor", left <= FALLEN, answer, advice)
 
 
-def _judge_known(shares: dict[str, float]) -> Finding:
+def _judge_acceptance(shares: dict[str, float]) -> Finding:
     poor = [kind for kind, share in shares.items() if share < KNOWN]
     answer = ", ".join(f"{DESCRIPTION[kind]} {share:.0%}" for kind, share in shares.items())
     if poor and "others" not in poor:
         advice = "the loss mask or its shift: tokens at the edge of answers are not trained"
     else:
         advice = "the alignment of features, tokens and targets: what is trained is not what is drafted"
-    return Finding("every answer token is known", not poor, f"{answer} ({KNOWN:.0%} wanted)", advice)
+    return Finding("every answer token would be accepted", not poor, f"{answer} ({KNOWN:.0%} wanted)", advice)
