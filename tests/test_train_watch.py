@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +129,40 @@ def test_no_memory_for_the_target(settings: dict[str, Any], monkeypatch: pytest.
     run._measure_tau(loop.tqdm(disable=True))
     assert run.tau is None
     monkeypatch.setattr(loop.HeldoutTau, "figures", fail)
-    with pytest.raises(ValueError, match=r"the target does not fit beside the training; set tau_device"):
+    with pytest.raises(ValueError, match=r"tau_every: no memory; if the target does not fit beside .* set tau_device"):
         tiny_run.train_here("eagle", {**settings, **TAU, "out": settings["out"] + "-2"})
+
+
+@pytest.mark.slow
+def test_tau_with_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks that wait for one another for ever, or clocks that part, where only the first measures tau."""
+    values = {**settings, **TAU, "zero_stage": 1, "heldout_tokens": 20, "minutes": 5.0}
+    line = tiny_run.command("eagle", tmp_path, values)
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29631"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = tiny_run.run([*launcher, *line[1:]], PATH=path)
+    assert done.returncode == 0, done.stderr
+    out = Path(settings["out"])
+    assert [row["step"] for row in read_metrics(out) if "heldout_tau" in row] == [0, 3, 6]
+    assert json.loads((out / "summary.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_a_summary(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A job that a cluster ends, with nothing to show for it."""
+    out = Path(settings["out"])
+    line = tiny_run.command("eagle", tmp_path, {**settings, "steps": 100_000, "save_every": 5})
+    process = subprocess.Popen(line, env=tiny_run.environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "state" / "latest").is_file() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert "interrupted; --resume continues from the last checkpoint" in errors
+    assert process.returncode == 1
+    made = json.loads((out / "summary.json").read_text())
+    assert made["ended"].startswith("interrupted after step")
+    assert made["steps"] >= 5
 
 
 # ------------------------------------------------------------------------------------------- by position

@@ -32,7 +32,7 @@ from train.tau import HeldoutTau
 EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
 
 
-TAU_FIX = "set tau_device to another device (cpu), or tau_every: null"
+TAU_FIX = "if the target does not fit beside the training, set tau_device: cpu; or set tau_every: null"
 
 
 class TrainingDiverged(RuntimeError):
@@ -266,11 +266,11 @@ class TrainRun:
                 self.metrics.add(self.progress.step, figures)
                 shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_tau" in name)
                 bar.write(f"step {self.progress.step}: {shown}")
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, ValueError, OSError) as error:
                 if self.progress.step == 0:
-                    raise ValueError(f"tau_every: the target does not fit beside the training; {TAU_FIX}") from error
-                bar.write(f"warning: tau is not measured any more, out of memory; {TAU_FIX}")
-                self.tau = None
+                    raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
+                bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
+                self.tau = None  # no reason to lose a run
         spent = time.monotonic() - began if self.ranks.is_first else 0.0
         self._clock += float(self.ranks.total(self._tensor([spent], torch.float64))[0])
 
