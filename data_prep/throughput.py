@@ -22,8 +22,8 @@ import torch
 
 from drafters.config import load_config
 from drafters.decoding.target import TargetModel
-from drafters.environment import environment, load_average, peak_memory_bytes
-from drafters.provenance import replace_text
+from drafters.environment import environment, load_average
+from drafters.provenance import peak_memory_bytes, replace_text
 
 from .dump import Tokens, forward, make_batches
 from .encoding import load_tokenizer

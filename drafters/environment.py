@@ -3,9 +3,7 @@
 import contextlib
 import os
 import platform
-import resource
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 
 from .decoding.target import TargetModel
-from .provenance import UNCOMMITTED, git_commit
+from .provenance import UNCOMMITTED, cpu_cores, cpu_name, git_commit
 
 LIBRARIES = ("torch", "transformers", "numpy")
 CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change
@@ -36,8 +34,8 @@ def environment(target: TargetModel) -> dict[str, Any]:
         "quantize": target.quantize,
         "device": str(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_name(),
+        "cpu_cores": cpu_cores(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
         "load_average": load_average(),
@@ -54,21 +52,6 @@ def load_average() -> float | None:
     with contextlib.suppress(OSError, AttributeError):
         return round(os.getloadavg()[0], 2)
     return None
-
-
-def peak_memory_bytes(device: torch.device) -> dict[str, int | None]:
-    """The most memory this process held so far, on the host and on the device."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": on_device}
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> tuple[str | None, bool | None]:

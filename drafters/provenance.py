@@ -3,9 +3,13 @@
 import contextlib
 import os
 import platform
+import resource
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
+
+import torch
 
 UNCOMMITTED = " with uncommitted changes"
 
@@ -39,6 +43,27 @@ def library_versions(*names: str) -> dict[str, str]:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+
+
+def peak_memory_bytes(device: torch.device) -> dict[str, int | None]:
+    """The most memory this process held so far, on the host and on the device (None: the device is the host)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": on_device}
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_cores() -> int | None:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def replace_text(path: Path, text: str) -> None:

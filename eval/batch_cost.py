@@ -26,8 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 from drafters import TargetModel
 from drafters.config import Config, load_config
 from drafters.decoding.kv_cache import KVCache
-from drafters.environment import environment, load_average, peak_memory_bytes
-from drafters.provenance import replace_text
+from drafters.environment import environment, load_average
+from drafters.provenance import peak_memory_bytes, replace_text
 from eval.energy import Meter
 from eval.lineup import check_entries
 from eval.output import check_folder

@@ -27,8 +27,8 @@ from rich.progress import Progress
 from drafters import TargetModel
 from drafters.config import Config, from_overrides
 from drafters.decoding.target import Engine, Quantization
-from drafters.environment import environment, load_average, peak_memory_bytes
-from drafters.provenance import replace_text
+from drafters.environment import environment, load_average
+from drafters.provenance import peak_memory_bytes, replace_text
 from drafters.replay import Rate
 from eval import roofline_parts as parts
 from eval.output import check_folder

@@ -1,11 +1,13 @@
 """Models of well-known shapes with random weights: what a step costs does not hang on what the weights are."""
 
+from pathlib import Path
+
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from drafters import TargetModel
 from drafters.decoding.loading import check_memory
-from drafters.decoding.model_files import resolve_dtype
+from drafters.decoding.model_files import load_config_only, resolve_dtype
 from drafters.decoding.target import Engine, Quantization
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -15,13 +17,18 @@ LLAMAS = {
     "llama-100m": (768, 2048, 10, 12, 12, 16384),
     "llama-500m": (1280, 3456, 22, 20, 20, 32000),
     "llama-1b": (2048, 8192, 16, 32, 8, 128256),
-    "llama-7b": (4096, 11008, 32, 32, 32, 32000),
-    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
-    "llama-13b": (5120, 13824, 40, 40, 40, 32000),
-    "llama-33b": (6656, 17920, 60, 52, 52, 32000),
-    "llama-70b": (8192, 28672, 80, 64, 8, 32000),
 }
-OTHERS = ("qwen3-8b", "mixtral-8x7b")
+# published models, by their file in configs/shapes/
+FOLDER = Path(__file__).resolve().parents[1] / "configs" / "shapes"
+PUBLISHED = {
+    "llama-7b": "llama2-7b-chat",
+    "llama-3.1-8b": "llama3.1-8b-instruct",
+    "llama-13b": "llama2-13b-chat",
+    "llama-33b": "vicuna-33b",
+    "llama-70b": "llama2-70b-chat",
+    "qwen3-8b": "qwen3-8b",
+    "mixtral-8x7b": "mixtral-8x7b-instruct",
+}
 
 
 def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
@@ -30,22 +37,12 @@ def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
     Raises:
         ValueError: no such shape; the message lists those there are.
     """
-    common = {"max_position_embeddings": max_positions, "tie_word_embeddings": False}
-    if shape == "qwen3-8b":
-        return Qwen3Config(
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=151936,
-            **common,
-        )
-    if shape == "mixtral-8x7b":
-        return MixtralConfig(vocab_size=32000, **common)  # its defaults are the model's own
+    if shape in PUBLISHED:
+        config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"))
+        config.max_position_embeddings = max_positions
+        return config
     if shape not in LLAMAS:
-        raise ValueError(f"there is no shape {shape!r}; known: {', '.join([*LLAMAS, *OTHERS])}")
+        raise ValueError(f"there is no shape {shape!r}; known: {', '.join([*LLAMAS, *PUBLISHED])}")
     hidden, intermediate, layers, heads, kv_heads, vocab = LLAMAS[shape]
     return LlamaConfig(
         hidden_size=hidden,
@@ -54,7 +51,8 @@ def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         vocab_size=vocab,
-        **common,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
     )
 
 

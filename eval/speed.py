@@ -26,7 +26,8 @@ from drafters.config import Config, load_config
 from drafters.decoding.loop import eos_ids
 from drafters.decoding.target import Engine, Quantization
 from drafters.draft_model import load_draft_model
-from drafters.environment import environment, load_average, peak_memory_bytes
+from drafters.environment import environment, load_average
+from drafters.provenance import peak_memory_bytes
 from eval.energy import Meter
 from eval.journal import journal_line
 from eval.lineup import DrafterEntry, Lineup, Models, check_entries

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,12 +25,14 @@ from data_prep.loss_mask import MaskedTokens
 from data_prep.store import FeatureStore
 from drafters import TargetModel, load_drafter
 from drafters.config import load_config, validate
-from train import online
+from train import cli, online, runtime, tau
 from train.config import EagleConfig, KangarooConfig
 from train.data import collate, collate_or_stand_in
+from train.dry_run import Assumptions, dry_run
 from train.online import OnlineFeatures
 from train.run_files import StateFolder, read_metrics
 from train.setup import open_inputs
+from train.tasks import EagleTask
 
 VOCAB = 300
 
@@ -337,3 +340,32 @@ def test_the_shipped_config_is_that_of_the_store() -> None:
     assert online_run.data is not None
     assert {"train": online_run.data.train, "heldout": online_run.data.heldout} == made.splits
     assert (online_run.data.max_length, online_run.data.target_dtype) == (made.max_length, made.dtype)
+
+
+def test_overfit_and_dry_run(
+    target: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two checks before a run that know of feature folders alone."""
+    monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
+    values = settings(target, tmp_path / "run", learning_rate=0.003, noise="none", data=data)
+    config = validate(EagleConfig, values, source="test")
+    report = dry_run(EagleTask, config, False, Assumptions())
+    assert not report.problems and "features computed while it trains" in report.text()
+    weights = sum(weights.numel() for weights in TargetModel.from_pretrained(str(target)).model.parameters())
+    assert report.memory["target, for features"] == 4 * weights
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--overfit", "3", "steps=250", "tau_every=null"]
+    assert cli.main(None, EagleConfig, EagleTask, arguments) == 0
+    found = json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())
+    assert [finding["sound"] for finding in found] == [True, True]
+    missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")
+    assert any("no.jsonl" in problem for problem in dry_run(EagleTask, missing, False, Assumptions()).problems)
+
+
+def test_tau_is_the_online_targets(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    """A second copy of the target loaded for tau, though one computes the features already."""
+    values = settings(target, tmp_path / "run", data=data, tau_every=2, tau_prompts=2, tau_new_tokens=8, steps=2)
+    with mock.patch.object(tau.TargetModel, "from_pretrained", wraps=TargetModel.from_pretrained) as load:
+        tiny_run.train_here("eagle", values)
+    assert load.call_count == 1
+    assert len(figures(tmp_path / "run", "heldout_tau")["heldout_tau"]) >= 2

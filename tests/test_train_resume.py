@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters import TargetModel
 from train import loop
-from train.run_files import StateFolder, read_metrics
+from train.run_files import TIMED, StateFolder, read_metrics
 
 STEPS = 120
 
@@ -39,8 +39,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def comparable(out: Path) -> list[dict[str, float]]:
     """All figures but those that measure time."""
-    timed = ("tokens_per_second", "seconds")
-    return [{key: value for key, value in row.items() if key not in timed} for row in read_metrics(out)]
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(out)]
 
 
 def kill_when_saved(line: list[str], out: Path, after: str) -> None:

@@ -67,6 +67,20 @@ class TrainConfig(Config):
     save_every: int = Field(1000, ge=1, description="steps between resumable checkpoints; the last two are kept")
     export_every: int = Field(1000, ge=1, description="steps between exports of the drafter; the last is at the end")
 
+    tau_every: int | None = Field(
+        None,
+        ge=0,
+        description="steps between runs of the real decoding loop on held-out prompts (one before and one at the end, "
+        "too); null or 0: never. Their time counts neither into tokens/s nor into `minutes`, nor into its schedule",
+    )
+    tau_prompts: int = Field(16, ge=1, description="held-out dialogues whose first question is answered for tau")
+    tau_new_tokens: int = Field(64, ge=2, description="most tokens of such an answer")
+    tau_device: str | None = Field(None, description="where the target runs for tau; default: where rank 0 trains")
+    tau_keep_target: bool = Field(False, description="keep the target in memory from one tau to the next")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="bf16 peak of one device in 1e12 FLOP/s, for MFU; default: of the GPUs that we know"
+    )
+
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
@@ -131,6 +145,12 @@ FREE_ON_RESUME = {
     "heldout_tokens",
     "save_every",
     "export_every",
+    "tau_every",
+    "tau_prompts",
+    "tau_new_tokens",
+    "tau_device",
+    "tau_keep_target",
+    "peak_tflops",
 }
 
 

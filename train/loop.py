@@ -19,14 +19,21 @@ from tqdm import tqdm
 from drafters import checkpoint
 from drafters.provenance import replace_text
 from train.data import Batch, Position, StepData, TrainData
+from train.flops import training_cost
 from train.heldout import Heldout
+from train.meter import Meter
 from train.run_files import Metrics, StateFolder, check_same_data, describe_data, describe_run
 from train.runtime import Ranks, seed_step
 from train.setup import Inputs, full_state, make_engine, target_identity
 from train.state import SavedState, save_state
+from train.summary import write_summary
 from train.tasks import Task
+from train.tau import HeldoutTau
 
 EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
+
+
+TAU_FIX = "if the target does not fit beside the training, set tau_device: cpu; or set tau_every: null"
 
 
 class TrainingDiverged(RuntimeError):
@@ -58,8 +65,10 @@ class TrainRun:
         saved = SavedState(self.states.path / str(self.states.latest())) if resume else None
         if saved:
             saved.load_weights(task.module)
+        cost = training_cost(task.module, task.ends.config, task.ends.lm_head.out_features)
         self.engine = make_engine(task, self.config)
         inputs.load_target(self.config, self.engine.device)
+        self.meter = Meter(task, cost, self.engine.device, self.config.peak_tflops)
         self.dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         self.data = TrainData(
             inputs.train,
@@ -72,6 +81,9 @@ class TrainRun:
             pin=self.engine.device.type == "cuda",
         )
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
+        self.tau: HeldoutTau | None = None
+        if self.config.tau_every and ranks.is_first:
+            self.tau = HeldoutTau(self.config, task, inputs.heldout, self.engine.device, inputs.target)
         self.last_step = self._step_limit()
         self.progress = Progress()
         self._clock = time.monotonic()
@@ -97,29 +109,40 @@ class TrainRun:
         config, progress = self.config, self.progress
         self._clock = time.monotonic() - progress.seconds
         bar = tqdm(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, mininterval=1)
-        steps = self.data.steps(progress.position)
+        steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
         finished = self._finished()
         if finished:
             bar.write(f"{config.out} is already finished at step {progress.step}; a higher limit continues it")
             self._export()  # the run may have been killed between its last save and its export
         elif progress.step == 0:
             self._evaluate(bar)  # what does not fit into memory, or is not there, fails now
+            self._measure_tau(bar)
+        ended = "finished"
         try:
             while not finished:
                 self._step(steps, bar)
                 finished = self._finished()
                 if finished or progress.step % config.eval_every == 0:
                     self._evaluate(bar)
+                if finished or (config.tau_every and progress.step % config.tau_every == 0):
+                    self._measure_tau(bar)
                 # The state comes before the export: a full disk must not cost what was trained.
                 if finished or progress.step % config.save_every == 0:
                     self._save()
                 if finished or progress.step % config.export_every == 0:
                     self._export()
+        except KeyboardInterrupt:
+            ended = f"interrupted after step {progress.step}"
+            raise
+        except Exception as error:
+            ended = f"{type(error).__name__}: {error}"
+            raise
         finally:
             steps.close()
             bar.close()
-        if self.metrics:
-            self.metrics.close()
+            if self.metrics:
+                self.metrics.close()
+                write_summary(config.out, ended)
 
     # ------------------------------------------------------------------------------------------- one step
 
@@ -207,13 +230,14 @@ class TrainRun:
 
     def _report(self, bar: Any, losses: dict[str, float], norm: float, rate: float, speed: float) -> None:
         bar.update(1)
+        self.meter.step_done()
         step = self.progress.step
         if step % self.config.log_every and step != self.last_step:
             return
         text = f"loss {losses['loss']:.3f}, {speed:,.0f} tokens/s, {self._time_left()} left"
         bar.set_postfix_str(text, refresh=False)
         if self.metrics:
-            more = {"learning_rate": rate, "grad_norm": norm, "tokens_per_second": round(speed, 1)}
+            more = {"learning_rate": rate, "grad_norm": norm, **self.meter.figures(self.progress.tokens)}
             self.metrics.add(step, {**losses, **more, "tokens": self.progress.tokens})
 
     def _time_left(self) -> str:
@@ -228,10 +252,36 @@ class TrainRun:
 
     def _evaluate(self, bar: Any) -> None:
         figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.dtype)
-        if self.metrics:
-            self.metrics.add(self.progress.step, {**figures, "seconds": round(self.progress.seconds, 1)})
-            shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            bar.write(f"step {self.progress.step}: {shown}")
+        if self.metrics is None:
+            return
+        bad = [name for name, value in figures.items() if not math.isfinite(value)]
+        figures = {name: value for name, value in figures.items() if name not in bad}
+        if bad:  # of the held-out text alone, perhaps of one dialogue: no reason to lose a run
+            bar.write(f"warning: step {self.progress.step}: NaN or infinite, and left out: {', '.join(bad)}")
+            figures["heldout_not_finite"] = len(bad)
+        self.metrics.add(self.progress.step, {**figures, "seconds": round(self.progress.seconds, 1)})
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_at_" not in name)
+        bar.write(f"step {self.progress.step}: {shown}")
+
+    def _measure_tau(self, bar: Any) -> None:
+        """tau by the real loop, on the first rank; the others wait. The run's clock stands still meanwhile."""
+        if not self.config.tau_every:
+            return
+        began = time.monotonic()
+        weights = full_state(self.engine)
+        if self.tau is not None and self.metrics is not None:
+            try:
+                figures = self.tau.figures(weights)
+                self.metrics.add(self.progress.step, figures)
+                shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_tau" in name)
+                bar.write(f"step {self.progress.step}: {shown}")
+            except (torch.OutOfMemoryError, ValueError, OSError) as error:
+                if self.progress.step == 0:
+                    raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
+                bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
+                self.tau = None  # no reason to lose a run
+        spent = time.monotonic() - began if self.ranks.is_first else 0.0
+        self._clock += float(self.ranks.total(self._tensor([spent], torch.float64))[0])
 
     def _check_finite(self, values: dict[str, float]) -> None:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}

@@ -3,6 +3,7 @@
 config.json, model.safetensors   the trained drafter (drafters.checkpoint)
 run.json                         what it takes to run it again: config, arguments, commit, versions
 metrics.jsonl, tensorboard/      figures by step
+summary.json, summary.png        what came out of it (train/summary.py makes them again)
 state/step-*/, state/latest      resumable states (train/state.py): the newest two, `latest` names the newest
 """
 
@@ -12,11 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_prep.manifest import StoreManifest
-from drafters.provenance import git_commit, library_versions, replace_text, sync_folder
+from drafters.provenance import cpu_cores, cpu_name, git_commit, library_versions, replace_text, sync_folder
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
+# What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
+TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds")
 
 
 class StateFolder:
@@ -116,6 +121,11 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
         "ranks": ranks,
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_cores": cpu_cores(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
         "commit": git_commit(Path(__file__).resolve().parent),
         "versions": library_versions("torch", "transformers", "deepspeed", "safetensors"),
     }

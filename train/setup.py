@@ -18,6 +18,7 @@ from data_prep.store import FeatureStore
 from drafters.checkpoint import make_config
 from drafters.config import load_config
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
+from drafters.decoding.target import TargetModel
 from train.config import ConfigT, TrainConfig, deepspeed_config
 from train.data import Source
 from train.online import OnlineFeatures, load_target, open_online
@@ -27,11 +28,12 @@ from train.tasks import Task
 
 @dataclass
 class Inputs:
-    """What a run reads: the target's frozen ends, and the training and the held-out features."""
+    """What a run reads: the target's frozen ends, the training and the held-out features, and who computes them."""
 
     ends: FrozenEnds
     train: Source
     heldout: Source
+    target: TargetModel | None = None
 
     def load_target(self, config: TrainConfig, device: torch.device) -> None:
         """Load the target of ``features: online`` onto ``device``; stores need none.
@@ -42,7 +44,7 @@ class Inputs:
         online = [source for source in (self.train, self.heldout) if isinstance(source, OnlineFeatures)]
         if not online:
             return
-        target = load_target(config, device)
+        self.target = target = load_target(config, device)
         for source in online:
             source.target = target
         if target.dtype == self.ends.embed.weight.dtype and target.device == self.ends.embed.weight.device:
@@ -90,12 +92,13 @@ def read_config(schema: type[ConfigT], path: str, overrides: list[str], resume: 
     return config
 
 
-def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
+def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str = "cpu") -> Inputs:
     """Open both stores and the target's ends, and check that they belong together; or read the online run's dialogues.
 
     Args:
         config: the run's config.
         exit_layer: the layer whose hidden states the drafter reads; None for features alone.
+        device: where the ends go; "meta" reads their shapes alone.
 
     Raises:
         ValueError: no store, one of another target, a missing tap, or no such target; for an online run see
@@ -109,7 +112,7 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None) -> Inputs:
     train = FeatureStore.open(config.features / "train")
     heldout = FeatureStore.open(config.features / "heldout")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    ends = load_frozen_ends(config.target, dtype=dtype, revision=config.revision)
+    ends = load_frozen_ends(config.target, dtype=dtype, device=device, revision=config.revision)
     target = Target(config.target, config.revision, ends)
     for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
         check_store(config, split, manifest, target, exit_layer)

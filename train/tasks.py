@@ -5,15 +5,17 @@ up over micro-batches and ranks before it divides.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafters.base import LearnedDrafter
+from drafters.checkpoint import load_state
 from drafters.decoding.frozen import FrozenEnds
-from drafters.eagle import EagleHead
-from drafters.kangaroo import KangarooAdapter
+from drafters.decoding.target import TargetModel
+from drafters.eagle import EagleDrafter, EagleHead
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter
 from train.attention import use_dialogue_attention
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.data import Batch, shift
@@ -25,16 +27,10 @@ from train.losses import (
     regression_sum,
     soft_cross_entropy_sum,
 )
+from train.positions import by_position
+from train.ratio import Ratio
 
 CHAIN_DEPTH = 5  # 0-alpha to 4-alpha, as the EAGLE paper reports
-
-
-@dataclass
-class Ratio:
-    """A mean that is not divided yet."""
-
-    total: Tensor
-    count: Tensor
 
 
 class Task(ABC):
@@ -44,11 +40,13 @@ class Task(ABC):
         name: the drafter's type in checkpoints.
         module: what is trained.
         taps: layers whose hidden states it reads beside the features.
+        ahead: row i of the prediction is about token i + ahead.
     """
 
     name: str
     module: nn.Module
     taps: tuple[int, ...] = ()
+    ahead: int
 
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         self.config, self.ends = config, ends
@@ -62,8 +60,24 @@ class Task(ABC):
         """Named sums over ``rows``; "loss" can be differentiated. ``noise_seed`` None: no noise (held-out text)."""
 
     @abstractmethod
+    def predict(self, module: Any, batch: Batch, features: Tensor) -> Tensor:
+        """What the drafter gives to the LM head, ``[R, L, H]``; ``features`` are the batch's, with or without noise."""
+
+    @abstractmethod
+    def targets(self, batch: Batch) -> Tensor:
+        """What the target gives to it at the same places ``[R, L, H]``."""
+
+    @abstractmethod
+    def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """``loss_sums`` of rows ``[n, H]`` that were picked out already."""
+
+    @abstractmethod
     def heldout(self, module: Any, batch: Batch, rows: Tensor) -> dict[str, Ratio]:
         """Figures of the drafter's quality on held-out text beside the losses."""
+
+    @abstractmethod
+    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
+        """Drafters with a copy of ``weights`` for the decoding loop, by kind of draft: "chain", "tree"."""
 
     @abstractmethod
     def drafter_config(self) -> dict[str, Any]:
@@ -82,6 +96,7 @@ class EagleTask(Task):
     """EAGLE: features one step ahead, SmoothL1 + 0.1 cross-entropy (paper, section 3.2)."""
 
     name = "eagle"
+    ahead = 2
 
     def __init__(self, config: EagleConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
@@ -97,9 +112,17 @@ class EagleTask(Task):
         features = batch.features
         if noise_seed is not None and self.eagle.noise != "none":
             features = features + feature_noise(features, batch.spans, self.eagle.noise, noise_seed)
-        predicted = module(features, self._next_embeddings(batch), batch.position_ids, batch.attention())
-        predicted = predicted.flatten(0, 1)[rows]
-        target = torch.roll(batch.features, -1, dims=1).flatten(0, 1)[rows]
+        predicted = self.predict(module, batch, features).flatten(0, 1)[rows]
+        return self.losses(predicted, self.targets(batch).flatten(0, 1)[rows])
+
+    def predict(self, module: Any, batch: Batch, features: Tensor) -> Tensor:
+        predicted: Tensor = module(features, self._next_embeddings(batch), batch.position_ids, batch.attention())
+        return predicted
+
+    def targets(self, batch: Batch) -> Tensor:
+        return torch.roll(batch.features, -1, dims=1)
+
+    def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         regression = regression_sum(predicted, target)
         classification = self._cross_entropy(predicted, target)
         loss = regression + self.eagle.classification_weight * classification
@@ -107,7 +130,18 @@ class EagleTask(Task):
 
     @torch.no_grad()
     def heldout(self, module: Any, batch: Batch, rows: Tensor) -> dict[str, Ratio]:
-        return {f"{n}-alpha": ratio for n, ratio in enumerate(chain_alpha(module, self.ends, batch))}
+        found = {f"{n}-alpha": ratio for n, ratio in enumerate(chain_alpha(module, self.ends, batch))}
+        predicted = self.predict(module, batch, batch.features).flatten(0, 1)[rows]
+        return found | by_position(self, batch, rows, predicted, self.targets(batch).flatten(0, 1)[rows])
+
+    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
+        heads = [EagleHead(target.config) for _ in ("chain", "tree")]
+        for head in heads:
+            load_state(head, weights)
+        return {
+            "chain": EagleDrafter(target, heads[0], tree="chain", depth=CHAIN_DEPTH),
+            "tree": EagleDrafter(target, heads[1]),
+        }
 
     def drafter_config(self) -> dict[str, Any]:
         return {}
@@ -120,6 +154,7 @@ class KangarooTask(Task):
     """Kangaroo: cross-entropy against the target's distribution at the same position (paper, section 3.2)."""
 
     name = "kangaroo"
+    ahead = 1
 
     def __init__(self, config: KangarooConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
@@ -133,9 +168,19 @@ class KangarooTask(Task):
         return kangaroo_rows(batch)
 
     def loss_sums(self, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None) -> dict[str, Tensor]:
-        predicted = module(batch.taps[self.kangaroo.exit_layer], batch.position_ids, batch.attention())
-        target = batch.features.flatten(0, 1)[rows]
-        return {"loss": self._cross_entropy(predicted.flatten(0, 1)[rows], target)}
+        predicted = self.predict(module, batch, batch.features).flatten(0, 1)[rows]
+        return self.losses(predicted, batch.features.flatten(0, 1)[rows])
+
+    def predict(self, module: Any, batch: Batch, features: Tensor) -> Tensor:
+        exit_states = batch.taps[self.kangaroo.exit_layer]
+        predicted: Tensor = module(exit_states, batch.position_ids, batch.attention())
+        return predicted
+
+    def targets(self, batch: Batch) -> Tensor:
+        return batch.features
+
+    def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"loss": self._cross_entropy(predicted, target)}
 
     @torch.no_grad()
     def heldout(self, module: Any, batch: Batch, rows: Tensor) -> dict[str, Ratio]:
@@ -143,8 +188,8 @@ class KangarooTask(Task):
 
         ``top1_agreement``: share of positions where both put the same token first, that of greedy drafting.
         """
-        predicted = module(batch.taps[self.kangaroo.exit_layer], batch.position_ids, batch.attention_mask())
-        predicted, target = predicted.flatten(0, 1)[rows], batch.features.flatten(0, 1)[rows]
+        predicted, target = self.predict(module, batch, batch.features), batch.features
+        predicted, target = predicted.flatten(0, 1)[rows], target.flatten(0, 1)[rows]
         overlap, agree = predicted.new_zeros((), dtype=torch.float32), rows.new_zeros(())
         for start in range(0, len(rows), self.chunk_rows):
             chunk = slice(start, start + self.chunk_rows)
@@ -152,7 +197,13 @@ class KangarooTask(Task):
             overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum()
             agree += (p.argmax(-1) == q.argmax(-1)).sum()
         count = torch.tensor(len(rows), device=rows.device)
-        return {"expected_acceptance": Ratio(overlap, count), "top1_agreement": Ratio(agree, count)}
+        found = {"expected_acceptance": Ratio(overlap, count), "top1_agreement": Ratio(agree, count)}
+        return found | by_position(self, batch, rows, predicted, target)
+
+    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
+        adapter = KangarooAdapter(target.config)
+        load_state(adapter, weights)
+        return {"chain": KangarooDrafter(target, adapter, self.kangaroo.exit_layer)}
 
     def drafter_config(self) -> dict[str, Any]:
         return {"exit_layer": self.kangaroo.exit_layer}

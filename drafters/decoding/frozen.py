@@ -34,6 +34,8 @@ def load_frozen_ends(
 ) -> FrozenEnds:
     """Read only the two ends of a target (a 70B target's are 1 GB) from its safetensors files.
 
+    ``device="meta"``: only their shapes, from the files' headers; the fingerprint all the same.
+
     Raises:
         ValueError: no such model, or its tensors have other names than Llama's.
     """
@@ -47,6 +49,8 @@ def load_frozen_ends(
 
     def read(key: str) -> torch.Tensor:
         with safe_open(_fetch(name, files[key], revision), framework="pt") as file:
+            if str(device) == "meta" and key != NORM:
+                return torch.empty(file.get_slice(key).get_shape(), device="meta")
             return file.get_tensor(key)
 
     with safe_open(_fetch(name, files[projection], revision), framework="pt") as file:

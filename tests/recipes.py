@@ -1,0 +1,65 @@
+"""The estimates that the recipes in configs/ carry as comments: read them, or write them anew with
+
+    python tests/recipes.py
+
+after a change of the training code or of a recipe. A test holds them to what their own command says.
+"""
+
+import os
+import shlex
+from pathlib import Path
+
+from drafters.config import load_config
+from train.cli import parse_arguments
+from train.config import EagleConfig, KangarooConfig
+from train.dry_run import Assumptions, Report, dry_run
+from train.tasks import EagleTask, KangarooTask
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}
+PREFIX = "#   "
+
+
+def recipes() -> list[Path]:
+    """The run configs that say what they take."""
+    files = sorted(file for kind in KINDS for file in (ROOT / "configs" / kind).glob("*.yaml"))
+    return [file for file in files if "--dry-run" in file.read_text()]
+
+
+def lines_of(file: Path) -> tuple[list[str], int, int]:
+    """The lines of a recipe, and where its estimate begins and ends: the comment after the command."""
+    lines = file.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if "--dry-run" in line)
+    while lines[start].endswith("\\"):
+        start += 1
+    end = next(number for number in range(start + 1, len(lines)) if not lines[number].startswith(PREFIX))
+    return lines, start + 1, end
+
+
+def estimate(file: Path) -> tuple[Report, list[str]]:
+    """Run the recipe's own command; its report, and the comment that follows from it."""
+    text = file.read_text()
+    command = text[text.index(f"python train/{file.parent.name}.py") :].partition("\n#   drafter")[0]
+    words = shlex.split(command.replace("\\\n#", ""))
+    assert words[1] == f"train/{file.parent.name}.py", words
+    arguments = parse_arguments(None, words[2:])
+    assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
+    schema, task = KINDS[file.parent.name]
+    config = load_config(schema, ROOT / arguments.config, arguments.overrides)
+    given = {name: value for name, value in vars(arguments).items() if name in Assumptions.__dataclass_fields__}
+    report = dry_run(task, config, False, Assumptions(**given))
+    return report, [PREFIX + part for part in report.short.split("; ")]
+
+
+def main() -> None:
+    """Write all estimates anew."""
+    os.chdir(ROOT)
+    for file in recipes():
+        lines, start, end = lines_of(file)
+        _, new = estimate(file)
+        file.write_text("\n".join([*lines[:start], *new, *lines[end:]]) + "\n")
+        print(file.relative_to(ROOT), "changed" if lines[start:end] != new else "as it was")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""--overfit: a sound pipeline passes; a broken mask, broken features and a broken alignment are each found."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+
+from data_prep.store import FeatureStore
+from drafters import TargetModel
+from drafters.config import validate
+from train import overfit, runtime, tasks
+from train.cli import main
+from train.config import EagleConfig, KangarooConfig
+from train.data import shift
+from train.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
+from train.setup import open_inputs
+from train.tasks import EagleTask, KangarooTask
+
+KINDS: dict[str, Any] = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    path = tmp_path_factory.mktemp("target") / "target"
+    model = tiny.build("llama")
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel) -> Path:
+    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run", exit_layer=tiny_run.TAP, learning_rate=0.003)
+
+
+def found(settings: dict[str, Any], kind: str, steps: int = STEPS) -> list[Finding]:
+    schema, make = KINDS[kind]
+    values = {key: value for key, value in settings.items() if kind == "kangaroo" or key != "exit_layer"}
+    config = overfit_config(validate(schema, values, source="test"), steps)
+    inputs = open_inputs(config, getattr(config, "exit_layer", None))
+    return run_overfit(make, config, inputs, runtime.start(config), 4)
+
+
+def sound(findings: list[Finding]) -> list[bool]:
+    return [finding.sound for finding in findings]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_a_sound_pipeline_passes(settings: dict[str, Any], kind: str) -> None:
+    """A threshold that a right pipeline misses, or files in the folder of the real run."""
+    findings = found(settings, kind)
+    assert sound(findings) == [True] * 3, [finding.text() for finding in findings]
+    assert not Path(settings["out"]).exists()
+    assert Path(settings["out"] + "-overfit", "summary.json").is_file()
+
+
+def test_a_mask_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of every answer left untrained, as with the unshifted mask of the released code."""
+
+    def late(batch: Any, alignment: str) -> torch.Tensor:
+        trained = shift(batch.loss_mask, 2, batch.segments)
+        first = trained & ~torch.roll(trained, 1, dims=1)
+        return (trained & ~first).flatten().nonzero().squeeze(1)
+
+    monkeypatch.setattr(tasks, "eagle_rows", late)
+    findings = found(settings, "eagle")
+    assert sound(findings) == [True, True, False], [finding.text() for finding in findings]
+    assert "the loss mask or its shift" in findings[2].look_at
+
+
+def test_a_target_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that falls to nothing for the wrong tokens: feature_{i+2} learnt where feature_{i+1} is drafted."""
+    monkeypatch.setattr(EagleTask, "targets", lambda self, batch: torch.roll(batch.features, -2, dims=1))
+    findings = found(settings, "eagle")
+    assert sound(findings)[2] is False, [finding.text() for finding in findings]
+    assert "alignment" in findings[2].look_at
+
+
+def test_shuffled_features_fail(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features that stand at other tokens than they were computed for: a head learns even those by heart."""
+    read = FeatureStore.__getitem__
+
+    def shuffled(self: FeatureStore, index: int) -> Any:
+        item = read(self, index)
+        order = torch.randperm(len(item.features), generator=torch.Generator().manual_seed(index))
+        return dataclasses.replace(item, features=item.features[order])
+
+    monkeypatch.setattr(FeatureStore, "__getitem__", shuffled)
+    findings = found(settings, "eagle", steps=4)
+    assert sound(findings)[0] is False
+    assert "data_prep.features" in findings[0].look_at
+
+
+def test_a_run_that_learns_nothing_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "Sound" after training that did not reach the weights."""
+    monkeypatch.setattr(overfit, "LEARNING_RATE", 0.0)
+    findings = found({**settings, "learning_rate": 1e-9}, "eagle", steps=10)
+    assert sound(findings) == [True, False, False]
+
+
+def test_the_command(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An exit status that says nothing; the real run's folder touched; another's files deleted."""
+    line = tiny_run.command("kangaroo", tmp_path, settings, "--overfit", "3", f"steps={STEPS}")
+    assert main(None, KangarooConfig, KangarooTask, line[2:]) == 0
+    assert "sound: the drafter learns these dialogues" in capsys.readouterr().out
+    out = Path(settings["out"] + "-overfit")
+    assert len(json.loads((out / "overfit.json").read_text())) == 3
+    clear(out)
+    assert not out.exists()
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no overfit run"):
+        clear(out)
+
+
+def test_few_dialogues(features: Path) -> None:
+    """More dialogues trained on than judged, or the other way round."""
+    store = FeatureStore.open(features / "train")
+    few = FirstDialogues(store, 3)
+    assert len(few) == 3
+    assert few.lengths.tolist() == store.lengths[:3].tolist()
+    assert torch.equal(few[2].input_ids, store[2].input_ids)
+    with pytest.raises(IndexError):
+        few[3]
+    assert len(FirstDialogues(store, 99)) == len(store)
+
+
+def test_what_an_overfit_run_changes(settings: dict[str, Any]) -> None:
+    """Noise, a decaying rate or a warm-up longer than the run, which all keep a right pipeline from passing."""
+    values = {key: value for key, value in settings.items() if key != "exit_layer"}
+    config = validate(EagleConfig, {**values, "warmup_steps": 2000, "learning_rate": 3e-5, "epochs": 9}, source="test")
+    changed = overfit_config(config, 400)
+    assert isinstance(changed, EagleConfig)
+    assert (changed.noise, changed.schedule, changed.warmup_steps, changed.epochs) == ("none", "constant", 40, None)
+    assert (changed.learning_rate, changed.steps) == (3e-4, 400)
+    assert changed.out.name == "run-overfit"

@@ -1,0 +1,351 @@
+"""What a run shows of itself: tau by the real loop, figures by position, MFU, and the summary."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import torch
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from data_prep.store import FeatureStore
+from drafters import TargetModel, generate, load_drafter
+from drafters.decoding.trace import Trace
+from drafters.eagle import EagleHead
+from drafters.kangaroo import KangarooAdapter
+from train import heldout, loop, summary
+from train.data import collate
+from train.flops import CONSTANT_INPUT, LM_HEAD_PRODUCTS, peak_tflops, training_cost
+from train.losses import soft_cross_entropy_sum
+from train.positions import answer_positions, bucket_name
+from train.run_files import TIMED, read_metrics
+from train.tau import held_out_prompts
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    path = tmp_path_factory.mktemp("target") / "target"
+    model = tiny.build("llama")
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel) -> Path:
+    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run")
+
+
+TAU = {"tau_every": 3, "tau_prompts": 3, "tau_new_tokens": 12}
+
+
+def untimed(out: Path) -> list[dict[str, float]]:
+    """The figures of training and held-out losses alone."""
+    rows = [{name: value for name, value in row.items() if name not in TIMED} for row in read_metrics(out)]
+    return [row for row in rows if "heldout_tau" not in row]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_tau_does_not_touch_the_training(settings: dict[str, Any], kind: str) -> None:
+    """A module frozen or cast by a drafter that was given it; random numbers drawn from the training's generators."""
+    values = {**settings, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
+    out, other = Path(settings["out"]), Path(settings["out"]).with_name("without")
+    run = tiny_run.train_here(kind, {**values, **TAU})
+    state = torch.get_rng_state()
+    run._measure_tau(loop.tqdm(disable=True))
+    assert torch.equal(state, torch.get_rng_state())
+    tiny_run.train_here(kind, {**values, "out": str(other)})
+    assert untimed(out) == untimed(other)
+    ours, theirs = load_file(out / "model.safetensors"), load_file(other / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [row["step"] for row in read_metrics(out) if "heldout_tau" in row] == [0, 3, 6, 6]
+    assert run.tau is not None
+    assert run.tau._target is None  # given back
+
+
+def test_tau_is_that_of_the_exported_drafter(settings: dict[str, Any], features: Path) -> None:
+    """tau of stale or half-copied weights, of other prompts, or by a definition of its own."""
+    out = Path(settings["out"])
+    changes = {"precision": "bf16", "steps": 10, "tau_every": 100, "tau_prompts": 3, "tau_new_tokens": 40}
+    tiny_run.train_here("eagle", {**settings, **changes})
+    row = [row for row in read_metrics(out) if "heldout_tau" in row][-1]
+    target = TargetModel.from_pretrained(settings["target"], dtype="bfloat16")
+    prompts = held_out_prompts(FeatureStore.open(features / "heldout"), 3, 200)
+    for name, options in (("heldout_tau", {"tree": "chain", "depth": 5}), ("heldout_tau_tree", {"tree": "dynamic"})):
+        drafter = load_drafter(str(out), target, **options)
+        steps = [s for p in prompts for s in generate(target, drafter, [p], max_new_tokens=40).trace.steps]
+        assert row[name] == pytest.approx(Trace(steps=steps).tau, rel=1e-12)
+        kind = "tree" if "tree" in name else "chain"
+        assert row[f"heldout_{kind}_ctar_1"] == pytest.approx(Trace(steps=steps).ctar(1))
+        assert row[f"heldout_{kind}_alpha_0"] == pytest.approx(Trace(steps=steps).n_alpha(0))
+    assert row["heldout_tau_tree"] > 1.0  # else the assertions above would hold for any weights
+
+
+def test_prompts_end_where_the_first_answer_starts(features: Path) -> None:
+    """A prompt that holds a part of the answer, is empty, or does not fit into the target's context."""
+    store = FeatureStore.open(features / "heldout")
+    dialogues = {tuple(item.input_ids[: int(item.loss_mask.nonzero()[0])].tolist()) for item in store}
+    assert {tuple(prompt) for prompt in held_out_prompts(store, 99, 200)} == dialogues
+    assert len(held_out_prompts(store, 2, 200)) == 2
+    with pytest.raises(ValueError, match=r"none of the 3 held-out dialogues has a prompt of 1 to 1 tokens"):
+        held_out_prompts(store, 2, 1)
+
+
+def test_time_for_tau_is_not_the_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of `minutes` that trains less because it measured tau, or a schedule that jumps when it does."""
+    run = tiny_run.train_here("eagle", {**settings, **TAU, "minutes": 5.0})
+    before = run._clock
+    moments = iter([100.0, 160.0])
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(moments, 160.0))
+    assert run.tau is not None
+    monkeypatch.setattr(run.tau, "figures", lambda weights: {"heldout_tau": 1.0})
+    run._measure_tau(loop.tqdm(disable=True))
+    assert run._clock == before + 60.0
+
+
+def test_no_memory_for_the_target(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of training lost because the target did not fit beside it, or a start that hides that it never will."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    run = tiny_run.train_here("eagle", {**settings, **TAU})
+    assert run.tau is not None
+    monkeypatch.setattr(run.tau, "figures", fail)
+    run._measure_tau(loop.tqdm(disable=True))
+    assert run.tau is None
+    monkeypatch.setattr(loop.HeldoutTau, "figures", fail)
+    with pytest.raises(ValueError, match=r"tau_every: no memory; if the target does not fit beside .* set tau_device"):
+        tiny_run.train_here("eagle", {**settings, **TAU, "out": settings["out"] + "-2"})
+
+
+@pytest.mark.slow
+def test_tau_with_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks that wait for one another for ever, or clocks that part, where only the first measures tau."""
+    values = {**settings, **TAU, "zero_stage": 1, "heldout_tokens": 20, "minutes": 5.0}
+    line = tiny_run.command("eagle", tmp_path, values)
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29631"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = tiny_run.run([*launcher, *line[1:]], PATH=path)
+    assert done.returncode == 0, done.stderr
+    out = Path(settings["out"])
+    assert [row["step"] for row in read_metrics(out) if "heldout_tau" in row] == [0, 3, 6]
+    assert json.loads((out / "summary.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_a_summary(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A job that a cluster ends, with nothing to show for it."""
+    out = Path(settings["out"])
+    line = tiny_run.command("eagle", tmp_path, {**settings, "steps": 100_000, "save_every": 5})
+    process = subprocess.Popen(line, env=tiny_run.environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "state" / "latest").is_file() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert "interrupted; --resume continues from the last checkpoint" in errors
+    assert process.returncode == 1
+    made = json.loads((out / "summary.json").read_text())
+    assert made["ended"].startswith("interrupted after step")
+    assert made["steps"] >= 5
+
+
+# ------------------------------------------------------------------------------------------- by position
+
+
+def test_answer_positions() -> None:
+    """Positions counted through from one turn, or one dialogue of the row, to the next."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 0]], dtype=torch.bool)
+    segments = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, -1]])
+    assert answer_positions(mask, segments).tolist() == [[-1, 0, 1, -1, 0, 1, 0, 1, -1]]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_buckets_make_up_the_whole(settings: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token counted in two buckets or in none, or a bucket's loss over other rows than its count."""
+    monkeypatch.setattr("train.positions.BUCKETS", ((0, 2), (2, 5), (5, None)))
+    values = {**settings, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
+    run = tiny_run.train_here(kind, values)
+    packed = collate(run.inputs.heldout, [0, 1, 2], run.task.taps)
+    rows = run.task.rows(packed)
+    parts = run.task.heldout(run.engine.module, packed, rows)
+    whole = run.task.loss_sums(run.engine.module, packed, rows, noise_seed=None)["loss"]
+    names = [bucket_name(*bucket) for bucket in ((0, 2), (2, 5), (5, None))]
+    assert sum(int(parts[f"loss_at_{name}"].count) for name in names) == len(rows)
+    assert sum(float(parts[f"loss_at_{name}"].total) for name in names) == pytest.approx(whole.item(), rel=1e-5)
+    agree = sum(int(parts[f"top1_at_{name}"].total) for name in names)
+    if kind == "kangaroo":
+        assert agree == int(parts["top1_agreement"].total)
+    else:  # 0-alpha counts the same tokens
+        assert agree == int(parts["0-alpha"].total)
+    # An answer of n tokens has its first two where EAGLE trains them, too: the prompt is longer than that.
+    answers = int((answer_positions(packed.loss_mask, packed.segments) == 0).sum())
+    assert 0 < int(parts[f"loss_at_{names[0]}"].count) <= 2 * answers
+
+
+# ------------------------------------------------------------------------------------------- FLOPs
+
+
+@pytest.mark.parametrize("module_type", [EagleHead, KangarooAdapter])
+def test_flops_equal_those_counted(module_type: Any, tiny_model: Any) -> None:
+    """A product left out or counted twice: checked against torch's own counter, forward and backward."""
+    config = tiny_model("llama").config
+    module = module_type(config)
+    cost = training_cost(module, config, tiny.VOCAB_SIZE)
+    length = 12
+    features = torch.randn(1, length, tiny.HIDDEN_SIZE)
+    positions = torch.arange(length)[None]
+    inputs = (features, features, positions) if module_type is EagleHead else (features, positions)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module(*inputs).sum().backward()
+    every_pair = cost.token * length + cost.pair * length**2  # the counter knows no causal mask
+    assert counter.get_total_flops() == every_pair
+    assert cost.of([length], 0) == cost.token * length + cost.pair * length * (length + 1) // 2
+    assert CONSTANT_INPUT == ("fc.weight",)
+
+
+def test_flops_of_the_loss(tiny_model: Any) -> None:
+    """LM-head products of the loss that are done and not counted, or counted and not done."""
+    head = torch.nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False).requires_grad_(False)
+    rows = torch.randn(10, tiny.HIDDEN_SIZE, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        soft_cross_entropy_sum(rows, torch.randn(10, tiny.HIDDEN_SIZE), head, 4).backward()
+    config = tiny_model("llama").config
+    cost = training_cost(EagleHead(config), config, tiny.VOCAB_SIZE)
+    assert counter.get_total_flops() == cost.row * 10 == LM_HEAD_PRODUCTS * 2 * 10 * tiny.HIDDEN_SIZE * tiny.VOCAB_SIZE
+
+
+def test_peaks_by_name() -> None:
+    """An A10 taken for an A100, a PCIe card for the larger one, or a guess for a device that nobody looked up."""
+    names = {
+        "NVIDIA A100-SXM4-80GB": 312.0,
+        "NVIDIA A10": 125.0,
+        "NVIDIA H100 80GB HBM3": 989.0,
+        "NVIDIA H100 PCIe": 756.0,
+        "NVIDIA H200": 989.0,
+        "NVIDIA L40S": 362.0,
+        "NVIDIA L4": 121.0,
+        "NVIDIA GeForce RTX 4090": 165.0,
+        "Tesla T4": None,
+    }
+    assert {name: peak_tflops(name) for name in names} == names
+    assert peak_tflops(torch.device("cpu")) is None
+
+
+def test_mfu_and_memory_are_logged(settings: dict[str, Any]) -> None:
+    """MFU of a guessed peak on a CPU; FLOPs of the padding; a rate that has evaluations in it."""
+    out = Path(settings["out"])
+    run = tiny_run.train_here("eagle", {**settings, "log_every": 2})
+    rows = [row for row in read_metrics(out) if "loss" in row]
+    assert not any("mfu" in row for row in rows)
+    assert all(row["peak_memory_gb"] > 0.05 and 0 <= row["data_wait"] <= 1 for row in rows)
+    seconds = [(b["tokens"] - a["tokens"]) / b["tokens_per_second"] for a, b in zip(rows, rows[1:], strict=False)]
+    assert all(0 < each < 5 for each in seconds)
+    other = out.with_name("peak")
+    run = tiny_run.train_here("eagle", {**settings, "peak_tflops": 1e-6, "out": str(other)})
+    row = next(row for row in read_metrics(other) if "loss" in row)
+    data = next(run.data.steps(loop.Position()))
+    trained = sum(len(run.task.rows(batch)) for batch in data.batches)
+    flops = run.meter.cost.of([span.length for batch in data.batches for span in batch.spans], trained)
+    tokens = sum(batch.tokens for batch in data.batches)
+    assert row["mfu"] == pytest.approx(flops / tokens * row["tokens_per_second"] / 1e6, rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------- the summary
+
+
+def test_summary_of_a_finished_run(settings: dict[str, Any]) -> None:
+    """A summary without tau, of the wrong step, or with a best loss that is the worst."""
+    out = Path(settings["out"])
+    tiny_run.train_here("eagle", {**settings, **TAU, "eval_every": 2})
+    made = json.loads((out / "summary.json").read_text())
+    rows = read_metrics(out)
+    assert (made["ended"], made["steps"]) == ("finished", 6)
+    assert made["tokens"] == [row["tokens"] for row in rows if "tokens" in row][-1]
+    losses = [row["heldout_loss"] for row in rows if "heldout_loss" in row]
+    assert made["heldout"]["heldout_loss"]["best"] == min(losses)
+    taus = [row["heldout_tau"] for row in rows if "heldout_tau" in row]
+    assert made["heldout"]["heldout_tau"] == {
+        "first": taus[0],
+        "last": taus[-1],
+        "best": max(taus),
+        "best_step": [row["step"] for row in rows if row.get("heldout_tau") == max(taus)][0],
+    }
+    assert made["config"]["learning_rate"] == 0.01
+    assert made["hardware"]["cpu_cores"] >= 1
+    assert {"torch", "deepspeed"} <= made["versions"].keys()
+    assert made["last_good_state"].endswith("step-00000006")
+    assert (out / "summary.png").read_bytes().startswith(b"\x89PNG")
+    (out / "summary.png").unlink()
+    summary.main([str(out)])
+    again = json.loads((out / "summary.json").read_text())
+    assert {**again, "date": None} == {**made, "date": None}
+    assert (out / "summary.png").is_file()
+    tiny_run.train_here("eagle", {**settings, **TAU, "steps": 8}, resume=True)
+    assert json.loads((out / "summary.json").read_text())["steps"] == 8
+
+
+def test_summary_of_an_interrupted_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after hours that leaves no summary, or one that says "finished"."""
+    out, step = Path(settings["out"]), loop.TrainRun._step
+
+    def interrupted(self: loop.TrainRun, *arguments: Any) -> None:
+        if self.progress.step == 4:
+            raise KeyboardInterrupt
+        step(self, *arguments)
+
+    monkeypatch.setattr(loop.TrainRun, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run.train_here("eagle", {**settings, "save_every": 2})
+    made = json.loads((out / "summary.json").read_text())
+    assert (made["ended"], made["steps"]) == ("interrupted after step 4", 4)
+    assert made["last_good_state"].endswith("step-00000004")
+
+
+def test_summary_of_a_diverged_run(settings: dict[str, Any]) -> None:
+    """A divergence that the summary does not tell, or one that hides which state is good."""
+    out = Path(settings["out"])
+    changes = {"steps": 30, "learning_rate": 1e30, "warmup_steps": 0, "schedule": "constant", "save_every": 1}
+    with pytest.raises(loop.TrainingDiverged):
+        tiny_run.train_here("eagle", {**settings, **changes})
+    made = json.loads((out / "summary.json").read_text())
+    assert "TrainingDiverged: step" in made["ended"]
+    assert made["last_good_state"] is not None
+    assert made["last_good_state"] in made["ended"]
+
+
+def test_nothing_to_sum_up(tmp_path: Path) -> None:
+    """A stack trace, or an empty picture, for a folder that is no run."""
+    with pytest.raises(ValueError, match=r"no training run to sum up in .*it has no run\.json"):
+        summary.make_summary(tmp_path)
+
+
+def test_nan_on_held_out_text_is_told_and_survived(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ends over one bad held-out dialogue, a NaN in TensorBoard, or one that nobody hears of."""
+    figures = heldout.Heldout.figures
+    monkeypatch.setattr(
+        heldout.Heldout, "figures", lambda self, *given: {**figures(self, *given), "heldout_loss": math.nan}
+    )
+    out = Path(settings["out"])
+    tiny_run.train_here("eagle", settings)
+    assert "NaN or infinite, and left out: heldout_loss" in capsys.readouterr().out
+    rows = [row for row in read_metrics(out) if "heldout_0-alpha" in row]
+    assert [row["step"] for row in rows] == [0, 6]
+    assert all(row["heldout_not_finite"] == 1 and "heldout_loss" not in row for row in rows)

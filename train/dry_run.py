@@ -1,0 +1,362 @@
+"""--dry-run: check all that a run needs, and say what it will take, in seconds and without starting DeepSpeed.
+
+It reads configurations, manifests and file headers, no weights and no features. What is not there yet is named; the
+estimates then come from --tokens or --data and --target-config.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from data_prep.dialogues import check_source
+from data_prep.quantise import token_bytes
+from data_prep.store import FeatureStore
+from drafters.decoding.model_files import free_memory, load_config_only, resolve_dtype
+from train.config import TrainConfig
+from train.estimate import (
+    MicroBatch,
+    memory_parts,
+    meta_ends,
+    meta_task,
+    parameters,
+    pass_memory,
+    run_folder_bytes,
+    target_parameters,
+)
+from train.flops import peak_tflops, training_cost
+from train.microbench import measured_rate
+from train.run_files import check_run_folder
+from train.setup import open_inputs
+from train.tasks import Task
+from train.tau import held_out_prompts
+from train.workload import Workload, estimate_workload, store_workload
+
+GB = 1e9
+LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
+
+
+@dataclass
+class Assumptions:
+    """What the command line says of things that are not here.
+
+    Attributes:
+        tokens, data: size of the training data, or the file to estimate it from.
+        target_config: a Hugging Face config file, in place of the target's.
+        ranks: processes, each with a device of its own.
+        device: a device's name, for its peak; default: the one that is here.
+        tokens_per_second, measure: the speed of training, given or measured here; else ``mfu`` of the peak is assumed.
+        max_length: tokens of the longest dialogue, where there is no store to tell.
+    """
+
+    tokens: int | None = None
+    data: str | None = None
+    target_config: str | None = None
+    ranks: int = 1
+    device: str | None = None
+    tokens_per_second: float | None = None
+    measure: bool = False
+    mfu: float = 0.4
+    max_length: int = 2048
+
+
+@dataclass
+class Report:
+    """What was found. ``problems`` would keep the run from starting; ``short`` is the estimate in one line."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    short: str = ""
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, text: str) -> None:
+        """One line of the table."""
+        self.lines.append(f"{name:<24} {text}")
+
+    def check(self, name: str, what: Callable[[], Any], done: str = "ok") -> Any:
+        """Do it; its ValueError is a problem, its value is returned."""
+        try:
+            value = what()
+        except (ValueError, OSError) as error:
+            self.problems.append(f"{name}: {error}")
+            self.add(name, f"PROBLEM: {error}")
+            return None
+        self.add(name, done)
+        return value
+
+    def text(self) -> str:
+        """What is printed."""
+        found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
+        lines = [*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"]
+        return "\n".join(lines)
+
+
+def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumptions) -> Report:
+    """Check a run and estimate what it takes; nothing is written, and no process group is started."""
+    report = Report()
+    report.check("run folder", lambda: check_run_folder(config, resume), f"{config.out} can be used")
+    report.check("libraries", _check_libraries, ", ".join(LIBRARIES))
+    exit_layer = getattr(config, "exit_layer", None)
+    target = _check_target(report, config, given)
+    stores = {split: _check_store(report, config, split) for split in ("train", "heldout")}
+    if Path(config.target).is_dir() and all(stores.values()):
+        what = "target, tokenizer and exit layer are those of the features"
+        report.check("target and features", lambda: open_inputs(config, exit_layer, device="meta"), what)
+    elif exit_layer is not None and target is not None:
+        report.check("exit layer", lambda: _check_exit_layer(exit_layer, target))
+    heldout = stores["heldout"]
+    if config.tau_every and heldout is not None and target is not None:
+        longest = getattr(target, "max_position_embeddings", 1 << 30) - config.tau_new_tokens
+        report.check("prompts for tau", lambda: held_out_prompts(heldout, config.tau_prompts, longest), "there are")
+    if target is None:
+        report.add("estimates", "none without the target's configuration; give --target-config config.json")
+        return report
+    workload = _workload(report, config, stores["train"], given)
+    _estimate(report, make, config, target, workload, stores["train"], given, resume)
+    return report
+
+
+# ------------------------------------------------------------------------------------------- what has to be there
+
+
+def _check_libraries() -> None:
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
+
+
+def _check_target(report: Report, config: TrainConfig, given: Assumptions) -> PretrainedConfig | None:
+    """The target's configuration, or the one given in its place."""
+    where = "a folder" if Path(config.target).is_dir() else "of the Hub's cache; its weights were not looked at"
+    found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
+    if given.target_config:
+        found = report.check(
+            "target's shape", lambda: load_config_only(str(given.target_config)), f"from {given.target_config}"
+        )
+    return found
+
+
+def _target_here(config: TrainConfig) -> PretrainedConfig:
+    """From a folder or the Hub's cache: a dry run waits for no network."""
+    if Path(config.target).is_dir():
+        return load_config_only(config.target, config.revision)
+    try:
+        return AutoConfig.from_pretrained(config.target, revision=config.revision or "main", local_files_only=True)
+    except (OSError, KeyError, ValueError):
+        raise ValueError(
+            f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put the target there (the "
+            "features have to be made with it anyway)"
+        ) from None
+
+
+def _check_store(report: Report, config: TrainConfig, split: str) -> FeatureStore | None:
+    """The store of a split; None where there is none, which is a problem unless the run makes its features itself."""
+    if isinstance(config.features, str):
+        assert config.data is not None
+        source = config.data.train if split == "train" else config.data.heldout
+        report.check(split, lambda: check_source(source), f"{source}, features computed while it trains")
+        return None
+    try:
+        store = FeatureStore.open(config.features / split)
+    except (ValueError, OSError) as error:
+        report.problems.append(f"{split}: {error}")
+        report.add(split, f"PROBLEM: {error}")
+        return None
+    manifest = store.manifest
+    size = sum(shard.bytes for shard in manifest.shards) / GB
+    report.add(
+        split,
+        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size:.2f} GB in {manifest.dtype}, of "
+        f"{manifest.target_name} ({manifest.target_fingerprint})",
+    )
+    return store
+
+
+def _check_exit_layer(exit_layer: int, target: PretrainedConfig) -> None:
+    if exit_layer >= target.num_hidden_layers:
+        raise ValueError(f"exit_layer: {exit_layer} must be below the target's {target.num_hidden_layers} layers")
+
+
+def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Assumptions) -> Workload | None:
+    if store is not None:
+        counted = store_workload(config, store)
+        report.add("data", counted.describe())
+        return counted
+    data = given.data or (config.data.train if config.data is not None else None)
+    if given.tokens is None and data is None:
+        report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
+        return None
+    try:
+        longest = config.data.max_length if config.data is not None else given.max_length
+        estimated = estimate_workload(config, given.tokens, data, longest)
+    except (ValueError, OSError) as error:
+        report.problems.append(f"data: {error}")
+        report.add("data", f"PROBLEM: {error}")
+        return None
+    report.add("data", estimated.describe())
+    return estimated
+
+
+# ------------------------------------------------------------------------------------------- what it will take
+
+
+def _estimate(
+    report: Report,
+    make: type[Task],
+    config: TrainConfig,
+    target: PretrainedConfig,
+    workload: Workload | None,
+    store: FeatureStore | None,
+    given: Assumptions,
+    resume: bool,
+) -> None:
+    task = meta_task(make, config, meta_ends(target))
+    count = parameters(task.module)
+    report.add("drafter", f"{type(task.module).__name__}, {count:,} parameters")
+    longest = workload.longest if workload else given.max_length
+    share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))
+    micro = MicroBatch(dialogues=max(1, -(-share // longest)), length=longest)
+    if workload:
+        report.add("steps", workload.describe_steps(config))
+    report.add(
+        "micro-batch",
+        f"{config.gradient_accumulation} a step on each of {given.ranks} rank(s): at most {micro.dialogues} dialogues "
+        f"of {micro.length:,} tokens",
+    )
+    memory = _memory(report, make, config, target, micro, given)
+    run_disk = run_folder_bytes(count)
+    report.check("disk: run folder", lambda: _check_disk(config.out, 0 if resume else run_disk), f"{_gb(run_disk)}")
+    parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {memory / GB:.1f} GB a rank"]
+    parts.append(f"run folder {_gb(run_disk)}")
+    if workload:
+        parts += _data_disk(report, config, target, workload, store, len(task.taps))
+        parts += _time(report, task, config, target, workload, store, micro, given)
+    report.short = "; ".join(parts)
+
+
+def _memory(
+    report: Report,
+    make: type[Task],
+    config: TrainConfig,
+    target: PretrainedConfig,
+    micro: MicroBatch,
+    given: Assumptions,
+) -> int:
+    """The table of memory by part; returns the whole of it, bytes a rank."""
+    parts = memory_parts(make, config, target, given.ranks)
+    on_gpu = given.device is not None or torch.cuda.is_available()
+    passes = pass_memory(make, config, target, micro, config.activation_checkpointing, on_gpu)
+    less = pass_memory(make, config, target, micro, checkpointing=True, on_gpu=on_gpu)["pass"]
+    parts["forward and backward"] = passes["pass"]
+    if config.data is not None:
+        width = resolve_dtype(config.data.target_dtype).itemsize
+        parts["target, for features"] = target_parameters(target)[0] * width
+    elif config.tau_every and config.tau_device is None:
+        parts["target, for tau"] = target_parameters(target)[0] * (2 if config.precision == "bf16" else 4)
+    total = sum(parts.values())
+    report.memory = parts
+    report.add("memory of a rank", f"{_gb(total)}, and the CUDA context (about half a GB)")
+    for name, size in parts.items():
+        report.add(f"  {name}", _gb(size))
+    report.lines[len(report.lines) - len(parts) + list(parts).index("forward and backward")] += (
+        f" (of it the loss's rows of logits {_gb(passes['loss'])}, the batch {_gb(passes['batch'])}; with activation "
+        f"checkpointing {_gb(less)})"
+    )
+    stages = []
+    for stage in (0, 1, 2, 3):
+        changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
+        other = memory_parts(make, changed, target, given.ranks)
+        stages.append(f"{stage}: {_gb(total + sum(other.values()) - sum(parts[name] for name in other))}")
+    report.add("  by ZeRO stage", ", ".join(stages))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if given.device is None and total > free_memory(device):
+        report.problems.append(f"memory: {_gb(total)} needed, {_gb(free_memory(device))} free on {device}")
+        report.add("  PROBLEM", f"{_gb(free_memory(device))} free on {device}; lower batch_tokens or loss_chunk_rows")
+    return total
+
+
+def _data_disk(
+    report: Report,
+    config: TrainConfig,
+    target: PretrainedConfig,
+    workload: Workload,
+    store: FeatureStore | None,
+    taps: int,
+) -> list[str]:
+    if store is not None:
+        size = sum(shard.bytes for shard in store.manifest.shards)
+        report.add("disk: features", f"{_gb(size)}, there already")
+        return [f"features {_gb(size)}"]
+    if isinstance(config.features, str):
+        report.add("disk: features", "none: features: online")
+        return ["no features on disk"]
+    sizes = [workload.tokens * token_bytes(target.hidden_size, taps, kind) for kind in ("bfloat16", "int8")]
+    text = f"{_gb(sizes[0])} in bf16, {_gb(sizes[1])} in int8"
+    folder = config.features
+    report.check("disk: features", lambda: _check_disk(folder, sizes[1]), text)
+    return [f"features {text}"]
+
+
+def _time(
+    report: Report,
+    task: Task,
+    config: TrainConfig,
+    target: PretrainedConfig,
+    workload: Workload,
+    store: FeatureStore | None,
+    micro: MicroBatch,
+    given: Assumptions,
+) -> list[str]:
+    """Hours of training and, where there are no features yet, of the target's pass over the data."""
+    cost = training_cost(task.module, target, target.vocab_size)
+    flops = cost.of([micro.length] if store is None else workload.lengths, 0) / (
+        micro.length if store is None else workload.tokens
+    ) + cost.row * (workload.trained / workload.tokens)
+    device: Any = given.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = config.peak_tflops or peak_tflops(device)
+    if given.tokens_per_second:
+        rate, how = given.tokens_per_second, "as given"
+    elif given.measure:
+        rate, how = measured_rate(type(task), config, target, micro) * given.ranks, "measured here without DeepSpeed"
+    elif peak:
+        rate = peak * 1e12 * given.mfu * given.ranks / flops
+        how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
+    else:
+        report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
+        return []
+    tokens = workload.total(config)
+    hours = [tokens / rate / 3600] if tokens else []
+    hours += [config.minutes / 60] if config.minutes else []
+    text = f"{_hours(min(hours))} of training at {rate:,.0f} tokens/s"
+    report.add("time", f"{text} ({how}; {flops / 1e9:.2f} GFLOP a token)")
+    found = [f"{text} ({how})"]
+    if store is None and peak:
+        active = target_parameters(target)[1]
+        width = target.num_attention_heads * (getattr(target, "head_dim", None) or 128)
+        forward = 2 * active + 2 * width * micro.length * target.num_hidden_layers
+        text = _hours(workload.tokens * forward / (peak * 1e12 * given.mfu * given.ranks) / 3600)
+        report.add("time: features", f"{text} of one pass of the target over the data, at the same share of the peak")
+        found.append(f"{text} for the features")
+    return found
+
+
+def _check_disk(path: Path, needed: int) -> None:
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ValueError(f"{_gb(needed)} needed, {_gb(free)} free at {place}; give another folder")
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:,.2f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"

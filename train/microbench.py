@@ -1,0 +1,66 @@
+"""A few steps of training on random numbers: how fast this device is, before there are features."""
+
+import time
+
+import torch
+from transformers import PretrainedConfig
+
+from train.config import TrainConfig
+from train.data import Batch
+from train.estimate import MicroBatch, meta_ends
+from train.tasks import Task
+
+STEPS = 3
+
+
+def measured_rate(make: type[Task], config: TrainConfig, target: PretrainedConfig, size: MicroBatch) -> float:
+    """Tokens/s of one rank: forward, backward and AdamW on micro-batches of random features, after one warm-up.
+
+    Without DeepSpeed, the reading of data and the exchange between ranks.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    task = make(config, meta_ends(target, device=str(device), dtype=dtype))
+    frequencies = {name: buffer.clone() for name, buffer in task.module.named_buffers()}
+    module = task.module.to(device, dtype)
+    for name, buffer in frequencies.items():  # as train.setup.make_engine: they stay in float32
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, buffer.to(device))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
+    batch = _random_batch(task, size, target, device, dtype)
+    rows = task.rows(batch)
+    began = 0.0
+    for step in range(STEPS + 1):
+        if step == 1:
+            began = _now(device)
+        loss = task.loss_sums(module, batch, rows, noise_seed=step)["loss"]
+        (loss / len(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return STEPS * size.tokens / (_now(device) - began)
+
+
+def _random_batch(
+    task: Task, size: MicroBatch, target: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> Batch:
+    shape = (1, size.tokens)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def states() -> torch.Tensor:
+        return torch.randn(*shape, target.hidden_size, generator=generator, device=device).to(dtype)
+
+    return Batch(
+        input_ids=torch.randint(target.vocab_size, shape, generator=generator, device=device),
+        loss_mask=torch.ones(shape, dtype=torch.bool, device=device),
+        features=states(),
+        taps={layer: states() for layer in task.taps},
+        position_ids=torch.arange(size.length, device=device).repeat(size.dialogues)[None],
+        segments=torch.arange(size.dialogues, device=device).repeat_interleave(size.length)[None],
+        spans=size.spans,
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,60 @@
+"""Held-out figures by the place of a token within its answer: a drafter that only learnt the openings shows here."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from train.data import Batch, shift
+from train.ratio import Ratio
+
+if TYPE_CHECKING:
+    from train.tasks import Task
+
+BUCKETS = ((0, 16), (16, 64), (64, 256), (256, 1024), (1024, None))  # tokens of the answer before it: from, below
+
+
+def bucket_name(start: int, end: int | None) -> str:
+    """``0-15``, ``1024+``."""
+    return f"{start}+" if end is None else f"{start}-{end - 1}"
+
+
+def answer_positions(loss_mask: Tensor, segments: Tensor) -> Tensor:
+    """int64 ``[R, L]``: how many tokens of its answer stand before an answer's token; -1 elsewhere.
+
+    ``loss_mask`` bool ``[R, L]``, ``segments`` int64 ``[R, L]``: two answers that touch in different dialogues are two.
+    """
+    index = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    before = torch.roll(loss_mask, 1, dims=1) & (torch.roll(segments, 1, dims=1) == segments)
+    before[:, 0] = False
+    starts = torch.where(loss_mask & ~before, index, -1).cummax(dim=1).values
+    return torch.where(loss_mask, index - starts, -1)
+
+
+def by_position(task: "Task", batch: Batch, rows: Tensor, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
+    """``loss_at_<bucket>`` and ``top1_at_<bucket>`` of trained rows, by where the token they predict stands.
+
+    Args:
+        rows: flat indices ``[n]`` into ``[R * L]``.
+        predicted, target: ``[n, H]``, what drafter and target give to the LM head there.
+
+    Returns:
+        every bucket, empty ones with a count of 0: all ranks must have the same names.
+    """
+    places = shift(answer_positions(batch.loss_mask, batch.segments) + 1, task.ahead, batch.segments) - 1
+    places = places.flatten()[rows]
+    found: dict[str, Ratio] = {}
+    for start, end in BUCKETS:
+        chosen = (places >= start) & (places < end if end is not None else places >= start)
+        ours, theirs = predicted[chosen], target[chosen]
+        count, name = chosen.sum(), bucket_name(start, end)
+        found[f"loss_at_{name}"] = Ratio(task.losses(ours, theirs)["loss"].detach(), count)
+        found[f"top1_at_{name}"] = Ratio(same_first(task, ours, theirs).sum(), count)
+    return found
+
+
+def same_first(task: "Task", predicted: Tensor, target: Tensor) -> Tensor:
+    """bool ``[n]``: whether drafter and target, ``[n, H]`` each, put the same token first."""
+    size, head = task.config.loss_chunk_rows, task.ends.lm_head
+    pairs = zip(predicted.split(size), target.split(size), strict=True)
+    return torch.cat([head(ours).argmax(-1) == head(theirs).argmax(-1) for ours, theirs in pairs])

@@ -1,0 +1,116 @@
+"""The summary of a run: summary.json and summary.png, from its run.json and metrics.jsonl alone.
+
+    python -m train.summary runs/stdlib-eagle
+
+A run writes them when it ends, is interrupted or diverges; this makes them again, for example after a kill.
+"""
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from drafters.provenance import replace_text
+from train.run_files import StateFolder, read_metrics
+
+SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
+
+
+def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
+    """Write summary.json and summary.png into a run folder, replacing those there.
+
+    Args:
+        ended: how the run ended; None keeps what an earlier summary of the same step says.
+
+    Raises:
+        ValueError: the folder holds no run, or one that logged nothing.
+    """
+    summary = make_summary(run, ended)
+    replace_text(run / "summary.json", json.dumps(summary, indent=2) + "\n")
+    from train.summary_picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
+
+    draw(summary, read_metrics(run), run / "summary.png")
+    return summary
+
+
+def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
+    """What the files of a run say, as one mapping; ``heldout`` has first, last and best of every held-out figure.
+
+    Raises:
+        ValueError: the folder holds no run, or one that logged nothing.
+    """
+    info_file, rows = run / "run.json", read_metrics(run)
+    if not info_file.is_file() or not rows:
+        missing = "run.json" if not info_file.is_file() else "figures in metrics.jsonl"
+        raise ValueError(f"no training run to sum up in {run}: it has no {missing}; give the `out` of a config")
+    info = json.loads(info_file.read_text())
+    steps = [row for row in rows if "loss" in row]
+    last = steps[-1] if steps else {}
+    if ended is None:
+        ended = _ended_before(run, last.get("step", 0))
+    latest = StateFolder(run).latest()
+    seconds = [row["seconds"] for row in rows if "seconds" in row]
+    return {
+        "run": str(run),
+        "ended": ended,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "steps": int(last.get("step", 0)),
+        "tokens": int(last.get("tokens", 0)),
+        "minutes": round(seconds[-1] / 60, 2) if seconds else None,
+        "last_good_state": str(StateFolder(run).path / latest) if latest else None,
+        "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
+        "heldout": {name: _course(name, rows) for name in _names(rows)},
+        "speed": {
+            "tokens_per_second": _mean(steps, "tokens_per_second"),
+            "mfu": _mean(steps, "mfu"),
+            "data_wait": _mean(steps, "data_wait"),
+            "peak_memory_gb": max((row["peak_memory_gb"] for row in steps if "peak_memory_gb" in row), default=None),
+            "tau_seconds": sum(row.get("tau_seconds", 0.0) for row in rows),
+        },
+        **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
+    }
+
+
+def _names(rows: list[dict[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row if name.startswith("heldout_")))
+
+
+def _course(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
+    """First, last and best value of a figure, and the best one's step."""
+    points = [(row[name], row["step"]) for row in rows if name in row]
+    smaller = any(part in name for part in SMALLER_IS_BETTER)
+    best, step = min(points, key=lambda point: point[0] if smaller else -point[0])
+    return {"first": points[0][0], "last": points[-1][0], "best": best, "best_step": int(step)}
+
+
+def _mean(steps: list[dict[str, float]], name: str) -> float | None:
+    """Over the log lines but the first, which has the start in it."""
+    values = [row[name] for row in steps if name in row]
+    values = values[1:] or values
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def _ended_before(run: Path, step: float) -> str | None:
+    """What an earlier summary says, if it is of this step; None: killed, or still running."""
+    file = run / "summary.json"
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    return before.get("ended") if before.get("steps") == step else None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the summary of a run again."""
+    parser = argparse.ArgumentParser(prog="python -m train.summary", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("run", type=Path, help="run folder, the `out` of its config")
+    run = parser.parse_args(arguments).run
+    summary = write_summary(run)
+    print(f"{run}: {summary['steps']} steps, {summary['tokens']:,} tokens; {summary['ended'] or 'killed or running'}")
+    print(f"{run / 'summary.json'}, {run / 'summary.png'}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,89 @@
+"""The picture of a run: small multiples over the steps."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter  # noqa: E402
+
+COLORS = ("#3b6ea8", "#c98a2b", "#4f8f5b", "#a8513b", "#7a5ba8", "#6b747d")
+
+Rows = list[dict[str, float]]
+Line = tuple[str, str]  # a figure's name in metrics.jsonl, and its label
+
+
+def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
+    """Write the picture to ``path`` (PNG, 15 x 8 inches), replacing a file at once."""
+    plots = panels(rows)
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8))
+    for axis, (title, lines, scale) in zip(axes.flat, plots, strict=True):
+        _panel(axis, title, lines, rows, scale)
+    config = summary["config"] or {}
+    speed = summary["speed"]
+    facts = [f"{summary['steps']:,} steps, {summary['tokens']:,} tokens"]
+    facts += [f"{speed['tokens_per_second']:,.0f} tokens/s"] if speed["tokens_per_second"] else []
+    facts += [f"MFU {speed['mfu']:.0%}"] if speed["mfu"] else []
+    facts += [f"peak memory {speed['peak_memory_gb']:.1f} GB"] if speed["peak_memory_gb"] else []
+    end = (summary["ended"] or "not ended").split(":")[0]
+    figure.suptitle(f"{config.get('out')} (target {config.get('target')}, {end})\n{', '.join(facts)}", fontsize=11)
+    figure.tight_layout()
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=110, format="png")
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def panels(rows: Rows) -> list[tuple[str, list[Line], str]]:
+    """Title, lines and scale of the y axis of each of the six panels."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    alphas: list[Line] = [(name, name.removeprefix("heldout_")) for name in names if name.endswith("-alpha")]
+    acceptance: list[Line] = [
+        ("heldout_expected_acceptance", "expected acceptance, sampled"),
+        ("heldout_top1_agreement", "top-1 agreement"),
+    ]
+    places: list[Line] = [
+        (name, name.removeprefix("heldout_top1_at_")) for name in names if name.startswith("heldout_top1_at_")
+    ]
+    tau: list[Line] = [("heldout_tau", "chain"), ("heldout_tau_tree", "tree")]
+    return [
+        ("loss", [("loss", "training"), ("heldout_loss", "held out, no noise")], "log"),
+        ("acceptance on held-out text", alphas or acceptance, "share"),
+        ("tau of the decoding loop, held-out prompts", tau, "linear"),
+        ("top-1 agreement by position in the answer", places, "share"),
+        ("learning rate", [("learning_rate", "")], "linear"),
+        ("tokens/s", [("tokens_per_second", "")], "linear"),
+    ]
+
+
+def _panel(axis: Axes, title: str, lines: list[Line], rows: Rows, scale: str) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("step", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    drawn = False
+    for color, (name, label) in zip(COLORS * 3, lines, strict=False):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        if not points:
+            continue
+        few = len(points) < 40
+        axis.plot(*zip(*points, strict=True), color=color, label=label, marker="o" if few else "", ms=3, lw=1.4)
+        drawn = True
+    if not drawn:
+        axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color=COLORS[-1])
+        axis.set_yticks([])
+        return
+    if scale == "log":
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
+        axis.tick_params(axis="y", which="minor", labelsize=8)
+    else:
+        axis.set_ylim(bottom=0, top=1 if scale == "share" else None)
+    axis.grid(axis="y", linewidth=0.4, alpha=0.6)
+    if any(label for _, label in lines):
+        axis.legend(fontsize=8, frameon=False, ncols=2 if len(lines) > 3 else 1)
