@@ -36,8 +36,15 @@ class MasterAdamW:
         return self.module(*arguments, **keywords)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss`` over the accumulation steps."""
+        """Add the gradients of ``loss`` over the accumulation steps to those of the masters, in float32."""
         (loss / self.config.gradient_accumulation).backward()
+        if not self._copied:
+            return
+        for master, weights in zip(self._masters, self._weights, strict=True):
+            if weights.grad is None:
+                continue
+            gradient, weights.grad = weights.grad.float(), None
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -45,10 +52,6 @@ class MasterAdamW:
         self._micro_batches += 1
         if self._micro_batches % self.config.gradient_accumulation:
             return
-        if self._copied:
-            for master, weights in zip(self._masters, self._weights, strict=True):
-                master.grad = None if weights.grad is None else weights.grad.float()
-                weights.grad = None
         nn.utils.clip_grad_norm_(self._masters, self.config.gradient_clipping)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
