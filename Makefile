@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) lint
-	python -m pytest
+	python -m pytest -n logical --dist loadfile
 
 lint: $(READY)
 	ruff check .

@@ -18,8 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import tiny_run
 import torch
 from transformers import PreTrainedModel
+
+from drafters import TargetModel
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
 
@@ -63,3 +66,18 @@ def tiny_checkpoint(
         return saved[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    """A tiny Llama, saved in the folder that its name gives, for tests of training."""
+    path = tmp_path_factory.mktemp("target") / "target"
+    model = tiny.build("llama")
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
+@pytest.fixture(scope="session")
+def features(target: TargetModel) -> Path:
+    """The feature stores train/ and heldout/ of ``target``."""
+    return tiny_run.write_stores(Path(target.name).with_name("features"), target)

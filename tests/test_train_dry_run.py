@@ -39,19 +39,6 @@ from train.tasks import EagleTask, KangarooTask
 ROOT = tiny_run.ROOT
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    path = tmp_path_factory.mktemp("target") / "target"
-    model = tiny.build("llama")
-    model.save_pretrained(path)
-    return TargetModel(model, name=str(path))
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel) -> Path:
-    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
-
-
 @pytest.fixture
 def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
     return tiny_run.settings(target.name, features, tmp_path / "run")

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +20,6 @@ from train.loop import TrainingDiverged
 from train.run_files import read_metrics
 
 CONFIGS = tiny_run.ROOT / "configs"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    path = tmp_path_factory.mktemp("target") / "target"
-    model = tiny.build("llama")
-    model.save_pretrained(path)
-    return TargetModel(model, name=str(path))
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel) -> Path:
-    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
 
 
 @pytest.fixture
@@ -119,10 +104,8 @@ def test_two_ranks_equal_one(settings: dict[str, Any], tmp_path: Path) -> None:
     alone = {**settings, "out": str(tmp_path / "alone")}
     tiny_run.train_here("eagle", alone)
     line = tiny_run.command("eagle", tmp_path, settings)
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29617"]
     extensions = tmp_path / "extensions"
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = tiny_run.run([*launcher, *line[1:]], TORCH_EXTENSIONS_DIR=str(extensions), PATH=path)
+    done = tiny_run.launch(2, line, TORCH_EXTENSIONS_DIR=str(extensions))
     assert done.returncode == 0, done.stderr
     out = Path(settings["out"])
     assert len(losses(out)) == 20

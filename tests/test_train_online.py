@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -201,9 +200,7 @@ def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tm
     values = settings(target, tmp_path / "store", schedule="constant")
     tiny_run.train_here("eagle", {**values, "features": str(store)})
     line = tiny_run.command("eagle", tmp_path, {**values, "out": str(tmp_path / "online"), "data": data})
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29631"]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = tiny_run.run([*launcher, *line[1:]], PATH=path)
+    done = tiny_run.launch(2, line)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "online" / "run.json").read_text())["ranks"] == 2
     assert_same_figures(tmp_path / "online", tmp_path / "store")

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,19 +28,6 @@ from train.losses import soft_cross_entropy_sum
 from train.positions import answer_positions, bucket_name
 from train.run_files import TIMED, read_metrics
 from train.tau import held_out_prompts
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    path = tmp_path_factory.mktemp("target") / "target"
-    model = tiny.build("llama")
-    model.save_pretrained(path)
-    return TargetModel(model, name=str(path))
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel) -> Path:
-    return tiny_run.write_stores(Path(target.name).with_name("features"), target)
 
 
 @pytest.fixture
@@ -138,9 +123,7 @@ def test_tau_with_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
     """Ranks that wait for one another for ever, or clocks that part, where only the first measures tau."""
     values = {**settings, **TAU, "zero_stage": 1, "heldout_tokens": 20, "minutes": 5.0}
     line = tiny_run.command("eagle", tmp_path, values)
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", "29631"]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = tiny_run.run([*launcher, *line[1:]], PATH=path)
+    done = tiny_run.launch(2, line)
     assert done.returncode == 0, done.stderr
     out = Path(settings["out"])
     assert [row["step"] for row in read_metrics(out) if "heldout_tau" in row] == [0, 3, 6]

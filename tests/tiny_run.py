@@ -108,6 +108,21 @@ def run(line: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=300, check=False)
 
 
+def free_port() -> str:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def launch(ranks: int, line: list[str], **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the script of ``line`` (see ``command``) under DeepSpeed's launcher."""
+    binaries = Path(sys.executable).parent
+    launcher = [str(binaries / "deepspeed"), "--num_gpus", str(ranks), "--master_port", free_port()]
+    path = os.pathsep.join([str(binaries), os.environ["PATH"]])
+    return run([*launcher, *line[1:]], PATH=path, **variables)
+
+
 def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds: float = 300) -> None:
     """``count`` processes that train one run after the other; a job's keys are the arguments of ``train_here``.
 
@@ -115,10 +130,8 @@ def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds
     """
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     start_ranks([sys.executable, __file__, str(file)], ranks, folder, seconds)
 

@@ -7,6 +7,7 @@ generator's state.
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ class TrainRun:
             bar.close()
             if self.metrics:
                 self.metrics.close()
-                write_summary(config.out, ended)
+                self._sum_up(ended)
 
     # ------------------------------------------------------------------------------------------- one step
 
@@ -249,6 +250,13 @@ class TrainRun:
             left.append(60 * self.config.minutes - progress.seconds)
         minutes, seconds = divmod(int(max(0, min(left))), 60)
         return f"{minutes}:{seconds:02d}"
+
+    def _sum_up(self, ended: str) -> None:
+        """The run's summary; what hinders it (a full disk) must not hide what ended the run."""
+        try:
+            write_summary(self.config.out, ended)
+        except (OSError, ValueError) as error:
+            tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
     def _evaluate(self, bar: Any) -> None:
         figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.dtype)
