@@ -4,6 +4,7 @@ What is computed for a dialogue depends on its shard alone (batches never reach 
 of processes, and a run that was interrupted, write the same bytes.
 """
 
+import contextlib
 import itertools
 import queue
 from collections.abc import Callable, Iterator
@@ -139,7 +140,8 @@ def run_shard(
         output = forward(target, header, ids, [lengths[row] for row in rows], batch_tokens)
         for name, values in named_states(output, header.taps).items():
             devices.add(values.device)
-            stored, scale = to_storage(values, header.dtype)
+            with explained(ids, batch_tokens):  # quantising makes float32 copies
+                stored, scale = to_storage(values, header.dtype)
             for position, row in enumerate(rows):
                 place, length = slice(starts[row], starts[row + 1]), lengths[row]
                 buffer[name][place].copy_(stored[position, :length], non_blocking=buffers.pinned)
@@ -185,8 +187,15 @@ def forward(
     Raises:
         ValueError: the device's memory does not suffice.
     """
-    try:
+    with explained(ids, batch_tokens):
         return target.features(ids.to(target.device, non_blocking=True), lengths, tuple(header.taps))
+
+
+@contextlib.contextmanager
+def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
+    """What to do where the device's memory does not suffice for a batch, as a ValueError."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"out of memory in a forward of {ids.numel()} tokens; lower batch_tokens (now {batch_tokens}) or "

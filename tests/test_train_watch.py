@@ -332,3 +332,11 @@ def test_nan_on_held_out_text_is_told_and_survived(
     rows = [row for row in read_metrics(out) if "heldout_0-alpha" in row]
     assert [row["step"] for row in rows] == [0, 6]
     assert all(row["heldout_not_finite"] == 1 and "heldout_loss" not in row for row in rows)
+
+
+def test_chunks_of_the_default_size(settings: dict[str, Any]) -> None:
+    """Figures by position that need a key which most configs leave out."""
+    del settings["loss_chunk_rows"]
+    run = tiny_run.train_here("eagle", {**settings, "steps": 2})
+    assert run.task.chunk_rows >= 64
+    assert any("heldout_top1_at_0-15" in row for row in read_metrics(Path(settings["out"])))

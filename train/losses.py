@@ -99,6 +99,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(predicted.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=predicted.device)
         gradient = torch.empty_like(predicted)
+        chunk_rows = min(chunk_rows, (2**31 - 1) // len(weight))  # torch.dot counts in 32 bits
         for start in range(0, len(predicted), chunk_rows):
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.

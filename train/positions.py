@@ -55,6 +55,6 @@ def by_position(task: "Task", batch: Batch, rows: Tensor, predicted: Tensor, tar
 
 def same_first(task: "Task", predicted: Tensor, target: Tensor) -> Tensor:
     """bool ``[n]``: whether drafter and target, ``[n, H]`` each, put the same token first."""
-    size, head = task.config.loss_chunk_rows, task.ends.lm_head
+    size, head = task.chunk_rows, task.ends.lm_head
     pairs = zip(predicted.split(size), target.split(size), strict=True)
     return torch.cat([head(ours).argmax(-1) == head(theirs).argmax(-1) for ours, theirs in pairs])

@@ -47,10 +47,13 @@ class Inputs:
         self.target = target = load_target(config, device)
         for source in online:
             source.target = target
-        if target.dtype == self.ends.embed.weight.dtype and target.device == self.ends.embed.weight.device:
-            ends: Any = self.ends  # one copy of the two largest matrices suffices
-            ends.embed.weight = target.body.embed_tokens.weight
-            ends.lm_head.weight = target.model.get_output_embeddings().weight
+        pairs: list[tuple[Any, Any]] = [
+            (self.ends.embed, target.body.embed_tokens),
+            (self.ends.lm_head, target.model.get_output_embeddings()),
+        ]
+        for ours, theirs in pairs:  # one copy of the two largest matrices suffices, where it lies right
+            if (ours.weight.dtype, ours.weight.device) == (theirs.weight.dtype, theirs.weight.device):
+                ours.weight = theirs.weight
 
 
 @dataclass

@@ -244,7 +244,8 @@ class Graphs:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Threads that read training data call CUDA, too, while tau is measured: only this one's calls matter.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 forward()
             return graph.replay
         except RuntimeError as error:

@@ -104,10 +104,10 @@ def load_model(
     return model
 
 
-def layer_devices(layers: Any) -> list[torch.device] | None:
-    """Where each decoder layer lies; None where all lie together."""
-    found = [layer.self_attn.o_proj.weight.device for layer in layers]
-    return found if len(set(found)) > 1 else None
+def layer_devices(model: Any) -> list[torch.device] | None:
+    """Where each decoder layer lies; None where the whole model lies together."""
+    found = [layer.self_attn.o_proj.weight.device for layer in model.model.layers]
+    return found if len({weights.device for weights in model.parameters()}) > 1 else None
 
 
 def is_only_moved(module: nn.Module) -> bool:

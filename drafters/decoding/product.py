@@ -147,14 +147,17 @@ def _int4_layout(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _int8_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Whether torch multiplies int8 weights of this size there."""
+    """Whether torch multiplies int8 weights of this size there, and what comes out is right."""
+    generator = torch.Generator(device).manual_seed(0)
+    row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
+    weight = torch.randint(-127, 128, (outputs, inputs), generator=generator, device=device).to(torch.int8)
+    scales = torch.rand(outputs, generator=generator, device=device).to(dtype)
+    expected = F.linear(row.float(), weight.float()) * scales.float()
     try:
-        row = torch.zeros(1, inputs, dtype=dtype, device=device)
-        weight = torch.zeros(outputs, inputs, dtype=torch.int8, device=device)
-        torch._weight_int8pack_mm(row, weight, torch.zeros(outputs, dtype=dtype, device=device))
+        found = torch._weight_int8pack_mm(row, weight, scales).float()
     except (RuntimeError, NotImplementedError):
         return False
-    return True
+    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
 
 
 @cache

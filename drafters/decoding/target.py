@@ -87,7 +87,7 @@ class TargetModel:
         self._rope_by_length = rope_depends_on_length(self.config)
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._fused = self._fuse(engine)
-        self._devices = layer_devices(self.model.model.layers)
+        self._devices = layer_devices(self.model)
         self._graphs: Graphs | None = None
         check_layers_agree(self)
         self._graphs = self._capture(engine)
@@ -338,6 +338,8 @@ class TargetModel:
             if last in taps:
                 collected[last] = hidden
             if stop is None:
+                if self._devices is not None:
+                    hidden = hidden.to(self.body.norm.weight.device)
                 hidden = self._norm(hidden)
             if self._devices is not None:  # what leaves the target lies where its tokens do
                 hidden = hidden.to(given.device)
