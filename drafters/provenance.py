@@ -6,6 +6,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -70,19 +71,31 @@ def replace_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8 so that a kill or a power cut leaves the old file or the new one, never a part.
 
     Raises:
-        OSError: it cannot be written; the old file stays.
+        OSError: it cannot be written, and the error names ``path``; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        with naming(path):
+            temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of writing ``path`` name it: that of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -16,6 +16,7 @@ from train import overfit, runtime, tasks
 from train.cli import main
 from train.config import EagleConfig, KangarooConfig
 from train.data import shift
+from train.loop import TrainingDiverged
 from train.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
@@ -83,8 +84,59 @@ def test_shuffled_features_fail(settings: dict[str, Any], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(FeatureStore, "__getitem__", shuffled)
     findings = found(settings, "eagle", steps=4)
-    assert sound(findings)[0] is False
+    assert sound(findings) == [False]  # and no training on them
     assert "data_prep.features" in findings[0].look_at
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "answer"),
+    [
+        ("features", torch.nan, "has features that are NaN or infinite at 1 of "),
+        ("input_ids", 10**6, "has token id 1000000, the target's are 0 to "),
+        ("input_ids", -1, "has token id -1, the target's are 0 to "),
+    ],
+)
+def test_a_damaged_store_is_a_finding(
+    settings: dict[str, Any],
+    name: str,
+    wrong: float,
+    answer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An index error, or advice on the learning rate, from the mode that is to find what is damaged."""
+    read = FeatureStore.__getitem__
+
+    def damaged(self: FeatureStore, index: int) -> Any:
+        item = read(self, index)
+        values = getattr(item, name).clone()
+        values[3] = wrong
+        return dataclasses.replace(item, **{name: values})
+
+    monkeypatch.setattr(FeatureStore, "__getitem__", damaged)
+    values = {key: value for key, value in settings.items() if key != "exit_layer"}
+    with pytest.raises(TrainingDiverged if name == "features" else IndexError) as caught:
+        tiny_run.train_here("eagle", values)
+    if name == "features":  # a plain run names the features, too
+        assert "step 1: loss = nan" in str(caught.value)
+        assert "features/train --verify" in str(caught.value)
+    monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
+    line = tiny_run.command("eagle", tmp_path, values, "--overfit", "3", "steps=20")
+    for _ in range(2):  # a second time over what the first left
+        assert main(None, EagleConfig, EagleTask, line[2:]) == 1
+        printed = capsys.readouterr().out
+        assert f"FAIL the stored features are the target's own: dialogue 0 {answer}" in printed
+        assert "NOT sound" in printed
+    assert not json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())[0]["sound"]
+
+
+def test_a_training_that_diverges_is_a_finding(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """The answers found before it lost with the error."""
+    findings = found({**settings, "learning_rate": 1e30, "warmup_steps": 0}, "eagle", steps=20)
+    assert sound(findings) == [True, False]
+    assert "stopped, no checkpoint was written yet" in findings[1].answer
+    assert "ok   the stored features are the target's own" in capsys.readouterr().out
 
 
 def test_a_run_that_learns_nothing_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

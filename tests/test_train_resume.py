@@ -21,8 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters import TargetModel
+from drafters.config import validate
 from train import loop
-from train.run_files import TIMED, StateFolder, read_metrics
+from train.config import EagleConfig
+from train.run_files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
+from train.state import SavedState, checksums
 
 STEPS = 120
 
@@ -186,6 +189,90 @@ def test_a_full_disk_loses_nothing(settings: dict[str, Any], tmp_path: Path) -> 
     assert run.progress.step == 8
 
 
+def sign(folder: Path, **changes: Any) -> None:
+    """Give a state the checksums of what now lies there."""
+    progress = {**json.loads((folder / "progress.json").read_text()), **changes}
+    progress.pop("sha256")
+    (folder / "progress.json").write_text(json.dumps({**progress, "sha256": checksums(folder, progress)}))
+
+
+def test_flipped_bytes_in_a_state_are_found(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Training that goes on with garbage in Adam's moments, or at another place in the data."""
+    out = tmp_path / "run"
+    values = {**settings, "out": str(out), "steps": 4, "save_every": 2}
+    tiny_run.train_here("eagle", values)
+    newest = out / "state" / StateFolder.tag(4)
+    for name, place in (("exp_avg.safetensors", -5), ("exp_avg_sq.safetensors", -5), ("weights.safetensors", -5)):
+        whole = (newest / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[place] ^= 0x40
+        (newest / name).write_bytes(flipped)
+        with pytest.raises(
+            ValueError, match=rf"step-00000004 is damaged \({name} differ .*step-00000002 into .*latest"
+        ):
+            SavedState(newest)
+        (newest / name).write_bytes(whole)
+    progress = json.loads((newest / "progress.json").read_text())
+    for wrong in ({**progress, "batch": progress["batch"] + 1}, {**progress, "sha256": {}}, [1]):
+        (newest / "progress.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="step-00000004 is damaged"):
+            SavedState(newest)
+    (newest / "progress.json").write_text(json.dumps(progress))
+    assert SavedState(newest).progress["step"] == 4
+
+
+@pytest.mark.parametrize("text", ["", "\n", "../../elsewhere", None])
+def test_a_latest_that_names_nothing(settings: dict[str, Any], tmp_path: Path, text: str | None) -> None:
+    """A power cut's empty file taken for an old format, or for a run without states."""
+    for step in (2, 4):
+        (tmp_path / "state" / StateFolder.tag(step)).mkdir(parents=True)
+    (tmp_path / "run.json").write_text("{}")
+    if text is not None:
+        (tmp_path / "state" / "latest").write_text(text)
+    config = validate(EagleConfig, {**settings, "out": str(tmp_path)}, source="test")
+    with pytest.raises(ValueError, match=r"latest is (damaged|missing).* one of step-00000002, step-00000004 into"):
+        check_run_folder(config, resume=True)
+    with pytest.raises(ValueError):
+        check_run_folder(config, resume=False)
+
+
+def test_a_run_that_died_before_its_first_state_is_no_hindrance(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A command corrected after a failed start that is refused; its figures mixed with the next run's; more deleted."""
+    out = tmp_path / "run"
+    values = {**settings, "out": str(out), "steps": 2}
+    config = validate(EagleConfig, values, source="test")
+    (out / "state" / ".step-00000002").mkdir(parents=True)
+    (out / "run.json").write_text("{}")
+    (out / "metrics.jsonl").write_text('{"step": 0, "heldout_loss": 9.0}\n')
+    alive = Metrics(out, 0)
+    with pytest.raises(ValueError, match="another process is training in .*run"):
+        check_run_folder(config, resume=False)
+    alive.close()
+    for name in ("model.safetensors", "notes.txt", "state/step-00000002"):
+        (out / name).mkdir()
+        with pytest.raises(ValueError):
+            check_run_folder(config, resume=False)
+        (out / name).rmdir()
+    check_run_folder(config, resume=False)
+    assert len(read_metrics(out)) == 1  # a check deletes nothing
+    tiny_run.train_here("eagle", values)
+    assert [row["heldout_loss"] for row in read_metrics(out) if row["step"] == 0 and "heldout_loss" in row] != [9.0]
+    assert StateFolder(out).latest() == StateFolder.tag(2)
+
+
+def test_metrics_on_a_full_disk_name_their_file(tmp_path: Path) -> None:
+    """ "No space left on device", and nobody knows where."""
+    metrics = Metrics(tmp_path, 0)
+    metrics.close()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*metrics\.jsonl'"):
+            metrics.add(1, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_states_that_cannot_be_read_are_named(settings: dict[str, Any], tmp_path: Path) -> None:
     """A traceback out of a library instead of what to type; another drafter's weights taken in silence."""
     out = tmp_path / "run"
@@ -199,6 +286,7 @@ def test_states_that_cannot_be_read_are_named(settings: dict[str, Any], tmp_path
         tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)
     tensors = load_file(out / "state" / StateFolder.tag(2) / "weights.safetensors")
     save_file({**tensors, "fc.weight": torch.zeros(3, 3)}, weights)
+    sign(newest)
     with pytest.raises(ValueError, match=r"step-00000004 is of another drafter: fc.weight differ"):
         tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)
     (newest / "progress.json").unlink()
@@ -231,5 +319,17 @@ def test_resume_refuses_another_training(settings: dict[str, Any], tmp_path: Pat
     tiny_run.train_here("eagle", values)
     with pytest.raises(ValueError, match=r"the config differs .*batch_tokens was 64, is 128"):
         tiny_run.train_here("eagle", {**values, "batch_tokens": 128}, resume=True)
+    data = {"train": "a.jsonl", "heldout": "b.jsonl"}
+    online = {**values, "features": "online", "data": data}
+    before = validate(EagleConfig, online, source="test").model_dump(mode="json")
+    run_json = Path(values["out"]) / "run.json"
+    whole = run_json.read_text()
+    run_json.write_text(json.dumps({"config": before}))
+    memory = {**data, "target_batch_tokens": 1, "target_device_map": "auto"}
+    check_run_folder(validate(EagleConfig, {**online, "data": memory}, source="test"), resume=True)
+    config = validate(EagleConfig, {**online, "data": {**memory, "limit": 3}}, source="test")
+    with pytest.raises(ValueError, match=r"run: data.limit was None, is 3; undo"):
+        check_run_folder(config, resume=True)
+    run_json.write_text(whole)
     run = tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)  # a longer run is the same training
     assert run.progress.step == 5

@@ -1,6 +1,7 @@
 """How a process finds its rank: launcher, Slurm, or alone."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,15 @@ from typing import Any
 import pytest
 import tiny
 import tiny_run
+import torch
 
 from drafters import TargetModel
+from drafters.config import validate
 from train import runtime
+from train.cli import main
+from train.config import EagleConfig
 from train.run_files import read_metrics
+from train.tasks import EagleTask
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -78,6 +84,52 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 1)
     runtime._take_device({**TASK, "LOCAL_RANK": "1"})
     assert taken == [3, 0]
+
+
+def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack trace, or a run folder that is taken before the run finds that it cannot start."""
+    values = tiny_run.settings("t", tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"tau_device: .*this is no device; give cpu, cuda .*found 'quatsch'"):
+        validate(EagleConfig, {**values, "tau_device": "quatsch"}, source="test")
+    for device in (None, "cpu"):
+        runtime.check_devices(validate(EagleConfig, {**values, "tau_device": device}, source="test"))
+    config = validate(EagleConfig, {**values, "tau_device": "cuda:7"}, source="test")
+    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"this machine has no cuda:7, only cpu; set tau_device"):
+        runtime.check_devices(config)
+    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(runtime.torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 7)
+    with pytest.raises(ValueError, match=r"only cpu, cuda:0, .*, cuda:6"):
+        runtime.check_devices(config)
+    monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 8)
+    runtime.check_devices(config)
+    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
+    line = tiny_run.command("eagle", tmp_path, {**values, "tau_device": "cuda:7"})
+    with pytest.raises(ValueError, match="no cuda:7"):
+        main(None, EagleConfig, EagleTask, line[2:])
+    assert not (tmp_path / "run").exists()
+
+
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's OMP_NUM_THREADS overruled; torchrun's own 1 taken for a wish, which leaves cores idle."""
+    monkeypatch.setattr(runtime, "cpu_cores", lambda: 16)
+    config = validate(EagleConfig, tiny_run.settings("t", Path("f"), Path("o"), threads=None), source="test")
+    assert runtime.threads_of_rank(config, {}, 4) == 4
+    assert runtime.threads_of_rank(config, {}, 32) == 1
+    assert runtime.threads_of_rank(config, {"OMP_NUM_THREADS": "1"}, 4) is None
+    assert runtime.threads_of_rank(config, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4) == 4
+    assert runtime.threads_of_rank(config, {"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, 4) is None
+    assert runtime.threads_of_rank(config.model_copy(update={"threads": 2}), {"OMP_NUM_THREADS": "3"}, 4) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"betas": [1.5, 0.9]}, {"betas": [0.9, 1.0]}, {"learning_rate": math.inf}, {"weight_decay": math.nan}]
+)
+def test_rates_out_of_bounds_are_refused(wrong: dict[str, Any]) -> None:
+    """Hours of data preparation, and then a loss that is NaN at the second step."""
+    with pytest.raises(ValueError, match=f"test: {next(iter(wrong))}"):
+        validate(EagleConfig, tiny_run.settings("t", Path("f"), Path("o"), **wrong), source="test")
 
 
 def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:

@@ -173,6 +173,13 @@ def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:
     """A misspelt key measured at the default, or rounds that the store has no batches for."""
     with pytest.raises(ValueError, match=r"--shape 'hiden=8': give hidden=N, vocab=N"):
         throughput.main(["--shape", "hiden=8"])
+    with pytest.raises(ValueError, match=r"--shape: 4 heads cannot share 3 kv_heads"):
+        throughput.main(["--shape", "heads=4,kv_heads=3"])
+    with pytest.raises(ValueError, match=r"--shape: hidden=33 must be an even multiple of heads=4"):
+        throughput.main(["--shape", "hidden=33,heads=4,kv_heads=2"])
+    for wrong in (["--rounds", "0"], ["--steps", "-1"], ["--tokens", "x"], ["--workers", "-1"]):
+        with pytest.raises(SystemExit):
+            throughput.main(["--shape", SMALL, *wrong])
     with pytest.raises(ValueError, match="unknown key 'precison'; did you mean 'precision'"):
         throughput.main(["--shape", SMALL, "precison=bf16"])
     values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run")

@@ -118,6 +118,22 @@ def test_no_memory_for_the_target(settings: dict[str, Any], monkeypatch: pytest.
         tiny_run.train_here("eagle", {**settings, **TAU, "out": settings["out"] + "-2"})
 
 
+def test_a_fault_in_tau_costs_no_training(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours lost to a CUDA error, of a device that another program filled, in a figure beside it."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    run = tiny_run.train_here("eagle", {**settings, **TAU})
+    assert run.tau is not None
+    monkeypatch.setattr(run.tau, "figures", fail)
+    run._measure_tau(loop.tqdm(disable=True))
+    assert run.tau is None
+    monkeypatch.setattr(loop.HeldoutTau, "figures", fail)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        tiny_run.train_here("eagle", {**settings, **TAU, "out": settings["out"] + "-2"})
+
+
 @pytest.mark.slow
 def test_tau_with_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
     """Ranks that wait for one another for ever, or clocks that part, where only the first measures tau."""
@@ -304,7 +320,7 @@ def test_summary_of_a_diverged_run(settings: dict[str, Any]) -> None:
     """A divergence that the summary does not tell, or one that hides which state is good."""
     out = Path(settings["out"])
     changes = {"steps": 30, "learning_rate": 1e30, "warmup_steps": 0, "schedule": "constant", "save_every": 1}
-    with pytest.raises(loop.TrainingDiverged):
+    with pytest.raises(loop.TrainingDiverged, match=r"learning_rate \(now 1e\+30\) or a longer warmup_steps .* helps$"):
         tiny_run.train_here("eagle", {**settings, **changes})
     made = json.loads((out / "summary.json").read_text())
     assert "TrainingDiverged: step" in made["ended"]

@@ -35,6 +35,7 @@ def main(description: str | None, schema: type[TrainConfig], make: type[Task], a
 
         return overfit(schema, make, arguments)
     config = read_config(schema, arguments.config, arguments.overrides, arguments.resume)
+    runtime.check_devices(config)
     inputs = open_inputs(config, getattr(config, "exit_layer", None))
     ranks = runtime.start(config)
     run = TrainRun(make(config, inputs.ends), inputs, ranks, arguments.resume, sys.argv[1:])

@@ -1,10 +1,10 @@
 """The run configurations of train/eagle.py and train/kangaroo.py, and DeepSpeed's, derived from them."""
 
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from drafters.config import Config
 
@@ -24,8 +24,13 @@ class OnlineData(Config):
     target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")
@@ -45,7 +50,7 @@ class TrainConfig(Config):
     batch_tokens: int = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches a rank takes one after another in a step")
     learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(2000, ge=0, description="linear warm-up from 0")
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -55,7 +60,9 @@ class TrainConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
     activation_checkpointing: bool = Field(False, description="compute the drafter's activations twice, keep none")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: the cores shared out")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, or the cores shared out"
+    )
     loss_chunk_rows: int | None = Field(
         None, ge=1, description="rows of [rows, vocabulary] logits that exist at once; default: by the device's memory"
     )
@@ -80,6 +87,15 @@ class TrainConfig(Config):
     peak_tflops: float | None = Field(
         None, gt=0, description="bf16 peak of one device in 1e12 FLOP/s, for MFU; default: of the GPUs that we know"
     )
+
+    @field_validator("tau_device")
+    @classmethod
+    def _is_a_device(cls, value: str | None) -> str | None:
+        try:
+            torch.device(value or "cpu")
+        except RuntimeError:
+            raise ValueError("this is no device; give cpu, cuda or cuda:1, say, or null") from None
+        return value
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
@@ -151,6 +167,8 @@ FREE_ON_RESUME = {
     "tau_device",
     "tau_keep_target",
     "peak_tflops",
+    "data.target_batch_tokens",
+    "data.target_device_map",
 }
 
 

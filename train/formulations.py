@@ -265,14 +265,20 @@ def parse_shape(text: str) -> dict[str, int]:
     """``hidden=4096,vocab=128256,...`` over the defaults of a Llama-3.1-8B.
 
     Raises:
-        ValueError: a key that is not one of a shape, or a value that is no positive integer.
+        ValueError: a key that is not one of a shape, a value that is no positive integer, or heads that divide neither
+            the hidden size into even parts nor among the key-value heads.
     """
     shape = dict(SHAPE)
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
-        if key not in shape or not value.isdigit() or not int(value):
+        if key not in shape or not value.isdecimal() or not int(value):
             raise ValueError(f"--shape {part!r}: give {', '.join(f'{name}=N' for name in SHAPE)}, N a positive integer")
         shape[key] = int(value)
+    hidden, heads, kv_heads = shape["hidden"], shape["heads"], shape["kv_heads"]
+    if heads % kv_heads:
+        raise ValueError(f"--shape: {heads} heads cannot share {kv_heads} kv_heads; heads must be a multiple of those")
+    if hidden % (2 * heads):  # rotary embeddings turn pairs
+        raise ValueError(f"--shape: hidden={hidden} must be an even multiple of heads={heads}")
     return shape
 
 

@@ -23,7 +23,7 @@ from train.data import Batch, Position, StepData, TrainData
 from train.flops import training_cost
 from train.heldout import Heldout
 from train.meter import Meter
-from train.run_files import Metrics, StateFolder, check_same_data, describe_data, describe_run
+from train.run_files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
 from train.runtime import Ranks, seed_step
 from train.setup import Inputs, full_state, make_engine, target_identity
 from train.state import SavedState, save_state
@@ -97,6 +97,8 @@ class TrainRun:
         self.metrics: Metrics | None = None
         if ranks.is_first:
             self.config.out.mkdir(parents=True, exist_ok=True)
+            if not saved:
+                clear_dead_run(self.config.out)
             text = json.dumps({**self.info, "resumed_at_step": self.progress.step}, indent=2)
             replace_text(self.config.out / "run.json", text + "\n")
             self.metrics = Metrics(self.config.out, self.progress.step)
@@ -283,8 +285,10 @@ class TrainRun:
                 self.metrics.add(self.progress.step, figures)
                 shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_tau" in name)
                 bar.write(f"step {self.progress.step}: {shown}")
-            except (torch.OutOfMemoryError, ValueError, OSError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 if self.progress.step == 0:
+                    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                        raise  # a fault, of which the trace tells more
                     raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
                 bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
                 self.tau = None  # no reason to lose a run
@@ -301,6 +305,16 @@ class TrainRun:
         raise TrainingDiverged(
             f"step {self.progress.step + 1}: {what}; stopped, {kept}. Usually a smaller learning_rate (now "
             f"{self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps}) helps"
+            f"{self._other_cause()}"
+        )
+
+    def _other_cause(self) -> str:
+        """What a first step that is not finite may come from, too."""
+        if self.progress.step or isinstance(self.config.features, str):
+            return ""
+        return (
+            f"; at the first step the features may be damaged, too: python -m data_prep.inspect "
+            f"{self.config.features / 'train'} --verify"
         )
 
     def _tensor(self, values: list[Any], dtype: torch.dtype | None = None) -> Tensor:

@@ -7,6 +7,7 @@ The first and the last answer do not go through the training's own mask and shif
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from torch import Tensor
 from data_prep.store import FeatureStore
 from drafters.config import load_config, validate
 from drafters.decoding.target import TargetModel
+from drafters.provenance import replace_text
 from train import runtime
 from train.config import TrainConfig
 from train.data import Batch, collate, complete, shift
-from train.loop import TrainRun
+from train.loop import TrainingDiverged, TrainRun
 from train.positions import answer_positions
 from train.setup import Inputs, open_inputs
 from train.tasks import Task
@@ -32,6 +34,7 @@ LEARNING_RATE = 3e-4  # at least: the papers' rates are for far longer runs
 FALLEN = 0.2  # of the loss above its floor, what may be left
 KNOWN = 0.9  # acceptance rate that must be reached, at every place
 SAME = 0.99  # cosine of a stored feature and the target's own; int8 keeps 0.9999
+RESULT = "overfit.json"
 DESCRIPTION = {"first": "the first token of an answer", "last": "the last one", "others": "the others"}
 
 
@@ -69,6 +72,7 @@ def overfit(schema: type[TrainConfig], make: type[Task], arguments: argparse.Nam
     """Run it; 0 if sound, else 1. Everything goes into ``<out>-overfit``, which an earlier run of this may fill."""
     config = load_config(schema, arguments.config, arguments.overrides)
     chosen = any(override.partition("=")[0] == "steps" for override in arguments.overrides)
+    runtime.check_devices(config)
     config = overfit_config(config, config.steps if chosen and config.steps else STEPS)
     if config.data is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"limit": arguments.overfit})})
@@ -78,10 +82,10 @@ def overfit(schema: type[TrainConfig], make: type[Task], arguments: argparse.Nam
         clear(config.out)
     findings = run_overfit(make, config, inputs, ranks, arguments.overfit)
     if ranks.is_first:
-        print("\n".join(finding.text() for finding in findings))
         sound = all(finding.sound for finding in findings)
         print("sound: the drafter learns these dialogues" if sound else "NOT sound: see above")
-        (config.out / "overfit.json").write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+        config.out.mkdir(parents=True, exist_ok=True)
+        replace_text(config.out / RESULT, json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
     runtime.stop()
     return 0 if all(finding.sound for finding in findings) else 1
 
@@ -115,8 +119,8 @@ def clear(out: Path) -> None:
     """
     if not out.exists() or not any(out.iterdir()):
         return
-    run = out / "run.json"
-    if not out.name.endswith("-overfit") or not run.is_file():
+    known = any((out / name).is_file() for name in ("run.json", RESULT))
+    if not out.name.endswith("-overfit") or not known:
         raise ValueError(f"{out} is not empty and holds no overfit run: empty it, or give another out=")
     shutil.rmtree(out)
 
@@ -124,27 +128,58 @@ def clear(out: Path) -> None:
 def run_overfit(
     make: type[Task], config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count: int
 ) -> list[Finding]:
-    """Train on the first ``count`` dialogues and answer the three questions. All ranks do the same."""
+    """Train on the first ``count`` dialogues and answer the three questions, each printed at once by the first rank.
+
+    Damaged features end it before the training, and a training that diverges is a finding, too. All ranks do the same.
+
+    Raises:
+        ValueError: none of the dialogues has a trained token.
+    """
     few = FirstDialogues(inputs.train, count) if isinstance(inputs.train, FeatureStore) else inputs.train
     task = make(config, inputs.ends)
     batches = [collate(few, [index], task.taps) for index in range(len(few))]
     if not any(len(task.rows(batch)) for batch in batches):
         raise ValueError(f"--overfit {count}: none of these dialogues has a trained token; take more of them")
-    findings = []
+    findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        if ranks.is_first:
+            print(finding.text(), flush=True)
+
     if isinstance(few, FeatureStore) and ranks.is_first:  # what is computed online can be nothing else
-        findings = [check_features(config, few, task.taps)]
+        add(check_features(config, few, task.taps))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    unsound = torch.tensor([not finding.sound for finding in findings] or [False], dtype=torch.int64, device=device)
+    if int(ranks.total(unsound)):
+        return findings
     run = TrainRun(task, Inputs(inputs.ends, few, few), ranks, resume=False, arguments=sys.argv[1:])
     batches = [complete(few, batch, task.taps) for batch in batches]
     before = excess_loss(run, batches)
-    run.train()
-    findings.append(_judge_loss(before, excess_loss(run, batches)))
-    return [*findings, _judge_acceptance(acceptance(run, batches))]
+    try:
+        run.train()
+    except TrainingDiverged as error:
+        advice = "the loss and its gradients; precision=float32; a smaller learning_rate="
+        add(Finding("the training stays finite", False, str(error), advice))
+        return findings
+    add(_judge_loss(before, excess_loss(run, batches)))
+    add(_judge_acceptance(acceptance(run, batches)))
+    return findings
 
 
 def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ...]) -> Finding:
-    """Run the target itself over the dialogues and compare: by the cosine, of the worst token in a hundred."""
+    """Run the target itself over the dialogues and compare: by the cosine, of the worst token in a hundred.
+
+    Token ids that the target does not know and states that are not finite are told first, without the target.
+    """
     question = "the stored features are the target's own"
-    look_at = "data_prep.features: the store is damaged, of another target or layer, or its tokens are misplaced"
+    look_at = (
+        "data_prep.features: the store is damaged, of another target or layer, or its tokens are misplaced; "
+        f"python -m data_prep.inspect {store.path} --verify finds damaged files"
+    )
+    damage = _damage(store, taps)
+    if damage:
+        return Finding(question, False, damage, look_at)
     dtype = store.manifest.target_dtype
     try:
         target = TargetModel.from_pretrained(config.target, dtype, config.tau_device, config.revision)
@@ -158,6 +193,21 @@ def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ..
         cosines += [torch.cosine_similarity(a.float(), b.float().cpu(), dim=-1) for a, b in pairs]
     worst = float(torch.cat(cosines).quantile(0.01))
     return Finding(question, worst >= SAME, f"cosine {worst:.4f} for 1% of the tokens, {SAME} wanted", look_at)
+
+
+def _damage(store: FeatureStore, taps: tuple[int, ...]) -> str | None:
+    """What no target can have given, of the first dialogue that has such; None if there is none."""
+    vocab = store.manifest.vocab_size
+    for index, dialogue in enumerate(store):
+        ids = dialogue.input_ids
+        unknown = ids[(ids < 0) | (ids >= vocab)]
+        if len(unknown):
+            return f"dialogue {index} has token id {int(unknown[0])}, the target's are 0 to {vocab - 1}"
+        for name, states in (("features", dialogue.features), *((f"tap_{k}", dialogue.taps[k]) for k in taps)):
+            bad = int((~states.float().isfinite().all(-1)).sum())
+            if bad:
+                return f"dialogue {index} has {name} that are NaN or infinite at {bad} of {len(ids)} tokens"
+    return None
 
 
 @torch.no_grad()
@@ -207,7 +257,8 @@ def _judge_loss(before: float, after: float) -> Finding:
     left = after / before if before > 0 else 0.0
     answer = f"{before:.3f} before, {after:.3f} after ({left:.0%} left, at most {FALLEN:.0%} wanted)"
     advice = "steps= and learning_rate= first (more, higher); then the gradients, the loss, and its targets' alignment"
-    return Finding("the loss falls to its floor", left <= FALLEN, answer, advice)
+    sound = math.isfinite(before) and left <= FALLEN
+    return Finding("the loss falls to its floor", sound, answer, advice)
 
 
 def _judge_acceptance(shares: dict[str, float]) -> Finding:

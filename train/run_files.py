@@ -8,7 +8,9 @@ state/step-*/, state/latest      resumable states (train/state.py): the newest t
 """
 
 import contextlib
+import fcntl
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import torch
 
 from data_prep.manifest import StoreManifest
-from drafters.provenance import cpu_cores, cpu_name, git_commit, library_versions, replace_text, sync_folder
+from drafters.provenance import cpu_cores, cpu_name, git_commit, library_versions, naming, replace_text, sync_folder
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
+METRICS = "metrics.jsonl"
+FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 # What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
 TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds")
 
@@ -36,8 +40,26 @@ class StateFolder:
         self._latest = self.path / "latest"
 
     def latest(self) -> str | None:
-        """The tag of the newest whole state, or None."""
-        return self._latest.read_text().strip() if self._latest.is_file() else None
+        """The tag of the newest whole state, or None. An empty one if ``latest`` was damaged: see ``check``."""
+        return self._latest.read_text(errors="replace").strip() if self._latest.is_file() else None
+
+    def check(self) -> None:
+        """Raise ValueError if ``latest`` names no state, or is missing though there are states."""
+        named = self.latest()
+        if named is None and self._tags():
+            raise ValueError(f"{self._latest} is missing: {self.advice()}")
+        if named is not None and not re.fullmatch(r"step-\d+", named):
+            raise ValueError(f"{self._latest} is damaged, it says {named!r}: {self.advice()}")
+
+    def advice(self, damaged: str | None = None) -> str:
+        """How to go on from another state than ``damaged``."""
+        tags = [tag for tag in self._tags() if tag != damaged]
+        if not tags:
+            return "there is no other state; start anew with another out="
+        return f"write one of {', '.join(tags)} into {self._latest} and resume from that"
+
+    def _tags(self) -> list[str]:
+        return sorted(path.name for path in self.path.glob("step-*"))
 
     @staticmethod
     def tag(step: int) -> str:
@@ -73,27 +95,73 @@ class StateFolder:
 def check_run_folder(config: TrainConfig, resume: bool) -> None:
     """Refuse to mix two runs.
 
+    What a run that died before its first state left behind is no hindrance; ``clear_dead_run`` deletes it.
+
     Raises:
-        ValueError: the folder holds something and ``resume`` is False; or there is nothing to resume; or the config has
-            changed since in a way that would make the rest another training.
+        ValueError: the folder holds something and ``resume`` is False; or there is nothing to resume; or another
+            process trains in it; or the config has changed since in a way that would make the rest another training.
     """
-    run = config.out
+    run, states = config.out, StateFolder(config.out)
+    if _is_held(run / METRICS):
+        raise ValueError(f"another process is training in {run}: wait until it ends, or give another out=")
     if not resume:
-        if run.exists() and any(run.iterdir()):
-            if StateFolder(run).latest() is None:
-                raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
-            raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
-        return
-    if not (run / "run.json").is_file() or StateFolder(run).latest() is None:
+        if not run.exists() or not any(run.iterdir()) or _is_dead(run):
+            return
+        if states.latest() is None:
+            states.check()
+            raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
+        raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
+    states.check()
+    if not (run / "run.json").is_file() or states.latest() is None:
         raise ValueError(f"--resume: {run} holds no checkpoint; delete it if it exists, and start without --resume")
-    before = json.loads((run / "run.json").read_text())["config"]
-    now = config.model_dump(mode="json")
-    changed = [f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in now if before.get(key) != now[key]]
-    changed = [line for line in changed if line.split()[0] not in FREE_ON_RESUME]
+    before = _by_key(json.loads((run / "run.json").read_text())["config"])
+    now = _by_key(config.model_dump(mode="json"))
+    changed = [
+        f"{key} was {before.get(key)!r}, is {now[key]!r}"
+        for key in now
+        if key not in FREE_ON_RESUME and before.get(key) != now[key]
+    ]
     if changed:
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
+
+
+def clear_dead_run(run: Path) -> None:
+    """Delete what a run that died before its first state left, so that its figures do not mix with the next one's."""
+    if run.exists() and _is_dead(run):
+        for path in run.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_dead(run: Path) -> bool:
+    """True if all in the folder is a run's own, and none of it what training has brought about."""
+    own = {*FIGURES, *(f".{name}.tmp" for name in FIGURES)}
+    names = {path.name for path in run.iterdir()}
+    half = all(path.name.startswith(".") for path in (run / "state").glob("*"))
+    return bool(names) and names <= {*own, "state"} and half
+
+
+def _is_held(metrics: Path) -> bool:
+    """True if a live process has these metrics open, on this machine or, where the file system has locks, on others."""
+    try:
+        with metrics.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there are none, or no locks
+        return False
+    return False
+
+
+def _by_key(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a group by their dotted names."""
+    flat = {}
+    for key, value in config.items():
+        flat.update(
+            {f"{key}.{leaf}": each for leaf, each in value.items()} if isinstance(value, dict) else {key: value}
+        )
+    return flat
 
 
 def describe_data(manifest: StoreManifest) -> dict[str, Any]:
@@ -132,31 +200,42 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
 
 
 class Metrics:
-    """metrics.jsonl and TensorBoard. A resumed run first drops the lines after its checkpoint."""
+    """metrics.jsonl and TensorBoard. A resumed run first drops the lines after its checkpoint.
+
+    The file is locked until ``close``, which tells others that a run is alive.
+    """
 
     def __init__(self, run: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path = run / "metrics.jsonl"
+        self.path = run / METRICS
         kept = [row for row in read_metrics(run) if row["step"] <= step]
         replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open("a")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        """Append one line."""
-        with self.path.open("a") as file:
+        """Append one line.
+
+        Raises:
+            OSError: the disk is full, say; the error names the file.
+        """
+        with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush TensorBoard's events."""
+        """Flush TensorBoard's events, and let go of the file."""
+        self._file.close()
         self.board.close()
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl; a line cut by a kill is left out."""
-    path = run / "metrics.jsonl"
+    path = run / METRICS
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         with contextlib.suppress(json.JSONDecodeError):

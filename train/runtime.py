@@ -5,12 +5,13 @@ import re
 import socket
 import warnings
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from drafters.provenance import cpu_cores
 from train.config import TrainConfig
 
 
@@ -55,9 +56,39 @@ def start(config: TrainConfig) -> Ranks:
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if not torch.accelerator.is_available():
         local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ranks.count)))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(config.threads or max(1, cores // local))
+        threads = threads_of_rank(config, os.environ, local)
+        if threads:
+            torch.set_num_threads(threads)
     return ranks
+
+
+def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: int) -> int | None:
+    """CPU threads of one of ``local`` ranks on this machine; None: as OMP_NUM_THREADS says, which torch has read.
+
+    torchrun sets OMP_NUM_THREADS=1 for several ranks where nobody has set it; that 1 is nobody's wish. DeepSpeed's
+    launcher sets it with --bind_cores_to_rank alone, to the cores that the rank then has.
+    """
+    if config.threads:
+        return config.threads
+    wish = environment.get("OMP_NUM_THREADS")
+    if wish and not (wish == "1" and local > 1 and "TORCHELASTIC_RUN_ID" in environment):
+        return None
+    return max(1, (cpu_cores() or 1) // local)
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Raise ValueError where the config names a device that this machine lacks."""
+    if config.tau_device is None:
+        return
+    wanted, found = torch.device(config.tau_device), ["cpu"]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in found:
+        raise ValueError(
+            f"tau_device: this machine has no {config.tau_device}, only {', '.join(found)}; set tau_device to one of "
+            "these, or to null for the device that rank 0 trains on"
+        )
 
 
 def stop() -> None:

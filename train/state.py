@@ -4,12 +4,13 @@ state/step-00001000/
   weights.safetensors       float32, by the names of the module's parameters
   exp_avg.safetensors       Adam's first moment, by the same names
   exp_avg_sq.safetensors    and its second
-  progress.json             steps done, the position in the data, the time spent
+  progress.json             steps done, the position in the data, the time spent; and the SHA-256 of all of these
 
 Not DeepSpeed's own checkpoint, which is pickled and, from ZeRO-1 on, split by rank: another number of ranks could not
 read it. Whole tensors are gathered for this one, and each rank takes its part of them again on loading.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from data_prep.store import file_sha256
 from drafters.provenance import replace_text
 from train.run_files import StateFolder
 from train.runtime import Ranks
@@ -38,17 +40,24 @@ class SavedState:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not folder.is_dir():
-            raise ValueError(f"{folder} does not exist, though {folder.parent / 'latest'} names it: {self._others()}")
+            raise ValueError(f"{folder} does not exist, though {folder.parent / 'latest'} names it: {self._advice()}")
         if not (folder / PROGRESS).is_file():
             raise ValueError(
                 f"{folder} holds no {PROGRESS}: an earlier version of this toolkit wrote it, in DeepSpeed's own "
                 "format; finish the run with that version, or train anew with another out="
             )
         try:
-            self.progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
+            self.progress: dict[str, Any] = dict(json.loads((folder / PROGRESS).read_text()))
+            written = dict(self.progress.pop("sha256", {}))
+            found = checksums(folder, self.progress)
             self._files = {kind: safe_open(folder / f"{kind}.safetensors", "pt") for kind in (WEIGHTS, *MOMENTS)}
-        except (json.JSONDecodeError, OSError, SafetensorError) as error:
-            raise ValueError(f"{folder} is damaged ({error}): {self._others()}") from error
+        except (TypeError, ValueError, OSError, SafetensorError) as error:
+            raise ValueError(f"{folder} is damaged ({error}): {self._advice()}") from error
+        wrong = [name for name, digest in found.items() if written.get(name) != digest]
+        if wrong:
+            raise ValueError(
+                f"{folder} is damaged ({', '.join(wrong)} differ from the checksums in {PROGRESS}): {self._advice()}"
+            )
 
     def load_weights(self, module: nn.Module) -> None:
         """Give the module its weights, before an engine takes them apart.
@@ -75,11 +84,14 @@ class SavedState:
             for kind, file in self._files.items():
                 _set(engine, parameter, kind, file.get_tensor(name))
 
-    def _others(self) -> str:
-        tags = sorted(path.name for path in self.folder.parent.glob("step-*") if path != self.folder)
-        if not tags:
-            return "there is no other state; start anew with another out="
-        return f"write one of {', '.join(tags)} into {self.folder.parent / 'latest'} and resume from that"
+    def _advice(self) -> str:
+        return StateFolder(self.folder.parent.parent).advice(self.folder.name)
+
+
+def checksums(folder: Path, progress: dict[str, Any]) -> dict[str, str]:
+    """The SHA-256 of a state's files, by their names; ``progress`` is what stands in progress.json beside them."""
+    found = {name: file_sha256(folder / name) for name in (f"{kind}.safetensors" for kind in (WEIGHTS, *MOMENTS))}
+    return {**found, PROGRESS: hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()}
 
 
 def save_state(engine: Any, states: StateFolder, step: int, progress: dict[str, Any], ranks: Ranks) -> None:
@@ -102,7 +114,8 @@ def save_state(engine: Any, states: StateFolder, step: int, progress: dict[str, 
             failure = _written(folder / f"{kind}.safetensors", tensors)
     if ranks.is_first and failure is None:
         try:
-            replace_text(folder / PROGRESS, json.dumps(progress, indent=2) + "\n")
+            whole_progress = {**progress, "sha256": checksums(folder, progress)}
+            replace_text(folder / PROGRESS, json.dumps(whole_progress, indent=2) + "\n")
             states.publish(tag)
         except OSError as error:
             failure = error

@@ -91,15 +91,28 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--config", help="YAML of a training run with a feature store")
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")
     parser.add_argument("--method", choices=("eagle", "kangaroo"), default="eagle", help="with --shape")
-    parser.add_argument("--tokens", type=int, default=8192, help="with --shape: tokens of an optimiser step")
+    parser.add_argument("--tokens", type=_count, default=8192, help="with --shape: tokens of an optimiser step")
     parser.add_argument("--dialogue-lengths", default="realistic", help="with --shape: realistic, or a store's folder")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds counted, after one of warm-up")
-    parser.add_argument("--steps", type=int, default=4, help="optimiser steps of a side in a round")
-    parser.add_argument("--workers", type=int, default=0, help="the plain DataLoader's processes, with --config")
+    parser.add_argument("--rounds", type=_count, default=5, help="rounds counted, after one of warm-up")
+    parser.add_argument("--steps", type=_count, default=4, help="optimiser steps of a side in a round")
+    parser.add_argument("--workers", type=_workers, default=0, help="the plain DataLoader's processes, with --config")
     parser.add_argument("--peak-tflops", type=float, help="the device's bf16 peak, for MFU; known for common GPUs")
     parser.add_argument("--out", type=Path, help="JSON with every round")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run's config")
     return parser.parse_intermixed_args(argv)
+
+
+def _count(text: str) -> int:
+    value = _workers(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+    return value
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, found {text!r}")
+    return int(text)
 
 
 def main(argv: list[str] | None = None) -> None:
