@@ -311,18 +311,33 @@ def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path:
 
 
 def test_a_device_map_is_for_one_process(
-    target: Path, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    target: Path,
+    data: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on."""
+    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on; every task
+    of a Slurm step printing the same."""
     values = {**settings(target, tmp_path / "run"), "data": {**data, "target_device_map": "auto"}}
     config = validate(EagleConfig, values, source="test")
     asked: dict[str, Any] = {}
     monkeypatch.setattr(online.TargetModel, "from_pretrained", lambda *names, **options: asked.update(options))
     online.load_target(config, torch.device("cpu"))
     assert asked == {"revision": None, "engine": "eager", "device_map": "auto"}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match=r"gives all GPUs of a machine to one process"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # under srun nothing has set them yet
+        monkeypatch.delenv(name, raising=False)
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"data.target_device_map 'auto' lays one target over all GPUs of a machine"):
         open_inputs(config)
+    config = validate(EagleConfig, {**values, "data": data}, source="test")
+    open_inputs(config)
+    assert not capsys.readouterr().out  # rank 0 has printed it
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    open_inputs(config)
+    assert f"train: {data['train']}: " in capsys.readouterr().out
 
 
 def test_the_shipped_config_is_that_of_the_store() -> None:
