@@ -200,6 +200,31 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert half < 0.7 * whole
 
 
+def test_memory_with_default_chunks_is_the_devices(settings: dict[str, Any]) -> None:
+    """A GPU's estimate with the small chunks of a CPU, where the config leaves their size open."""
+    config = validate(EagleConfig, {**settings, "loss_chunk_rows": None}, source="test")
+    target = LlamaConfig(**{**memory_run.SHAPE, "vocab_size": 32_000})
+    losses = [pass_memory(EagleTask, config, target, MicroBatch(4, 512), on_gpu=on)["loss"] for on in (False, True)]
+    given = [config.model_copy(update={"loss_chunk_rows": rows}) for rows in (64, 2097)]
+    expected = [pass_memory(EagleTask, each, target, MicroBatch(4, 512))["loss"] for each in given]
+    assert losses == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_what_the_schema_leaves_open(kind: str, settings: dict[str, Any]) -> None:
+    """A default that every test and recipe replaces, and with which neither an estimate nor a run works."""
+    needed = {key: settings[key] for key in ("target", "features", "out", "batch_tokens", "learning_rate")}
+    values = {**needed, "steps": 2, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
+    report = report_on(values, kind)
+    assert not report.problems and report.memory["forward and backward"] > 0
+    threads = tiny_run.torch.get_num_threads()
+    try:
+        tiny_run.train_here(kind, values)
+    finally:
+        tiny_run.torch.set_num_threads(threads)
+    assert (Path(values["out"]) / "config.json").is_file()
+
+
 def test_parameters_of_the_papers() -> None:
     """A head of another size than the paper's (section 4: 0.24B, 0.37B, 0.99B; Kangaroo: 67M at 4,096)."""
     eagle = load_config(EagleConfig, ROOT / "configs/eagle/vicuna-7b.yaml")
