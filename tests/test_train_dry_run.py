@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,18 @@ import pytest
 import recipes
 import tiny
 import tiny_run
+from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from data_prep.features import FeaturesConfig
 from data_prep.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
+from train.checks import Report
 from train.cli import main
 from train.config import EagleConfig, KangarooConfig
 from train.data import TrainData
-from train.dry_run import Assumptions, Report, dry_run
+from train.dry_run import Assumptions, dry_run
 from train.estimate import (
     MicroBatch,
     memory_parts,
@@ -90,6 +93,32 @@ def test_features_of_another_target_are_found(settings: dict[str, Any], tmp_path
     report = report_on({**settings, "target": str(tmp_path / "other")})
     assert any("fingerprint" in problem for problem in report.problems)
     assert not report_on(settings).problems
+
+
+def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of another target that go unnoticed because it lies in the cache; "ok" for what was not looked at."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, folder in (("right", Path(settings["target"])), ("wrong", tmp_path / "other")):
+        if name == "wrong":
+            tiny.build("llama", seed=7).save_pretrained(folder)
+        repository = tmp_path / "hub" / f"models--some--{name}"
+        shutil.copytree(folder, repository / "snapshots" / "abc")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+    report = report_on({**settings, "target": "some/right"})
+    assert not report.problems
+    assert re.search("target and features +target and exit layer are those of the features", report.text())
+    assert re.search("not checked +.*: tokenizer not here", report.text())
+    report = report_on({**settings, "target": "some/wrong"})
+    assert any("fingerprint" in problem and "'some/wrong'" in problem for problem in report.problems)
+    assert all(str(tmp_path / "hub") not in problem for problem in report.problems)
+    (tmp_path / "hub" / "models--some--wrong" / "snapshots" / "abc" / "model.safetensors").unlink()
+    report = report_on({**settings, "target": "some/wrong", "exit_layer": 4}, "kangaroo")
+    assert re.search("not checked +.*: weights and tokenizer not here", report.text())
+    assert [problem for problem in report.problems if "must be below the target's 4 layers" in problem]
+    assert any(
+        "neither a folder nor a repository" in text for text in report_on({**settings, "target": "a/b/c"}).problems
+    )
 
 
 def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Path) -> None:
