@@ -19,7 +19,7 @@ from typing import IO, Any
 from drafters.provenance import replace_text
 
 from .dialogues import Dialogue, Message
-from .store_lock import folder_lock
+from .store_lock import folder_lock, lock_file
 
 RUN_FILE = "run.json"
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
@@ -194,7 +194,7 @@ class Journal:
         """The journal for appending, locked, without what a kill left of its last line."""
         file = self.path.open("ab+")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self.folder, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             raise ValueError(
@@ -233,7 +233,7 @@ def check_identity(place: Path, before: dict[str, Any], now: dict[str, Any]) -> 
 def _is_locked(path: Path) -> bool:
     with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(path.parent, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         return False

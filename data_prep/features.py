@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +32,12 @@ from drafters.decoding.target import TargetModel
 from drafters.provenance import git_commit, library_versions
 
 from .dialogues import check_source, source_digest
+from .disk import existing_folder, free_bytes
 from .dump import Background, Buffers, Computed, Tokens, run_shard
 from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .loss_mask import ChatTokenizer
 from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
-from .ranks import Rank, find_rank
+from .ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
 from .store import FeatureStore
 from .store_writer import StoreWriter
 
@@ -150,7 +150,7 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
             raise ValueError(f"splits {one!r} and {other!r} are the same data ({config.splits[one]}); give two files")
     model = load_config_only(config.target, config.revision)
     check_target(config, model, len(chat.tokenizer))
-    fingerprint = load_frozen_ends(config.target, "bfloat16", revision=config.revision).fingerprint
+    fingerprint = load_frozen_ends(config.target, device="meta", revision=config.revision).fingerprint
     return {
         split: StoreManifest(
             target_name=config.target,
@@ -181,12 +181,8 @@ def load_target(config: FeaturesConfig, rank: Rank) -> TargetModel:
     Raises:
         ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
     """
-    if config.device_map is not None and rank.local:
-        raise ValueError(
-            f"device_map {config.device_map!r} lays one target over all GPUs of a machine, and several processes run "
-            "here; start one process a machine, or leave device_map out"
-        )
-    device = None if config.device_map is not None else rank.device(config.device)
+    refuse_shared_map(rank, config.device_map)
+    device = rank.device(config.device) if config.device_map is None else config.device
     return TargetModel.from_pretrained(
         config.target, config.dtype, device, config.revision, device_map=config.device_map
     )
@@ -262,10 +258,7 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
 def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
     """Raise ValueError if the stores will not fit on the disk."""
     needed = sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
-    place = Path(config.out).absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    place, free = existing_folder(Path(config.out)), free_bytes(Path(config.out))
     print(f"the features take {needed / 1e9:.2f} GB; {free / 1e9:.2f} GB are free at {place}")
     if needed * 1.02 > free:
         raise ValueError(
@@ -356,9 +349,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m data_prep.features", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", required=True, help="YAML file, see configs/features/")
     parser.add_argument("--verify", action="store_true", help="only check the finished stores against their checksums")
-    parser.add_argument("--rank", type=int, help="this process's number, from 0, where no launcher says it")
-    parser.add_argument("--ranks", type=int, help="how many processes share the work")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # deepspeed's; the environment says it
+    add_rank_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 device=cuda")
     return parser.parse_args(arguments)
 

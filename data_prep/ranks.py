@@ -4,6 +4,7 @@ Any launcher that says so in the environment will do: torchrun and deepspeed (RA
 srun; without one, ``--rank 0 --ranks 4`` on the command line.
 """
 
+import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str
 def _from_launcher(known: Mapping[str, str]) -> Rank:
     for rank, count, local in (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("SLURM_PROCID", _slurm_count(known), "SLURM_LOCALID"),
+        ("SLURM_PROCID", slurm_step(known), "SLURM_LOCALID"),
     ):
         if rank not in known or count not in known:
             continue
@@ -76,10 +77,32 @@ def _from_launcher(known: Mapping[str, str]) -> Rank:
     return Rank()
 
 
-def _slurm_count(known: Mapping[str, str]) -> str:
-    """The variable with the number of processes of this job step; "" in a batch script, which is one process.
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--rank`` and ``--ranks`` for ``find_rank``, and the ``--local_rank`` that DeepSpeed's launcher appends."""
+    parser.add_argument("--rank", type=int, help="this process's number, from 0, where no launcher says it")
+    parser.add_argument("--ranks", type=int, help="how many processes share the work")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the environment says it, too
 
-    A batch script sees its job's SLURM_NTASKS and a SLURM_PROCID of 0, too.
+
+def refuse_shared_map(rank: Rank, device_map: object, key: str = "device_map") -> None:
+    """Raise ValueError where a device map would give this process the GPUs of another one of its machine.
+
+    Args:
+        rank: this process.
+        device_map: how a target is spread over GPUs; None: it is not.
+        key: what the config calls it.
+    """
+    if device_map is not None and rank.local:
+        raise ValueError(
+            f"{key} {device_map!r} lays one target over all GPUs of a machine, and several processes were started "
+            f"here; start one process a machine, or leave {key} out so that each has its own target"
+        )
+
+
+def slurm_step(known: Mapping[str, str]) -> str:
+    """The variable with the number of tasks of the job step that ``srun`` started this process for.
+
+    "" where it is no such task. A batch script is none, though it sees its job's SLURM_NTASKS and a SLURM_PROCID of 0.
     """
     try:
         step = int(known.get("SLURM_STEP_ID", ""))

@@ -5,8 +5,8 @@
 Turn by turn: every user turn is answered after the system message, the earlier user turns and the new answers to them.
 The target runs here, accelerated by any lossless drafter, or behind an OpenAI-compatible endpoint. A run that was
 killed goes on when it is started again, and lost no more than the batch under way. Several processes share the work:
-start the same command once for each --rank (or under torchrun, which sets RANK and WORLD_SIZE); the last one to finish
-puts the parts together. A finished run leaves ``<out>`` and, with its settings and counts, ``<out>.json``.
+start the same command once for each --rank, or under torchrun, deepspeed or srun; the last one to finish puts the parts
+together. A finished run leaves ``<out>`` and, with its settings and counts, ``<out>.json``.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from .dialogues import ReadCounts, check_source, read_dialogues, source_digest
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers, EndpointConfig
 from .loss_mask import ChatTokenizer
-from .ranks import Rank, find_rank
+from .ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
 from .split import record
 from .store_lock import folder_lock
 from .target_answers import TargetAnswers, Writing
@@ -176,7 +176,7 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
     values["source_digest"] = source_digest(config.source)
     if chat is not None:
         assert config.target is not None
-        ends = load_frozen_ends(config.target, "bfloat16", revision=config.revision)
+        ends = load_frozen_ends(config.target, device="meta", revision=config.revision)
         values["target_fingerprint"] = ends.fingerprint
         values["tokenizer_hash"] = tokenizer_hash(chat.tokenizer)
         values["chat_template"] = template_hash(chat.template)
@@ -253,7 +253,8 @@ def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Ran
         endpoint.check()
         return endpoint
     assert config.target is not None and chat is not None
-    device = None if config.device_map is not None else rank.device(config.device)
+    refuse_shared_map(rank, config.device_map)
+    device = rank.device(config.device) if config.device_map is None else config.device
     where = config.target, config.dtype, device, config.revision
     target = TargetModel.from_pretrained(*where, device_map=config.device_map)
     options = dict(config.drafter.model_extra or {}) if config.drafter else {}
@@ -346,8 +347,7 @@ def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, Rank]:
         prog="python -m data_prep.regenerate", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--config", required=True, help="YAML file, see configs/regenerate/")
-    parser.add_argument("--rank", type=int, help="which of the processes that share the work this is, from 0")
-    parser.add_argument("--ranks", type=int, help="how many share it (default: as the launcher says, else one)")
+    add_rank_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 batch=32")
     parsed = parser.parse_args(arguments)
     rank = find_rank(parsed.rank, parsed.ranks)

@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from .ranks import Rank
 
@@ -26,7 +26,7 @@ def folder_lock(path: Path) -> Iterator[None]:
         ValueError: the file system knows no locks.
     """
     with (path / LOCK).open("a+") as file:
-        _flock(path, file, fcntl.LOCK_EX)
+        lock_file(path, file, fcntl.LOCK_EX)
         yield
 
 
@@ -52,7 +52,7 @@ class RankLock:
                     )
         self._file = mine.open("a+")
         try:
-            _flock(path, self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(path, self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _read(self._file)
             self._file.close()
@@ -77,7 +77,7 @@ def _holder(path: Path, file: Path) -> str | None:
     """Who holds a lock file; None if nobody does, or if its holder is just about to let it go and has emptied it."""
     with file.open("a+") as opened:
         try:
-            _flock(path, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(path, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return _read(opened) or None
     return None
@@ -88,7 +88,13 @@ def _read(file: IO[str]) -> str:
     return file.read().strip()
 
 
-def _flock(path: Path, file: IO[str], how: int) -> None:
+def lock_file(path: Path, file: IO[Any], how: int) -> None:
+    """``fcntl.flock`` of a file in the folder ``path``.
+
+    Raises:
+        BlockingIOError: another process holds it, and ``how`` has LOCK_NB.
+        ValueError: the file system knows no locks.
+    """
     try:
         fcntl.flock(file, how)
     except BlockingIOError:

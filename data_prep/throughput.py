@@ -25,6 +25,7 @@ from drafters.decoding.target import TargetModel
 from drafters.environment import environment, load_average
 from drafters.provenance import peak_memory_bytes, replace_text
 
+from .disk import existing_folder
 from .dump import Tokens, forward, make_batches
 from .encoding import load_tokenizer
 from .features import FeaturesConfig, Work, check_disk, encode, load_target, make_headers, write_store
@@ -41,10 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"--split {split}: {parsed.config} has the splits {', '.join(config.splits)}")
     chat = load_tokenizer(config.target, config.revision, config.chat_template)
     work = encode(config, chat, split, make_headers(config, chat)[split])
-    place = Path(config.out).absolute()
-    while not place.exists():
-        place = place.parent
-    temporary = Path(tempfile.mkdtemp(prefix=".throughput-", dir=place))
+    temporary = Path(tempfile.mkdtemp(prefix=".throughput-", dir=existing_folder(Path(config.out))))
     try:
         work.path = temporary / "store"
         check_disk(config, [work])

@@ -18,7 +18,7 @@ import torch
 import yaml
 from chat_formats import CHATML, CHATML_SPECIALS, byte_level
 
-from data_prep import features
+from data_prep import disk, features
 from data_prep.dump import FORWARD_COST, plan_batches
 from data_prep.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.loss_mask import ChatTokenizer
@@ -212,11 +212,11 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, target_folder: Path) -> No
 def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a dump that dies of a full disk after hours though its size was known from the start."""
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
     with pytest.raises(ValueError, match=r"features need .* GB, but only 0\.00 GB are free.*store_dtype int8"):
         run(write_config(tmp_path, target_folder))
     config = write_config(tmp_path, target_folder, store_dtype="int8")  # the estimate knows how much smaller that is
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda place: usage(10**6, 0, 150_000))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**6, 0, 150_000))
     run(config)
     bytes_in_all = sum(FeatureStore.open(tmp_path / "out" / split).manifest.size for split in ("train", "heldout"))
     assert bytes_in_all < 150_000
@@ -390,6 +390,8 @@ def test_a_target_over_several_gpus_is_one_process_a_machine() -> None:
     config = features.FeaturesConfig(**settings)
     with pytest.raises(ValueError, match="start one process a machine"):
         features.load_target(config, Rank(1, 2, local=1))
+    with pytest.raises(ValueError, match="device 'cpu' and device_map 'auto' are both given"):
+        features.load_target(config.model_copy(update={"device": "cpu"}), Rank())
     with mock.patch.object(TargetModel, "from_pretrained") as load:
         features.load_target(config, Rank(1, 2, local=0))
     assert load.call_args.kwargs == {"device_map": "auto"} and load.call_args.args[2] is None

@@ -153,6 +153,8 @@ def test_default_chunk_rows() -> None:
     assert default_chunk_rows(nn.Linear(8, 32000)) == 64
     assert default_chunk_rows(nn.Linear(8, 10, device="meta")) == 2**28 // 40  # any other device than a CPU
     assert default_chunk_rows(nn.Linear(8, 128256, device="meta")) == 523
+    assert default_chunk_rows(nn.Linear(8, 4096), on_gpu=True) == 16_384
+    assert default_chunk_rows(nn.Linear(8, 4096, device="meta"), on_gpu=False) == 128
 
 
 def test_noise() -> None:

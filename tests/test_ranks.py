@@ -1,9 +1,11 @@
 """Which process of how many: from launchers, and from the command line."""
 
+import argparse
+
 import pytest
 import torch
 
-from data_prep.ranks import Rank, find_rank
+from data_prep.ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map, slurm_step
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
 
@@ -60,3 +62,31 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: whoever starts it chooses
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Rank(5, 8, 5).device(None) is None
+
+
+def test_what_deepspeed_appends() -> None:
+    """Catches a program that ends with a usage message under ``deepspeed --module``."""
+    parser = argparse.ArgumentParser()
+    add_rank_arguments(parser)
+    parser.add_argument("--config")
+    parser.add_argument("overrides", nargs="*")
+    parsed = parser.parse_args(["--local_rank=0", "--config", "F", "limit=3"])
+    assert (parsed.rank, parsed.ranks, parsed.overrides) == (None, None, ["limit=3"])
+    assert parser.parse_args(["--rank", "1", "--ranks", "4"]).ranks == 4
+
+
+def test_a_device_map_is_for_one_process_a_machine() -> None:
+    """Catches two processes that each spread a target over the same GPUs, as srun's tasks did."""
+    with pytest.raises(ValueError, match=r"data\.target_device_map 'auto' lays one target over all GPUs"):
+        refuse_shared_map(find_rank(None, None, SRUN), "auto", "data.target_device_map")
+    refuse_shared_map(find_rank(None, None, SRUN), None)
+    for alone in (Rank(), Rank(3, 8, 0), Rank(1, 2)):  # the last one's launcher says nothing about machines
+        refuse_shared_map(alone, "auto")
+
+
+def test_what_is_a_slurm_step() -> None:
+    """Catches a batch script, or a shell in it, that is taken for one of the job's tasks."""
+    assert slurm_step(SRUN) == "SLURM_NTASKS"
+    assert slurm_step({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}) == "SLURM_STEP_NUM_TASKS"
+    assert slurm_step({**SRUN, "SLURM_STEP_ID": str(0xFFFFFFFB), "SLURM_STEP_NUM_TASKS": "2"}) == ""
+    assert slurm_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == ""

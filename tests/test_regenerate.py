@@ -16,7 +16,7 @@ import torch
 import yaml
 from chat_formats import CHATML, CHATML_SPECIALS, byte_level
 
-from data_prep import regenerate, target_answers
+from data_prep import regenerate, store_lock, target_answers
 from data_prep.answer_journal import Batch, Conversation, Journal, Turn, read_journals, replay
 from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
 from data_prep.encoding import encode_split
@@ -446,6 +446,7 @@ def test_groups_hold_similar_dialogues_and_do_not_depend_on_what_is_done(answers
         ({"source": "nothing.jsonl"}, "no data file at nothing.jsonl"),
         ({"truncated": "cut"}, "truncated: .*'keep' or 'drop'"),
         ({"device": "cuda"}, "no GPU is visible"),
+        ({"device_map": "auto"}, "device 'cpu' and device_map 'auto' are both given"),
         ({"targt": "x"}, "did you mean 'target'"),
     ],
 )
@@ -457,6 +458,28 @@ def test_bad_configs_are_refused(
     with pytest.raises(ValueError, match=message):
         run(write_config(tmp_path, target_folder, **changes))
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_a_target_over_several_gpus_is_one_process_a_machine(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches two processes that both fill all of a machine's GPUs."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="start one process a machine"):
+        run(write_config(tmp_path, target_folder, device=None, device_map="auto"), "--local_rank=1")
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an OSError that does not say what to do, or two processes that write one journal."""
+
+    def no_locks(file: Any, how: int) -> None:
+        if file.name.endswith(".jsonl"):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store_lock.fcntl, "flock", no_locks)
+    with pytest.raises(ValueError, match=r"file system of .* cannot lock files"), Journal(tmp_path, {}, 0, 1):
+        pass
 
 
 def test_a_drafter_of_shorter_context_is_refused(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,18 @@ import pytest
 import recipes
 import tiny
 import tiny_run
+from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from data_prep.features import FeaturesConfig
 from data_prep.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
+from train.checks import Report
 from train.cli import main
 from train.config import EagleConfig, KangarooConfig
 from train.data import TrainData
-from train.dry_run import Assumptions, Report, dry_run
+from train.dry_run import Assumptions, dry_run
 from train.estimate import (
     MicroBatch,
     memory_parts,
@@ -90,6 +93,32 @@ def test_features_of_another_target_are_found(settings: dict[str, Any], tmp_path
     report = report_on({**settings, "target": str(tmp_path / "other")})
     assert any("fingerprint" in problem for problem in report.problems)
     assert not report_on(settings).problems
+
+
+def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of another target that go unnoticed because it lies in the cache; "ok" for what was not looked at."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, folder in (("right", Path(settings["target"])), ("wrong", tmp_path / "other")):
+        if name == "wrong":
+            tiny.build("llama", seed=7).save_pretrained(folder)
+        repository = tmp_path / "hub" / f"models--some--{name}"
+        shutil.copytree(folder, repository / "snapshots" / "abc")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("abc")
+    report = report_on({**settings, "target": "some/right"})
+    assert not report.problems
+    assert re.search("target and features +target and exit layer are those of the features", report.text())
+    assert re.search("not checked +.*: tokenizer not here", report.text())
+    report = report_on({**settings, "target": "some/wrong"})
+    assert any("fingerprint" in problem and "'some/wrong'" in problem for problem in report.problems)
+    assert all(str(tmp_path / "hub") not in problem for problem in report.problems)
+    (tmp_path / "hub" / "models--some--wrong" / "snapshots" / "abc" / "model.safetensors").unlink()
+    report = report_on({**settings, "target": "some/wrong", "exit_layer": 4}, "kangaroo")
+    assert re.search("not checked +.*: weights and tokenizer not here", report.text())
+    assert [problem for problem in report.problems if "must be below the target's 4 layers" in problem]
+    assert any(
+        "neither a folder nor a repository" in text for text in report_on({**settings, "target": "a/b/c"}).problems
+    )
 
 
 def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -198,6 +227,31 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert less < whole
     half = pass_memory(EagleTask, config(), target, MicroBatch(2, 512))["pass"]
     assert half < 0.7 * whole
+
+
+def test_memory_with_default_chunks_is_the_devices(settings: dict[str, Any]) -> None:
+    """A GPU's estimate with the small chunks of a CPU, where the config leaves their size open."""
+    config = validate(EagleConfig, {**settings, "loss_chunk_rows": None}, source="test")
+    target = LlamaConfig(**{**memory_run.SHAPE, "vocab_size": 32_000})
+    losses = [pass_memory(EagleTask, config, target, MicroBatch(4, 512), on_gpu=on)["loss"] for on in (False, True)]
+    given = [config.model_copy(update={"loss_chunk_rows": rows}) for rows in (64, 2097)]
+    expected = [pass_memory(EagleTask, each, target, MicroBatch(4, 512))["loss"] for each in given]
+    assert losses == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+def test_what_the_schema_leaves_open(kind: str, settings: dict[str, Any]) -> None:
+    """A default that every test and recipe replaces, and with which neither an estimate nor a run works."""
+    needed = {key: settings[key] for key in ("target", "features", "out", "batch_tokens", "learning_rate")}
+    values = {**needed, "steps": 2, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
+    report = report_on(values, kind)
+    assert not report.problems and report.memory["forward and backward"] > 0
+    threads = tiny_run.torch.get_num_threads()
+    try:
+        tiny_run.train_here(kind, values)
+    finally:
+        tiny_run.torch.set_num_threads(threads)
+    assert (Path(values["out"]) / "config.json").is_file()
 
 
 def test_parameters_of_the_papers() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from train.dry_run import Assumptions, dry_run
 from train.online import OnlineFeatures
 from train.run_files import StateFolder, read_metrics
 from train.setup import open_inputs
-from train.tasks import EagleTask
+from train.tasks import EagleTask, KangarooTask
 
 VOCAB = 300
 
@@ -311,18 +312,33 @@ def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path:
 
 
 def test_a_device_map_is_for_one_process(
-    target: Path, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    target: Path,
+    data: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on."""
+    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on; every task
+    of a Slurm step printing the same."""
     values = {**settings(target, tmp_path / "run"), "data": {**data, "target_device_map": "auto"}}
     config = validate(EagleConfig, values, source="test")
     asked: dict[str, Any] = {}
     monkeypatch.setattr(online.TargetModel, "from_pretrained", lambda *names, **options: asked.update(options))
     online.load_target(config, torch.device("cpu"))
     assert asked == {"revision": None, "engine": "eager", "device_map": "auto"}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match=r"gives all GPUs of a machine to one process"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # under srun nothing has set them yet
+        monkeypatch.delenv(name, raising=False)
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"data.target_device_map 'auto' lays one target over all GPUs of a machine"):
         open_inputs(config)
+    config = validate(EagleConfig, {**values, "data": data}, source="test")
+    open_inputs(config)
+    assert not capsys.readouterr().out  # rank 0 has printed it
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    open_inputs(config)
+    assert f"train: {data['train']}: " in capsys.readouterr().out
 
 
 def test_the_shipped_config_is_that_of_the_store() -> None:
@@ -357,6 +373,52 @@ def test_overfit_and_dry_run(
     assert [finding["sound"] for finding in found] == [True, True]
     missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")
     assert any("no.jsonl" in problem for problem in dry_run(EagleTask, missing, False, Assumptions()).problems)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("eagle", {"data": {"heldout": None}}, r"splits 'train' and 'heldout' are the same data"),
+        ("eagle", {"data": {"max_length": 300}}, r"max_length is 300, but .* was made for 256 tokens"),
+        ("eagle", {"data": {"chat_template": "/nope"}}, r"chat_template /nope is no readable text file"),
+        ("eagle", {"tau_every": 5, "tau_new_tokens": 250}, r"none of the 4 held-out dialogues has a prompt"),
+        ("kangaroo", {"exit_layer": 4}, r"exit_layers \[4\]: .* choose from 1 to 3"),
+    ],
+)
+def test_dry_run_finds_what_the_run_would(
+    kind: str, changes: dict[str, Any], problem: str, target: Path, data: dict[str, Any], tmp_path: Path
+) -> None:
+    """A dry run that says "can start" for a run that ends before its first step."""
+    changed = {**data, **changes.get("data", {})}
+    changed["heldout"] = changed["heldout"] or data["train"]
+    values = settings(target, tmp_path / "run", **{**changes, "data": changed})
+    schema, task = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}[kind]
+    report = dry_run(task, validate(schema, values, source="test"), False, Assumptions())
+    assert any(re.search(problem, found) for found in report.problems), report.text()
+
+
+def test_dry_run_knows_the_datas_template_limit_and_epochs(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
+    """A problem with a template that the config replaces; all dialogues counted in place of the first; features of one
+    epoch in place of all."""
+    bare = tmp_path / "bare"
+    shutil.copytree(target, bare)
+    template = tmp_path / "template.jinja"
+    shutil.move(bare / "chat_template.jinja", template)
+    limited = {**data, "chat_template": str(template), "limit": 5}
+    values = settings(bare, tmp_path / "run", data=limited, steps=None, tau_every=2)
+
+    def text(epochs: int) -> str:
+        config = validate(EagleConfig, {**values, "epochs": epochs}, source="test")
+        report = dry_run(EagleTask, config, False, Assumptions(device="H200"))
+        assert not report.problems
+        return report.text()
+
+    once, often = text(1), text(4)
+    assert "5 dialogues of" in once
+    counts = [re.search(r"pass over each of ([\d,]+) tokens", each) for each in (once, often)]
+    tokens = [int(count[1].replace(",", "")) for count in counts if count]
+    assert tokens[1] == 4 * tokens[0]
+    assert f"{tokens[0]:,} tokens an epoch" in once
 
 
 def test_tau_is_the_online_targets(target: Path, data: dict[str, Any], tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_a_slurm_task_is_a_rank() -> None:
 
 def test_what_is_no_slurm_task_stays_alone() -> None:
     """A batch script's own process that waits for ever for the tasks that it has not started; a launcher overruled."""
+    shell = described(**{**TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)})  # data_prep takes it for no task, either
+    assert (shell["RANK"], shell["WORLD_SIZE"]) == ("0", "1")
     batch = described(SLURM_JOB_ID="1", SLURM_NTASKS="8", SLURM_PROCID="0", SLURM_LOCALID="0")
     assert (batch["RANK"], batch["WORLD_SIZE"]) == ("0", "1")
     shell = described(**{**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})

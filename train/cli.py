@@ -6,6 +6,7 @@ import signal
 import sys
 from typing import Any
 
+from data_prep.ranks import find_rank
 from train import runtime
 from train.config import TrainConfig
 from train.loop import TrainingDiverged, TrainRun
@@ -76,7 +77,7 @@ def _dry_run(arguments: argparse.Namespace, schema: type[TrainConfig], make: typ
     names = Assumptions.__dataclass_fields__
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
     report = dry_run(make, config, arguments.resume, Assumptions(**given))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if find_rank(None, None).index == 0:
         print(report.text())
     return 1 if report.problems else 0
 

@@ -4,21 +4,33 @@ It reads configurations, manifests and file headers, no weights and no features.
 estimates then come from --tokens or --data and --target-config.
 """
 
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from data_prep.dialogues import check_source
+from data_prep.disk import existing_folder, free_bytes
 from data_prep.quantise import token_bytes
 from data_prep.store import FeatureStore
-from drafters.decoding.model_files import free_memory, load_config_only, resolve_dtype
+from drafters.decoding.model_files import free_memory, resolve_dtype
+from train.checks import (
+    GB,
+    LIBRARIES,
+    Report,
+    check_dialogues,
+    check_exit_layer,
+    check_libraries,
+    check_sources,
+    check_store,
+    check_stores_target,
+    check_target,
+    here,
+    not_here,
+)
 from train.config import TrainConfig
+from train.data import Source
 from train.estimate import (
     MicroBatch,
     memory_parts,
@@ -32,13 +44,9 @@ from train.estimate import (
 from train.flops import peak_tflops, training_cost
 from train.microbench import measured_rate
 from train.run_files import check_run_folder
-from train.setup import open_inputs
 from train.tasks import Task
 from train.tau import held_out_prompts
 from train.workload import Workload, estimate_workload, store_workload
-
-GB = 1e9
-LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
 
 
 @dataclass
@@ -65,121 +73,40 @@ class Assumptions:
     max_length: int = 2048
 
 
-@dataclass
-class Report:
-    """What was found. ``problems`` would keep the run from starting; ``short`` is the estimate in one line."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    short: str = ""
-    memory: dict[str, int] = field(default_factory=dict)
-
-    def add(self, name: str, text: str) -> None:
-        """One line of the table."""
-        self.lines.append(f"{name:<24} {text}")
-
-    def check(self, name: str, what: Callable[[], Any], done: str = "ok") -> Any:
-        """Do it; its ValueError is a problem, its value is returned."""
-        try:
-            value = what()
-        except (ValueError, OSError) as error:
-            self.problems.append(f"{name}: {error}")
-            self.add(name, f"PROBLEM: {error}")
-            return None
-        self.add(name, done)
-        return value
-
-    def text(self) -> str:
-        """What is printed."""
-        found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
-        lines = [*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"]
-        return "\n".join(lines)
-
-
 def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumptions) -> Report:
     """Check a run and estimate what it takes; nothing is written, and no process group is started."""
     report = Report()
     report.check("run folder", lambda: check_run_folder(config, resume), f"{config.out} can be used")
-    report.check("libraries", _check_libraries, ", ".join(LIBRARIES))
+    report.check("libraries", check_libraries, ", ".join(LIBRARIES))
     exit_layer = getattr(config, "exit_layer", None)
-    target = _check_target(report, config, given)
-    stores = {split: _check_store(report, config, split) for split in ("train", "heldout")}
-    if Path(config.target).is_dir() and all(stores.values()):
-        what = "target, tokenizer and exit layer are those of the features"
-        report.check("target and features", lambda: open_inputs(config, exit_layer, device="meta"), what)
-    elif exit_layer is not None and target is not None:
-        report.check("exit layer", lambda: _check_exit_layer(exit_layer, target))
-    heldout = stores["heldout"]
+    target, local = check_target(report, config, given.target_config), here(config)
+    missing = not_here(config, local)
+    compared, train = False, None
+    heldout: Source | None = None
+    if config.data is not None:
+        if check_sources(report, config.data) and local is not None and not missing:
+            compared, heldout = True, check_dialogues(report, config, local, exit_layer)
+    else:
+        train, heldout = (check_store(report, Path(config.features) / split, split) for split in ("train", "heldout"))
+        compared = local is not None and "weights" not in missing and None not in (train, heldout)
+        if compared:
+            check_stores_target(report, config, local, exit_layer, missing)
+    if missing:
+        report.add("not checked", f"what needs the target's files: {missing} not here")
+    if not compared and exit_layer is not None and target is not None:
+        report.check("exit layer", lambda: check_exit_layer(exit_layer, target))
     if config.tau_every and heldout is not None and target is not None:
         longest = getattr(target, "max_position_embeddings", 1 << 30) - config.tau_new_tokens
         report.check("prompts for tau", lambda: held_out_prompts(heldout, config.tau_prompts, longest), "there are")
     if target is None:
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
         return report
-    workload = _workload(report, config, stores["train"], given)
-    _estimate(report, make, config, target, workload, stores["train"], given, resume)
+    workload = _workload(report, local or config, train, given)
+    _estimate(report, make, config, target, workload, train, given, resume)
     return report
 
 
-# ------------------------------------------------------------------------------------------- what has to be there
-
-
-def _check_libraries() -> None:
-    missing = [name for name in LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
-
-
-def _check_target(report: Report, config: TrainConfig, given: Assumptions) -> PretrainedConfig | None:
-    """The target's configuration, or the one given in its place."""
-    where = "a folder" if Path(config.target).is_dir() else "of the Hub's cache; its weights were not looked at"
-    found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
-    if given.target_config:
-        found = report.check(
-            "target's shape", lambda: load_config_only(str(given.target_config)), f"from {given.target_config}"
-        )
-    return found
-
-
-def _target_here(config: TrainConfig) -> PretrainedConfig:
-    """From a folder or the Hub's cache: a dry run waits for no network."""
-    if Path(config.target).is_dir():
-        return load_config_only(config.target, config.revision)
-    try:
-        return AutoConfig.from_pretrained(config.target, revision=config.revision or "main", local_files_only=True)
-    except (OSError, KeyError, ValueError):
-        raise ValueError(
-            f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put the target there (the "
-            "features have to be made with it anyway)"
-        ) from None
-
-
-def _check_store(report: Report, config: TrainConfig, split: str) -> FeatureStore | None:
-    """The store of a split; None where there is none, which is a problem unless the run makes its features itself."""
-    if isinstance(config.features, str):
-        assert config.data is not None
-        source = config.data.train if split == "train" else config.data.heldout
-        report.check(split, lambda: check_source(source), f"{source}, features computed while it trains")
-        return None
-    try:
-        store = FeatureStore.open(config.features / split)
-    except (ValueError, OSError) as error:
-        report.problems.append(f"{split}: {error}")
-        report.add(split, f"PROBLEM: {error}")
-        return None
-    manifest = store.manifest
-    size = sum(shard.bytes for shard in manifest.shards) / GB
-    report.add(
-        split,
-        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size:.2f} GB in {manifest.dtype}, of "
-        f"{manifest.target_name} ({manifest.target_fingerprint})",
-    )
-    return store
-
-
-def _check_exit_layer(exit_layer: int, target: PretrainedConfig) -> None:
-    if exit_layer >= target.num_hidden_layers:
-        raise ValueError(f"exit_layer: {exit_layer} must be below the target's {target.num_hidden_layers} layers")
+# ------------------------------------------------------------------------------------------- what it will take
 
 
 def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Assumptions) -> Workload | None:
@@ -200,9 +127,6 @@ def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, g
         return None
     report.add("data", estimated.describe())
     return estimated
-
-
-# ------------------------------------------------------------------------------------------- what it will take
 
 
 def _estimate(
@@ -312,7 +236,7 @@ def _time(
     micro: MicroBatch,
     given: Assumptions,
 ) -> list[str]:
-    """Hours of training and, where there are no features yet, of the target's pass over the data."""
+    """Hours of training and, where there are no features yet, of the target's pass over the data; online, of all."""
     cost = training_cost(task.module, target, target.vocab_size)
     flops = cost.of([micro.length] if store is None else workload.lengths, 0) / (
         micro.length if store is None else workload.tokens
@@ -339,19 +263,20 @@ def _time(
         active = target_parameters(target)[1]
         width = target.num_attention_heads * (getattr(target, "head_dim", None) or 128)
         forward = 2 * active + 2 * width * micro.length * target.num_hidden_layers
-        text = _hours(workload.tokens * forward / (peak * 1e12 * given.mfu * given.ranks) / 3600)
-        report.add("time: features", f"{text} of one pass of the target over the data, at the same share of the peak")
+        passes, share = "one pass of the target over the data", "at the same share of the peak"
+        count = workload.tokens
+        if config.data is not None and tokens:  # every epoch anew
+            count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
+        text = _hours(count * forward / (peak * 1e12 * given.mfu * given.ranks) / 3600)
+        report.add("time: features", f"{text} of {passes}, {share}")
         found.append(f"{text} for the features")
     return found
 
 
 def _check_disk(path: Path, needed: int) -> None:
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_bytes(path)
     if needed > free:
-        raise ValueError(f"{_gb(needed)} needed, {_gb(free)} free at {place}; give another folder")
+        raise ValueError(f"{_gb(needed)} needed, {_gb(free)} free at {existing_folder(path)}; give another folder")
 
 
 def _gb(size: float) -> str:

@@ -24,6 +24,7 @@ from drafters.decoding.frozen import FrozenEnds
 from train import attention
 from train.config import TrainConfig, deepspeed_config
 from train.data import Batch, Span
+from train.losses import default_chunk_rows
 from train.run_files import KEPT_STATES
 from train.tasks import Task
 
@@ -133,13 +134,14 @@ def pass_memory(
 
     ``batch``: the micro-batch itself. ``loss``: what the loss takes more at its peak, its rows of logits. ``pass``: all
     of it. ``checkpointing``: the module's activations are computed again in the backward pass. ``on_gpu``: attention is
-    the fused kernel, which keeps no scores.
+    the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
     """
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     attend = attention.fused_attention if on_gpu else attention.blocked_attention
     with _fake(dtype), mock.patch.object(attention, "blocked_attention", attend):
         ends = meta_ends(target, device="cpu", dtype=dtype)
-        task = make(config, ends)
+        rows_at_once = config.loss_chunk_rows or default_chunk_rows(ends.lm_head, on_gpu)
+        task = make(config.model_copy(update={"loss_chunk_rows": rows_at_once}), ends)
         for weights in task.module.parameters():
             weights.register_post_accumulate_grad_hook(_drop_gradient)
         with PeakMemory() as memory:

@@ -80,14 +80,20 @@ def soft_cross_entropy_sum(predicted: Tensor, target: Tensor, lm_head: nn.Linear
     return total
 
 
-def default_chunk_rows(lm_head: nn.Linear) -> int:
+def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:
     """Rows of logits to hold at once: many enough to use the device, few enough to fit its cache or leave it free.
 
     On a CPU 2 MiB of float32 logits stay in the cache, but below 64 rows the products are slow. On a GPU a chunk reads
     the whole LM head three times, which pays from some hundred rows on: 256 MiB are 523 rows of a vocabulary of
     128,256, 2,097 of one of 32,000.
+
+    Args:
+        lm_head: its vocabulary and device count.
+        on_gpu: for an estimate of another device than the LM head's; default: that one.
     """
-    budget = 2**21 if lm_head.weight.device.type == "cpu" else 2**28
+    if on_gpu is None:
+        on_gpu = lm_head.weight.device.type != "cpu"
+    budget = 2**28 if on_gpu else 2**21
     return max(64, budget // (4 * lm_head.out_features))
 
 

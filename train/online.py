@@ -6,7 +6,6 @@ their features stay on the device.
 """
 
 import itertools
-import os
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from data_prep.encoding import EncodedSplit, encode_split, load_tokenizer
 from data_prep.features import FeaturesConfig, make_headers
+from data_prep.ranks import find_rank, refuse_shared_map
 from data_prep.store import StoredDialogue, StoreManifest
 from drafters.config import validate
 from drafters.decoding.model_files import resolve_dtype
@@ -166,17 +166,14 @@ def open_online(config: TrainConfig, exit_layer: int | None) -> tuple[OnlineFeat
     """
     data = config.data
     assert data is not None
-    if data.target_device_map and int(os.environ.get("LOCAL_RANK", "0")):
-        raise ValueError(
-            f"data.target_device_map: {data.target_device_map} gives all GPUs of a machine to one process, and several "
-            "were started here: start one a machine, or leave the key out so that each has its own target"
-        )
+    rank = find_rank(None, None)  # torch.distributed is not started yet
+    refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
     chat = load_tokenizer(config.target, config.revision, data.chat_template)
     headers = make_headers(as_features_config(config, data, exit_layer), chat)
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         encoded = encode_split(source, chat, data.max_length, data.limit)
-        if os.environ.get("RANK", "0") == "0":
+        if rank.index == 0:
             print(f"{split}: {source}: {encoded.counts.describe()}")
         opened.append(OnlineFeatures(encoded, headers[split], data.target_batch_tokens))
     return opened[0], opened[1]

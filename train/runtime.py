@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_prep.ranks import slurm_step
 from drafters.provenance import cpu_cores
 from train.config import TrainConfig
 
@@ -107,15 +108,16 @@ def describe_process(environment: MutableMapping[str, str]) -> None:
 
     DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE themselves, and are left alone. Under
     ``srun`` with several tasks each task is a rank. A batch script's own process is no such task, though it sees
-    SLURM_NTASKS; only ``srun`` sets SLURM_STEP_NUM_TASKS.
+    SLURM_NTASKS: see ``data_prep.ranks.slurm_step``.
 
     Raises:
         ValueError: a Slurm step without what names its first host.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        environment.update(_slurm_task(environment))
+    tasks = environment.get(slurm_step(environment), "1")
+    if int(tasks) > 1:
+        environment.update(_slurm_task(environment, tasks))
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -124,16 +126,16 @@ def describe_process(environment: MutableMapping[str, str]) -> None:
     environment.update(single)
 
 
-def _slurm_task(environment: MutableMapping[str, str]) -> dict[str, str]:
+def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT stay where they are given."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     if "MASTER_ADDR" not in environment and not hosts:
         raise ValueError("srun started this task without SLURM_STEP_NODELIST: set MASTER_ADDR to the first node's name")
     job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
-    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_STEP_NUM_TASKS"]))
+    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
     return {
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", local[0] if local else "1"),
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
@@ -151,7 +153,7 @@ def first_host(nodes: str) -> str:
 def _take_device(environment: MutableMapping[str, str]) -> None:
     """Make LOCAL_RANK's GPU this process's; where each process sees one GPU alone, that one."""
     count, local = torch.accelerator.device_count(), int(environment.get("LOCAL_RANK", "0"))
-    if count == 1 and "SLURM_STEP_NUM_TASKS" in environment:  # --gpus-per-task=1
+    if count == 1 and slurm_step(environment):  # --gpus-per-task=1
         local = 0
     if local >= count:
         raise ValueError(

@@ -1,5 +1,6 @@
 """How much there is to train on: counted in a feature store, or estimated before there is one."""
 
+import sys
 from dataclasses import dataclass, field
 
 from data_prep.dialogues import ReadCounts, read_dialogues
@@ -65,6 +66,8 @@ def store_workload(config: TrainConfig, store: FeatureStore) -> Workload:
 def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None, max_length: int) -> Workload:
     """Of a number of tokens, all taken for trained ones; or of a data file, a sample of which is tokenized.
 
+    Template and limit are those of ``config.data``, where there is one.
+
     Raises:
         ValueError: unreadable data, or no tokenizer to count with.
     """
@@ -72,16 +75,18 @@ def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None,
     if tokens is None:
         assert data is not None
         try:
-            chat = load_tokenizer(config.target, config.revision)
+            chat = load_tokenizer(config.target, config.revision, config.data.chat_template if config.data else None)
         except ValueError as error:
             raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
-        sample = encode_split(data, chat, max_length, limit=SAMPLE)
+        limit = (config.data.limit if config.data else None) or sys.maxsize
+        sample = encode_split(data, chat, max_length, min(SAMPLE, limit))
         counts = ReadCounts()
         for _ in read_dialogues(data, counts):
             pass
-        scale = counts.kept / len(sample.dialogues)
+        kept = min(counts.kept, limit)
+        scale = kept / len(sample.dialogues)
         tokens = round(sample.tokens * scale)
         trained = round(sum(int(dialogue.loss_mask.sum()) for dialogue in sample.dialogues) * scale)
-        source = f"{counts.kept:,} dialogues of {data}, by the first {len(sample.dialogues)}"
+        source = f"{kept:,} dialogues of {data}, by the first {len(sample.dialogues)}"
     assert trained is not None
     return Workload(tokens, trained, max_length, max(1, tokens // config.batch_tokens), source)
