@@ -37,6 +37,7 @@ from .dump import Background, Buffers, Computed, Tokens, run_shard
 from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .loss_mask import ChatTokenizer
 from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
+from .program import run_program
 from .ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
 from .store import FeatureStore
 from .store_writer import StoreWriter
@@ -355,11 +356,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def program() -> None:
-    """`main` for the command line: what the user can mend ends in one line instead of a stack trace."""
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    """``main`` for the command line."""
+    run_program(main)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from .encoding import tokenizer_hash
 from .manifest import MANIFEST, StoreManifest, read_manifest
+from .program import run_program
 from .store import FeatureStore, StoredDialogue, broken_shards, size_problem
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
@@ -226,7 +227,4 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

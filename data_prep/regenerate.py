@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,6 +35,7 @@ from .dialogues import ReadCounts, check_source, read_dialogues, source_digest
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers, EndpointConfig
 from .loss_mask import ChatTokenizer
+from .program import run_program
 from .ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
 from .split import record
 from .store_lock import folder_lock
@@ -355,11 +355,8 @@ def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, Rank]:
 
 
 def program() -> None:
-    """`main` for the command line: what the user can mend ends in one line instead of a stack trace."""
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    """``main`` for the command line."""
+    run_program(main)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ trained on.
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 from drafters.provenance import replace_text
 
 from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
+from .program import run_program
 
 FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
@@ -111,11 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def program() -> None:
-    """`main` for the command line: what the user can mend ends in one line instead of a stack trace."""
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    """``main`` for the command line."""
+    run_program(main)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from .dump import Tokens, forward, make_batches
 from .encoding import load_tokenizer
 from .features import FeaturesConfig, Work, check_disk, encode, load_target, make_headers, write_store
 from .manifest import plan_shards
+from .program import run_program
 from .ranks import Rank
 
 
@@ -144,7 +144,4 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

@@ -22,7 +22,9 @@ import tiny_run
 import torch
 from transformers import PreTrainedModel
 
+from data_prep.store import FeatureStore
 from drafters import TargetModel
+from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
 
@@ -81,3 +83,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 def features(target: TargetModel) -> Path:
     """The feature stores train/ and heldout/ of ``target``."""
     return tiny_run.write_stores(Path(target.name).with_name("features"), target)
+
+
+@pytest.fixture(scope="session")
+def folder(features: Path) -> Path:
+    """What holds ``target/`` and ``features/``."""
+    return features.parent
+
+
+@pytest.fixture(scope="session")
+def store(features: Path) -> FeatureStore:
+    """The training store."""
+    return FeatureStore.open(features / "train")
+
+
+@pytest.fixture(scope="session")
+def ends(target: TargetModel) -> FrozenEnds:
+    """The frozen ends of ``target``, in float32."""
+    return load_frozen_ends(target.name, dtype="float32")

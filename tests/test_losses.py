@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_prep.store import FeatureStore
-from drafters import TargetModel
-from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
+from drafters.decoding.frozen import FrozenEnds
 from drafters.eagle import EagleHead
 from train.config import EagleConfig, KangarooConfig
 from train.data import Batch, Span, collate
@@ -29,24 +28,6 @@ from train.losses import (
 from train.tasks import EagleTask, KangarooTask, chain_alpha
 
 DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7 pack into three rows
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("losses")
-    model = tiny.build("llama")
-    model.save_pretrained(path / "target")
-    return tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target"))).parent
-
-
-@pytest.fixture(scope="module")
-def store(folder: Path) -> FeatureStore:
-    return FeatureStore.open(folder / "features" / "train")
-
-
-@pytest.fixture(scope="module")
-def ends(folder: Path) -> FrozenEnds:
-    return load_frozen_ends(str(folder / "target"), dtype="float32")
 
 
 def eagle_task(folder: Path, ends: FrozenEnds, **changes: object) -> EagleTask:

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import tiny_run
 import torch
 import yaml
 
 from data_prep.store import FeatureStore
-from drafters import TargetModel
 from drafters.config import validate
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
 from train import formulations, runtime, throughput
@@ -25,24 +23,6 @@ from train.update import MasterAdamW
 
 DIALOGUES = [3, 0, 1, 2, 6]
 SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("throughput")
-    model = tiny.build("llama")
-    model.save_pretrained(path / "target")
-    return tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target"))).parent
-
-
-@pytest.fixture(scope="module")
-def store(folder: Path) -> FeatureStore:
-    return FeatureStore.open(folder / "features" / "train")
-
-
-@pytest.fixture(scope="module")
-def ends(folder: Path) -> FrozenEnds:
-    return load_frozen_ends(str(folder / "target"), dtype="float32")
 
 
 def make_task(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:

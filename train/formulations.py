@@ -22,7 +22,7 @@ from train.data import Batch, Position, TrainData, collate, deal, epoch_batches
 from train.flops import peak_tflops, training_cost
 from train.plain import SampleFiles, pad, plain_loss_sum, write_samples
 from train.tasks import EagleTask, KangarooTask, Task
-from train.update import MasterAdamW
+from train.update import MasterAdamW, buffers_of, restore_buffers
 
 SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
 # Log-normal, cut at 2,048; its mean is about what the known size of EAGLE's ShareGPT features comes to: 0.7 TB of 8 KB
@@ -192,11 +192,8 @@ def from_shape(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     plan = epoch_batches(lengths, arguments.tokens, config.seed, 0)[: arguments.steps]
     with torch.device(device):
         task = task_type(config, random_ends(shape, dtype))
-    buffers = {name: buffer.clone() for name, buffer in task.module.named_buffers()}  # rotary: float32
-    task.module.to(device, dtype)
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(task.module.get_submodule(owner), leaf, buffer.to(device))
+    buffers = buffers_of(task.module)
+    restore_buffers(task.module.to(device, dtype), buffers, device)
     store = RandomStore(lengths, shape, dtype, task.taps)
     accumulation = config.gradient_accumulation
     if min(map(len, plan)) < accumulation:

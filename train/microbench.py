@@ -9,6 +9,7 @@ from train.config import TrainConfig
 from train.data import Batch
 from train.estimate import MicroBatch, meta_ends
 from train.tasks import Task
+from train.update import buffers_of, restore_buffers
 
 STEPS = 3
 
@@ -21,11 +22,9 @@ def measured_rate(make: type[Task], config: TrainConfig, target: PretrainedConfi
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     task = make(config, meta_ends(target, device=str(device), dtype=dtype))
-    frequencies = {name: buffer.clone() for name, buffer in task.module.named_buffers()}
+    buffers = buffers_of(task.module)
     module = task.module.to(device, dtype)
-    for name, buffer in frequencies.items():  # as train.setup.make_engine: they stay in float32
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, buffer.to(device))
+    restore_buffers(module, buffers, device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
     batch = _random_batch(task, size, target, device, dtype)
     rows = task.rows(batch)

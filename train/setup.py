@@ -24,6 +24,7 @@ from train.data import Source
 from train.online import OnlineFeatures, load_target, open_online
 from train.run_files import check_run_folder
 from train.tasks import Task
+from train.update import buffers_of, restore_buffers
 
 
 @dataclass
@@ -208,8 +209,7 @@ def make_engine(task: Task, config: TrainConfig) -> Any:
         _check_host_memory(module, config)
     if config.activation_checkpointing:
         checkpoint_activations(module)
-    # Casting a module to bf16 casts the rotary frequencies, too, which moves position 500 by several tokens.
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    buffers = buffers_of(module)
     with quiet_bf16_optimizer():
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -217,9 +217,7 @@ def make_engine(task: Task, config: TrainConfig) -> Any:
             config=deepspeed_config(config),
             dist_init_required=False,
         )
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, buffer.to(engine.device))
+    restore_buffers(module, buffers, engine.device)
     task.ends.embed.to(engine.device)
     task.ends.lm_head.to(engine.device)
     return engine

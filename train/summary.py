@@ -7,11 +7,11 @@ A run writes them when it ends, is interrupted or diverges; this makes them agai
 
 import argparse
 import json
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from data_prep.program import run_program
 from drafters.provenance import replace_text
 from train.run_files import StateFolder, read_metrics
 
@@ -110,7 +110,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

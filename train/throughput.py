@@ -11,10 +11,8 @@ sides share module, optimizer and dialogues. tokens/s counts real tokens, no pad
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +21,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from drafters.provenance import git_commit, library_versions, replace_text
+from data_prep.program import run_program
+from drafters.environment import load_average
+from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
 from train.formulations import Side, from_config, from_shape
 
 
@@ -52,9 +52,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Machine, libraries, commit and date; ``load_average`` tells whether other work disturbed the timing."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": cpu_cores(),
         "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load_average": load_average(),
         "platform": platform.platform(),
         "versions": library_versions("torch", "transformers"),
         "commit": git_commit(Path(__file__).resolve().parent),
@@ -130,7 +130,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

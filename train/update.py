@@ -8,6 +8,21 @@ from torch import Tensor, nn
 from train.config import TrainConfig
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies by name, for ``restore_buffers``.
+
+    Casting a module to bf16 casts the rotary frequencies, too, which moves position 500 by several tokens.
+    """
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def restore_buffers(module: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """Put buffers back as they were before a cast, on ``device``."""
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, buffer.to(device))
+
+
 class MasterAdamW:
     """One process's backward pass and update, with the two calls of DeepSpeed's engine that a step needs.
 

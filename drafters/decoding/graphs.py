@@ -88,12 +88,12 @@ class Static:
             self.lengths.copy_(known, non_blocking=True)
             torch.add(self.lengths, offset, out=self.starts)
         order = torch.arange(temporary, device=self.see.device)
+        own = (offset + torch.arange(self.rows, device=self.see.device))[:, None]
         # Of rows that are padding, itself is all one need see; of a chain, all before it.
-        own = order[None] == (offset + torch.arange(self.rows, device=self.see.device))[:, None]
         if see is None:
-            self.see.copy_(order[None] <= (offset + torch.arange(self.rows, device=self.see.device))[:, None])
+            self.see.copy_(order[None] <= own)
         else:
-            self.see.copy_(own)
+            self.see.copy_(order[None] == own)
             self.see[:, :rows, : see.shape[2]].copy_(see)
         self.depths.copy_(order)
         if depths is not None:
