@@ -82,6 +82,7 @@ TAGGED = (  # ChatML with generation tags, end-of-turn token inside
 
 SENTENCEPIECE_SPECIALS = ["<unk>", "<s>", "</s>"]
 LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+CHAT_VOCAB = 300  # bytes, merges and special tokens of the byte-level tokenizer
 CHATML_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -146,3 +147,10 @@ class CharacterTokenizer(PreTrainedTokenizer):
 
     def _convert_id_to_token(self, index: int) -> str:
         return self.merged if index == 128 else chr(index)
+
+
+def dialogue(index: int) -> dict[str, Any]:
+    """Dialogues of different lengths, so that batching has something to sort."""
+    words = " ".join(["four", "is", "what", "it"][: 1 + index % 4] * (1 + index % 3))
+    pairs = [("human", f"Question {index}?"), ("gpt", f"It is {words}.")] * (1 + index % 2)
+    return {"id": f"d{index}", "conversations": [{"from": role, "value": text} for role, text in pairs]}

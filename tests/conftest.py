@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 import tiny
 import tiny_run
 import torch
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 from transformers import PreTrainedModel
 
 from data_prep.store import FeatureStore
@@ -101,3 +103,12 @@ def store(features: Path) -> FeatureStore:
 def ends(target: TargetModel) -> FrozenEnds:
     """The frozen ends of ``target``, in float32."""
     return load_frozen_ends(target.name, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def target_folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a ChatML template."""
+    folder = tmp_path_factory.mktemp("target") / "llama"
+    shutil.copytree(tiny_checkpoint("llama", vocab_size=CHAT_VOCAB), folder)
+    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB).save_pretrained(folder)
+    return folder

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from chat_formats import dialogue
 from safetensors import SafetensorError
-from test_features import dialogue, run, target_folder, write_config  # noqa: F401 (a fixture)
+from test_features import run, write_config
 
 from data_prep import features, store_writer
 from data_prep.dump import IN_FLIGHT, Background, plan_batches

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
 
 from data_prep import disk, features
 from data_prep.dump import FORWARD_COST, plan_batches
@@ -28,23 +27,6 @@ from data_prep.store import FeatureStore
 from drafters.decoding.target import TargetModel
 
 ROOT = Path(__file__).resolve().parents[1]
-VOCAB = 300
-
-
-@pytest.fixture(scope="session")
-def target_folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a byte-level tokenizer and a ChatML template."""
-    folder = tmp_path_factory.mktemp("target") / "llama"
-    shutil.copytree(tiny_checkpoint("llama", vocab_size=VOCAB), folder)
-    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB).save_pretrained(folder)
-    return folder
-
-
-def dialogue(index: int) -> dict[str, Any]:
-    """Dialogues of different lengths, so that batching has something to sort."""
-    words = " ".join(["four", "is", "what", "it"][: 1 + index % 4] * (1 + index % 3))
-    pairs = [("human", f"Question {index}?"), ("gpt", f"It is {words}.")] * (1 + index % 2)
-    return {"id": f"d{index}", "conversations": [{"from": role, "value": text} for role, text in pairs]}
 
 
 def write_data(path: Path, count: int, first: int = 0, extra: list[str] | None = None) -> Path:
@@ -83,7 +65,7 @@ def test_the_store_holds_what_the_target_computes(
     run(write_config(tmp_path, target_folder))
     store = FeatureStore.open(tmp_path / "out" / "train")
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
     expected = encode_split(str(tmp_path / "train.jsonl"), chat, 128)
     assert len(store) == len(expected.dialogues) == 12
     assert len(store.manifest.shards) > 2
@@ -97,7 +79,7 @@ def test_the_store_holds_what_the_target_computes(
     manifest = store.manifest
     assert manifest.dropped == {"broken_json": 1, "empty_dialogue": 1}
     assert manifest.target_fingerprint == target.fingerprint()
-    assert (manifest.hidden_size, manifest.vocab_size, manifest.taps) == (target.hidden_size, VOCAB, [2])
+    assert (manifest.hidden_size, manifest.vocab_size, manifest.taps) == (target.hidden_size, CHAT_VOCAB, [2])
     assert manifest.response_tokens == sum(int(tokens.loss_mask.sum()) for tokens in expected.dialogues)
     assert len(FeatureStore.open(tmp_path / "out" / "heldout")) == 3
     printed = capsys.readouterr().out
@@ -205,7 +187,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, target_folder: Path) -> No
     shutil.copytree(target_folder, other)
     big = byte_level(CHATML, [*CHATML_SPECIALS, *(f"<{i}>" for i in range(60))], None, "<|im_end|>", vocab_size=330)
     big.save_pretrained(other)
-    with pytest.raises(ValueError, match=rf"has {len(big)} tokens, the model {VOCAB}"):
+    with pytest.raises(ValueError, match=rf"has {len(big)} tokens, the model {CHAT_VOCAB}"):
         run(write_config(tmp_path, other))
 
 
@@ -257,7 +239,7 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: P
 def overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target overflows on each dialogue with 'Question 5' in it."""
     exact = TargetModel.features
-    tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB)
+    tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB)
 
     def features_of(self: TargetModel, input_ids: torch.Tensor, lengths: list[int], taps: tuple[int, ...]) -> Any:
         output = exact(self, input_ids, lengths, taps)
@@ -294,7 +276,7 @@ def test_a_dialogue_that_overflows_is_left_out(
     assert "11 dialogues" in printed.out and "non_finite 1" in printed.out
     store = FeatureStore.open(tmp_path / "out" / "train")
     assert store.manifest.dropped == {"broken_json": 1, "empty_dialogue": 1, "non_finite": 1}
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
     every = encode_split(str(tmp_path / "train.jsonl"), chat, 128)
     kept = [tokens for name, tokens in zip(every.ids, every.dialogues, strict=True) if name != "d5"]
     assert [stored.input_ids.tolist() for stored in store] == [tokens.input_ids.tolist() for tokens in kept]
@@ -336,7 +318,7 @@ def test_a_chat_template_from_a_file(tmp_path: Path, target_folder: Path) -> Non
         store = FeatureStore.open(tmp_path / target.name / "train")
         assert store.manifest.template_hash == template_hash(template)
         assert store.manifest.chat_template == str(tmp_path / "other.jinja")
-        tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB)
+        tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB)
         assert tokenizer.decode(store[0].input_ids).startswith("PREAMBLE <|im_start|>user")
 
 

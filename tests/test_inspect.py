@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from test_features import run, target_folder, write_config  # noqa: F401 (a fixture)
+from test_features import run, write_config
 from test_store_ranks import LENGTHS, work
 from transformers import AutoTokenizer
 

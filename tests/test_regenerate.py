@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
 from data_prep import regenerate, store_lock, target_answers
 from data_prep.answer_journal import Batch, Conversation, Journal, Turn, read_journals, replay
@@ -27,22 +26,12 @@ from drafters.config import load_config
 from drafters.eagle import EagleDrafter, EagleHead
 
 ROOT = Path(__file__).resolve().parents[1]
-VOCAB = 300
 NEW = 10
 
 
 @pytest.fixture(scope="module")
-def target_folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a byte-level tokenizer and a ChatML template."""
-    folder = tmp_path_factory.mktemp("target") / "llama"
-    shutil.copytree(tiny_checkpoint("llama", vocab_size=VOCAB), folder)
-    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def draft_folder(tiny_checkpoint: Callable[..., Path], target_folder: Path) -> Path:
-    return tiny_checkpoint("llama", seed=1, vocab_size=VOCAB)
+    return tiny_checkpoint("llama", seed=1, vocab_size=CHAT_VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +99,7 @@ def plain_answer(target: TargetModel, chat: ChatTokenizer, messages: list[dict[s
 def expected(target_folder: Path) -> tuple[list[dict[str, Any]], int]:
     """The output as plain decoding makes it turn by turn, and how many answers were cut."""
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu", engine="eager")
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
     records, truncated = [], 0
     for index in range(7):
         record, messages, cut = dialogue(index), [], 0
@@ -164,7 +153,7 @@ def test_the_output_feeds_the_feature_store(tmp_path: Path, target_folder: Path)
     records = run(config)
     counts = ReadCounts()
     assert [one.id for one in read_dialogues(tmp_path / "new.jsonl", counts)] == [record["id"] for record in records]
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
     encoded = encode_split(str(tmp_path / "new.jsonl"), chat, 512)
     assert encoded.counts.dropped == {} and len(encoded.dialogues) == len(records) >= 3
 
@@ -341,7 +330,7 @@ def test_a_full_disk_costs_one_batch(
 @pytest.fixture(scope="module")
 def answers(target_folder: Path) -> Callable[..., TargetAnswers]:
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
-    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB))
+    chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
 
     def make(**changes: Any) -> TargetAnswers:
         writing = Writing(**{"max_new_tokens": NEW, "max_context": 256, **changes})
@@ -486,7 +475,7 @@ def test_a_drafter_of_shorter_context_is_refused(
     tmp_path: Path, target_folder: Path, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """Catches dialogues that end earlier with a drafter than without one."""
-    short = tiny_checkpoint("llama", seed=2, vocab_size=VOCAB, max_position_embeddings=128)
+    short = tiny_checkpoint("llama", seed=2, vocab_size=CHAT_VOCAB, max_position_embeddings=128)
     drafter = {"drafter": "speculative", "draft_model": str(short)}
     with pytest.raises(ValueError, match="max_context is 256, but drafter 'speculative' was made for 128 tokens"):
         run(write_config(tmp_path, target_folder, drafter=drafter))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_features import run, target_folder, write_config  # noqa: F401 (a fixture)
+from test_features import run, write_config
 from test_store import HIDDEN, ROOT, header
 
 from data_prep.manifest import ShardPlan, StoreManifest, read_manifest

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_features import target_folder, write_config  # noqa: F401 (a fixture)
+from test_features import write_config
 
 from data_prep import dump, throughput
 from drafters.decoding.target import TargetModel

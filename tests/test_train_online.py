@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from chat_formats import CHATML, CHATML_SPECIALS, byte_level
+from chat_formats import dialogue
 from transformers import PreTrainedModel
 
 from data_prep import features
@@ -34,21 +34,10 @@ from train.run_files import StateFolder, read_metrics
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 
-VOCAB = 300
-
 
 @pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target") / "llama"
-    shutil.copytree(tiny_checkpoint("llama", vocab_size=VOCAB), folder)
-    byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=VOCAB).save_pretrained(folder)
-    return folder
-
-
-def dialogue(index: int) -> dict[str, Any]:
-    words = " ".join(["four", "is", "what", "it"][: 1 + index % 4] * (1 + index % 3))
-    pairs = [("human", f"Question {index}?"), ("gpt", f"It is {words}.")] * (1 + index % 2)
-    return {"id": f"d{index}", "conversations": [{"from": role, "value": text} for role, text in pairs]}
+def target(target_folder: Path) -> Path:
+    return target_folder
 
 
 @pytest.fixture(scope="module")

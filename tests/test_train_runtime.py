@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,30 @@ def test_two_slurm_tasks_train_one_drafter(tmp_path: Path) -> None:
         name = "loss" if "loss" in theirs else "heldout_loss"
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
     assert json.loads((tmp_path / "tasks" / "run.json").read_text())["ranks"] == 2
+
+
+ENDS = """
+import atexit, ctypes, torch
+from torch import distributed
+from train import runtime
+
+distributed.init_process_group("gloo")
+group = distributed.new_group([0, 1])
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # as DeepSpeed's globals, which outlive the interpreter
+atexit.register(print, "atexit")
+values = [torch.ones(10_000) for _ in range(3_000)]
+for value in values:
+    distributed.all_reduce(value, group=group, async_op=True)
+del value, values
+runtime.leave(0)
+"""
+
+
+def test_ending_while_gloo_lets_go_of_its_tensors(tmp_path: Path) -> None:
+    """A run that went well, reported as failed: gloo's threads abort a process that is taking itself apart."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": tiny_run.free_port()}
+    ranks = [{**shared, "RANK": str(rank)} for rank in range(2)]
+    tiny_run.start_ranks([sys.executable, str(script)], ranks, tmp_path)
+    assert [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)] == ["atexit\n"] * 2

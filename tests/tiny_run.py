@@ -194,3 +194,4 @@ if __name__ == "__main__":  # one rank of train_on_ranks
             partition_small_weights()
         train_here(**job)
     runtime.stop()
+    runtime.leave(0)

@@ -19,11 +19,12 @@ def program(description: str | None, schema: type[TrainConfig], make: type[Task]
     # Slurm and launchers end a run with SIGTERM: as with Ctrl-C, the summary is still written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        sys.exit(main(description, schema, make))
+        status = main(description, schema, make)
     except (ValueError, OSError, TrainingDiverged) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; --resume continues from the last checkpoint")
+    runtime.leave(status)
 
 
 def main(description: str | None, schema: type[TrainConfig], make: type[Task], argv: list[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from data_prep.program import run_program
 from drafters.environment import load_average
 from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
+from train import runtime
 from train.formulations import Side, from_config, from_shape
 
 
@@ -131,3 +132,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     run_program(main)
+    runtime.leave(0)
