@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from data_prep.store import FeatureStore, StoredDialogue
-from drafters.config import load_config, validate
+from drafters.config import from_overrides, load_config
 from drafters.decoding.frozen import FrozenEnds
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.data import Batch, Position, TrainData, collate, deal, epoch_batches
@@ -299,11 +299,9 @@ def read_config(arguments: argparse.Namespace) -> tuple[TrainConfig, Any]:
     values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
     values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
     values |= {"exit_layer": TAP} if is_kangaroo else {}
-    for override in arguments.overrides:
-        key, _, text = override.partition("=")
-        values[key] = yaml.safe_load(text)
     schema = KangarooConfig if is_kangaroo else EagleConfig
-    return validate(schema, values, source="the command line"), KangarooTask if is_kangaroo else EagleTask
+    overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
+    return from_overrides(schema, overrides), KangarooTask if is_kangaroo else EagleTask
 
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:

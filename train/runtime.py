@@ -59,11 +59,15 @@ def start(config: TrainConfig) -> Ranks:
     deepspeed.init_distributed(verbose=False)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if not torch.accelerator.is_available():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ranks.count)))
-        threads = threads_of_rank(config, os.environ, local)
+        threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
         if threads:
             torch.set_num_threads(threads)
     return ranks
+
+
+def local_ranks(otherwise: int) -> int:
+    """How many of the ranks run on this machine: torchrun and Slurm say, DeepSpeed's launcher in its own variable."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", otherwise)))
 
 
 def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: int) -> int | None:

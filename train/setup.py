@@ -1,7 +1,6 @@
 """Open and check everything a run reads, before an hour is spent on it; and build DeepSpeed's engine."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from train.config import ConfigT, TrainConfig, deepspeed_config
 from train.data import Source
 from train.online import OnlineFeatures, load_target, open_online
 from train.run_files import check_run_folder
+from train.runtime import local_ranks
 from train.tasks import Task
 from train.update import buffers_of, restore_buffers
 
@@ -266,8 +266,7 @@ def quiet_bf16_optimizer() -> Iterator[None]:
 def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:
     """Float32 weights, gradients and two moments of Adam; with ``offload: parameters`` the weights once more."""
     count = sum(parameter.numel() for parameter in module.parameters())
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-    parts = here / torch.distributed.get_world_size()  # of the whole state, on this machine
+    parts = local_ranks(1) / torch.distributed.get_world_size()  # of the whole state, on this machine
     need = round(count * (20 if config.offload == "parameters" else 16) * parts)
     free = psutil.virtual_memory().available
     if need > free:
