@@ -5,14 +5,13 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .decoding.target import TargetModel
-from .provenance import UNCOMMITTED, cpu_cores, cpu_name, git_commit
+from .provenance import UNCOMMITTED, cpu_cores, cpu_name, git_commit, library_versions
 
 LIBRARIES = ("torch", "transformers", "numpy")
 CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change
@@ -40,8 +39,7 @@ def environment(target: TargetModel) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": load_average(),
         "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in LIBRARIES},
+        "versions": library_versions(*LIBRARIES),
         "commit": commit,
         "dirty": dirty,
     }

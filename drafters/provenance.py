@@ -38,12 +38,14 @@ def git_commit(root: Path) -> str | None:
 
 
 def library_versions(*names: str) -> dict[str, str]:
-    """Versions of the installed libraries ``names``, and Python's under ``python``.
+    """Versions of the installed libraries ``names`` (torch's with its build, ``+cu130``), and Python's: ``python``.
 
     Raises:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+    # A package's metadata may leave torch's build out.
+    found = {name: str(torch.__version__) if name == "torch" else metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
 
 
 def peak_memory_bytes(device: torch.device) -> dict[str, int | None]:
