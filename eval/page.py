@@ -154,7 +154,7 @@ def software_line(facts: dict[str, Any]) -> str:
     """Versions, commit and date, for a list."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
-    return f"- software: Python {facts['python']}, {versions}; commit {commit}; {facts['date']}"
+    return f"- software: {versions}; commit {commit}; {facts['date']}"
 
 
 def _categories(report: dict[str, Any]) -> list[str]:
