@@ -6,7 +6,6 @@ usable ones of the source; the journals of all processes together say where each
 """
 
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -16,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from drafters.provenance import replace_text
+from drafters.provenance import changes, replace_text
 
 from .dialogues import Dialogue, Message
-from .store_lock import folder_lock, lock_file
+from .disk import write_error
+from .store_lock import folder_lock, is_locked, lock_file
 
 RUN_FILE = "run.json"
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
@@ -146,13 +146,13 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.folder):
             run, journals = self.folder / RUN_FILE, list(self.folder.glob("rank-*.jsonl"))
-            begun = any(path.stat().st_size or _is_locked(path) for path in journals)
+            begun = any(path.stat().st_size or is_locked(path) for path in journals)
             if run.is_file() and begun:
                 check_identity(self.folder, json.loads(run.read_text()), self.identity)
             else:  # nothing is written yet: with the settings of now
                 replace_text(run, json.dumps(self.identity, indent=1) + "\n")
             for other in journals:
-                if not other.name.endswith(self._of) and _is_locked(other):
+                if not other.name.endswith(self._of) and is_locked(other):
                     raise ValueError(
                         f"{other} is being written by a process that shares the work with another number of ranks; "
                         "wait for it or stop it first"
@@ -183,12 +183,7 @@ class Journal:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            what = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-            raise OSError(
-                error.errno or errno.EIO,
-                f"could not write {self.path}: {what}; what was answered before is kept. Free some space and run the "
-                "same command again to continue",
-            ) from error
+            raise write_error(error, self.path, "what was answered before is kept") from error
 
     def _open(self) -> IO[bytes]:
         """The journal for appending, locked, without what a kill left of its last line."""
@@ -222,18 +217,7 @@ def read_journals(folder: Path) -> list[Batch]:
 
 def check_identity(place: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError, naming every difference, if ``place`` was made with another identity than ``now``."""
-    keys = sorted({*before, *now})
-    changed = [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]
-    if changed:
+    if changed := changes(before, now):
         raise ValueError(
             f"{place} was made with other settings: {'; '.join(changed)}; undo that, give another `out`, or delete it"
         )
-
-
-def _is_locked(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            lock_file(path.parent, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False

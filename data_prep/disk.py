@@ -1,5 +1,6 @@
-"""Room on the disk for a folder that need not be there yet."""
+"""Room on the disk for a folder that need not be there yet, and what to say when it ends."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -19,3 +20,12 @@ def free_bytes(path: Path) -> int:
         OSError: the file system does not say.
     """
     return shutil.disk_usage(existing_folder(path)).free
+
+
+def write_error(error: OSError, path: Path, kept: str) -> OSError:
+    """``error`` of writing ``path`` in words that help; ``kept``: what it leaves whole."""
+    what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
+    return OSError(
+        error.errno or errno.EIO,
+        f"could not write {path}: {what}; {kept}. Free some space and run the same command again to continue",
+    )

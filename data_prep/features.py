@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import Field, field_validator
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
-from drafters.decoding.model_files import load_config_only
+from drafters.decoding.model_files import load_config_only, resolve_device
 from drafters.decoding.target import TargetModel
 from drafters.provenance import git_commit, library_versions
 
@@ -38,7 +37,7 @@ from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash,
 from .loss_mask import ChatTokenizer
 from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
 from .program import run_program
-from .ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
+from .ranks import Rank, add_rank_arguments, find_rank
 from .store import FeatureStore
 from .store_writer import StoreWriter
 
@@ -182,8 +181,7 @@ def load_target(config: FeaturesConfig, rank: Rank) -> TargetModel:
     Raises:
         ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
     """
-    refuse_shared_map(rank, config.device_map)
-    device = rank.device(config.device) if config.device_map is None else config.device
+    device = rank.target_device(config.device, config.device_map)
     return TargetModel.from_pretrained(
         config.target, config.dtype, device, config.revision, device_map=config.device_map
     )
@@ -206,10 +204,7 @@ def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -
             f"is another "
             "model's; put the right tokenizer beside the weights"
         )
-    if config.device and config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(
-            f"device is {config.device!r}, but no GPU is visible here; leave `device` out or set device=cpu"
-        )
+    resolve_device(config.device)
 
 
 def report_finished(path: Path, header: StoreManifest) -> bool:

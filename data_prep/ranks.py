@@ -36,6 +36,15 @@ class Rank:
             return wanted
         return f"cuda:{self.local % torch.cuda.device_count()}"
 
+    def target_device(self, device: str | None, device_map: object) -> str | None:
+        """The device that this process loads a target onto; with a ``device_map``, ``device`` as it is given.
+
+        Raises:
+            ValueError: a device map for processes of one machine, each of which would want all its GPUs.
+        """
+        refuse_shared_map(self, device_map)
+        return self.device(device) if device_map is None else device
+
 
 def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:
     """This process's rank: as given on the command line, else as the launcher says, else a single process.

@@ -18,7 +18,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import ConfigDict, Field, model_validator
 from tqdm import tqdm
 
@@ -27,7 +26,7 @@ from drafters.base import LearnedDrafter
 from drafters.checkpoint import drafter_type
 from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
-from drafters.decoding.model_files import load_config_only
+from drafters.decoding.model_files import load_config_only, resolve_device
 from drafters.provenance import git_commit, library_versions, replace_text
 
 from .answer_journal import Batch, Conversation, Journal, check_identity, read_journals, replay
@@ -36,22 +35,14 @@ from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers, EndpointConfig
 from .loss_mask import ChatTokenizer
 from .program import run_program
-from .ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
+from .ranks import Rank, add_rank_arguments, find_rank
 from .split import record
 from .store_lock import folder_lock
 from .target_answers import TargetAnswers, Writing
 
 # A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from. (Of
 # the source, its digest counts.)
-FREE_ON_RESUME = {
-    "source",
-    "out",
-    "device",
-    "device_map",
-    "batch",
-    "drafter",
-    "endpoint",
-}  # of the source, its digest counts
+FREE_ON_RESUME = {"source", "out", "device", "device_map", "batch", "drafter", "endpoint"}
 OF_A_TARGET = {"revision", "dtype", "device", "device_map", "chat_template", "drafter", "batch", "max_context"}
 
 
@@ -157,8 +148,7 @@ def check_files(config: RegenerateConfig) -> None:
         config.endpoint.check()
     if config.target is None:
         return
-    if config.device and config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {config.device!r}, but no GPU is visible here; leave it out or set device=cpu")
+    resolve_device(config.device)
     longest = getattr(load_config_only(config.target, config.revision), "max_position_embeddings", None)
     if longest is None:
         return
@@ -196,13 +186,18 @@ def unfinished(config: RegenerateConfig) -> Path:
     return Path(f"{config.out}.unfinished")
 
 
+def is_finished(config: RegenerateConfig) -> bool:
+    """Whether the output is whole."""
+    return sidecar(config).is_file() and Path(config.out).is_file()
+
+
 def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
     """True, with one line printed, if the output is there.
 
     Raises:
         ValueError: it was made with other settings.
     """
-    if not (sidecar(config).is_file() and Path(config.out).is_file()):
+    if not is_finished(config):
         return False
     try:
         facts = json.loads(sidecar(config).read_text())
@@ -253,8 +248,7 @@ def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Ran
         endpoint.check()
         return endpoint
     assert config.target is not None and chat is not None
-    refuse_shared_map(rank, config.device_map)
-    device = rank.device(config.device) if config.device_map is None else config.device
+    device = rank.target_device(config.device, config.device_map)
     where = config.target, config.dtype, device, config.revision
     target = TargetModel.from_pretrained(*where, device_map=config.device_map)
     options = dict(config.drafter.model_extra or {}) if config.drafter else {}
@@ -275,7 +269,7 @@ def merge(
     folder = unfinished(config)
     folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder):
-        if sidecar(config).is_file() and Path(config.out).is_file():
+        if is_finished(config):
             shutil.rmtree(folder, ignore_errors=True)
             return
         conversations = [Conversation(one.index, one.dialogue) for one in conversations]

@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from drafters.provenance import replace_text
+from drafters.provenance import changes, replace_text
 
 from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
 from .program import run_program
@@ -76,7 +76,7 @@ def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
         return
     try:
         before = json.loads(made.read_text())
-        changed = [f"{key} was {before[key]!r}, is {facts[key]!r}" for key in facts if before[key] != facts[key]]
+        changed = changes({key: before[key] for key in facts}, facts)
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{made} is not what this program writes; give another folder") from None
     if changed:  # a drafter trained on the one side would be tested on the other

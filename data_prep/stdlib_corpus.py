@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .disk import existing_folder
+
 SKIPPED_FOLDERS = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data",
     "turtledemo", "encodings", "ensurepip", "lib-dynload", "idle_test", "__phello__",
@@ -209,9 +211,8 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
     Raises:
         ValueError: a wrong argument, or a file where the folder should be.
     """
-    blocking = next((place for place in (out, *out.parents) if place.exists() and not place.is_dir()), None)
-    if blocking is not None:
-        raise ValueError(f"--out {out}: {blocking} is a file; give a folder")
+    if not (there := existing_folder(out)).is_dir():
+        raise ValueError(f"--out {out}: {there} is a file; give a folder")
     records = build_corpus(root, max_dialogues, seed, max_chars)
     out.mkdir(parents=True, exist_ok=True)
     manifest: dict = {"python": platform.python_version(), "seed": seed, "max_chars": max_chars, "files": {}}

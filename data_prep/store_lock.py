@@ -88,6 +88,21 @@ def _read(file: IO[str]) -> str:
     return file.read().strip()
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process holds a file's lock.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: the file system knows no locks.
+    """
+    with path.open("rb") as file:
+        try:
+            lock_file(path.parent, file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
 def lock_file(path: Path, file: IO[Any], how: int) -> None:
     """``fcntl.flock`` of a file in the folder ``path``.
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from drafters.provenance import replace_text, sync_folder
 
+from .disk import write_error
 from .manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -207,7 +208,7 @@ class StoreWriter:
         temporary = self.path / (name + TEMPORARY)
         try:
             if shard.lengths:
-                _save(shard.tensors(), temporary)
+                save_tensors(shard.tensors(), temporary)
                 record.entry = ShardEntry(
                     file=name,
                     dialogues=len(shard.lengths),
@@ -322,19 +323,19 @@ class StoreWriter:
     def _explain(self, error: OSError, name: str) -> OSError:
         there = self.manifest
         done = f"the {len(there.shards)} shards before it ({there.dialogues:,} dialogues) are kept"
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
-        return OSError(
-            error.errno or errno.EIO,
-            f"could not write {self.path / name}: {what}; {done}. Free some space and run the same command "
-            f"again to continue",
-        )
+        return write_error(error, self.path / name, done)
 
 
 def _too_many(non_finite: int, consumed: int) -> bool:
     return non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file through to the disk.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # it wraps the system's error in text

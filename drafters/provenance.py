@@ -6,9 +6,10 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +47,12 @@ def library_versions(*names: str) -> dict[str, str]:
     # A package's metadata may leave torch's build out.
     found = {name: str(torch.__version__) if name == "torch" else metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``["seed was 0, is 1", ...]``: in what two mappings differ, by the order of their keys in ``now``."""
+    keys = [*now, *(key for key in before if key not in now)]
+    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]
 
 
 def peak_memory_bytes(device: torch.device) -> dict[str, int | None]:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from drafters import TargetModel
 from drafters.decoding.loading import check_memory
-from drafters.decoding.model_files import load_config_only, resolve_dtype
+from drafters.decoding.model_files import load_config_only, resolve_device, resolve_dtype
 from drafters.decoding.target import Engine, Quantization
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -71,9 +71,7 @@ def random_target(
     Raises:
         ValueError: no such shape, device or dtype, or too little memory.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device here; use device=cpu")
+    where = resolve_device(device)
     config, kind = shape_config(shape, max_positions), resolve_dtype(dtype)
     check_memory(shape, config, kind, [where], *cache_tokens)
     torch.manual_seed(seed)

@@ -4,9 +4,10 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from loopback import LoopbackServer
 
 Reply = tuple[int, bytes, dict[str, str]]
 
@@ -32,7 +33,7 @@ def shout(messages: list[dict[str, str]]) -> str:
     return " | ".join(message["content"].upper() for message in messages)[-200:]
 
 
-class ChatServer:
+class ChatServer(LoopbackServer):
     """``with ChatServer() as server``: answers at ``server.url``; ``server.bodies`` and ``server.keys`` are its log.
 
     Attributes:
@@ -46,24 +47,14 @@ class ChatServer:
         self.busy = self.busiest = 0
         self.delay = 0.0
         self.lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"server_": self}))
+        super().__init__(_Handler, server_=self)
         self._http.handle_error = lambda *arguments: None  # clients that hang up are part of the tests
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+        self.url = f"{self.address}/v1"
 
     @property
     def asked(self) -> list[dict[str, Any]]:
         """The bodies without those of the check at the start."""
         return [body for body in self.bodies if body["max_tokens"] != 1]
-
-    def __enter__(self) -> "ChatServer":
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.shutdown()
-        self._http.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -75,10 +75,7 @@ def tiny_checkpoint(
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     """A tiny Llama, saved in the folder that its name gives, for tests of training."""
-    path = tmp_path_factory.mktemp("target") / "target"
-    model = tiny.build("llama")
-    model.save_pretrained(path)
-    return TargetModel(model, name=str(path))
+    return tiny_run.save_target(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,12 @@ import base64
 import hashlib
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from loopback import LoopbackServer
 
 TOKEN = "hf_loopback"  # what a client must present to write, or to read a private repository
 
@@ -46,25 +45,15 @@ class Repository:
         return revision if revision in self.commits else None
 
 
-class HubServer:
+class HubServer(LoopbackServer):
     """``with HubServer() as hub``: serves ``hub.repositories`` at ``hub.endpoint``; ``hub.requests`` is its log."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}  # LFS objects by sha256
         self.requests: list[str] = []
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
-
-    def __enter__(self) -> "HubServer":
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        super().__init__(_Handler, hub=self)
+        self.endpoint = self.address
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -53,9 +53,7 @@ def main() -> None:
     """One small run to have all libraries loaded, then the one that counts."""
     folder, precision = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    small = tiny.build("llama")
-    small.save_pretrained(folder / "small")
-    features = tiny_run.write_stores(folder / "small-features", TargetModel(small, name=str(folder / "small")))
+    features = tiny_run.write_stores(folder / "small-features", tiny_run.save_target(folder / "small"))
     tiny_run.train_here("eagle", tiny_run.settings(str(folder / "small"), features, folder / "small-run", steps=1))
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     model.save_pretrained(folder / "target")

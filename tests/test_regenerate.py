@@ -162,8 +162,8 @@ class Killed(BaseException):
     """Stands for a kill: nothing may catch it."""
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
-    """The process dies right after its so-many-th batch was written."""
+def run_killed(monkeypatch: pytest.MonkeyPatch, batches: int, config: Path, *arguments: str) -> None:
+    """A run that dies right after its so-many-th batch was written."""
     left = [batches]
     write = Journal.write
 
@@ -173,7 +173,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
         if not left[0]:
             raise Killed
 
-    monkeypatch.setattr(Journal, "write", counted)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Journal, "write", counted)
+        run(config, *arguments)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -189,9 +191,7 @@ def test_a_killed_run_goes_on_and_writes_what_it_would_have_written(
     batches, made[:] = len(made), []
     config = write_config(tmp_path / "killed", target_folder, temperature=temperature)
     for _ in range(batches):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            stop_after(patch, 1)
-            run(config)
+        run_killed(monkeypatch, 1, config)
         assert not (tmp_path / "killed" / "new.jsonl").exists()
     assert run(config) == whole
     assert len(made) == batches
@@ -226,9 +226,7 @@ def test_damaged_lines_are_done_again(
 ) -> None:
     """Catches a journal with a block of zeros, as a power cut leaves it, that ends the run or loses dialogues."""
     config = write_config(tmp_path, target_folder)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        stop_after(patch, 4)
-        run(config)
+    run_killed(monkeypatch, 4, config)
     journal = tmp_path / "new.jsonl.unfinished" / "rank-0-of-1.jsonl"
     lines = journal.read_bytes().splitlines()
     journal.write_bytes(b"\n".join([lines[0], b"\0" * 50, b'{"turns": 3}', b"[1]", lines[3]]) + b"\n")
@@ -240,9 +238,7 @@ def test_finished_runs_are_not_repeated_and_others_are_refused(
 ) -> None:
     """Catches answers of two settings in one file, and an hour spent again because a batch size changed."""
     config = write_config(tmp_path, target_folder, count=3)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        stop_after(patch, 1)
-        run(config)
+    run_killed(monkeypatch, 1, config)
     with pytest.raises(ValueError, match=r"unfinished was made with other settings: temperature was 0.0, is 0.5"):
         run(config, "temperature=0.5")
     run(config, "batch=2", "drafter={drafter: prompt_lookup}")
@@ -276,9 +272,7 @@ def test_another_number_of_processes_goes_on_with_the_same_run(
 ) -> None:
     """Catches work that is lost or mixed up when a run of two processes is finished by one."""
     config = write_config(tmp_path, target_folder)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        stop_after(patch, 2)
-        run(config, "--rank", "1", "--ranks", "2")
+    run_killed(monkeypatch, 2, config, "--rank", "1", "--ranks", "2")
     identity = json.loads((tmp_path / "new.jsonl.unfinished" / "run.json").read_text())
     with Journal(tmp_path / "new.jsonl.unfinished", identity, 0, 2):
         with pytest.raises(ValueError, match="with another number of ranks"):

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from drafters import TargetModel
 from drafters.config import validate
 from drafters.eagle import EagleHead
 from train import loop, runtime, setup
@@ -25,9 +24,7 @@ STAGES = (0, 1, 2, 3)
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("engine")
-    model = tiny.build("llama")
-    model.save_pretrained(path / "target")
-    features = tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target")))
+    features = tiny_run.write_stores(path / "features", tiny_run.save_target(path / "target"))
     values = tiny_run.settings(str(path / "target"), features, path / "unused", schedule="constant")
     return {**values, "gradient_accumulation": 2, "save_every": 3}
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import tiny_run
 import torch
 
@@ -19,10 +18,7 @@ CONFIGS = tiny_run.ROOT / "configs"
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    path = tmp_path_factory.mktemp("target") / "target"
-    model = tiny.build("qwen3")
-    model.save_pretrained(path)
-    return TargetModel(model, name=str(path))
+    return tiny_run.save_target(tmp_path_factory.mktemp("target") / "target", "qwen3")
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import tiny_run
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters import TargetModel
 from drafters.config import validate
 from train import loop
 from train.config import EagleConfig
@@ -33,9 +31,7 @@ STEPS = 120
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("resume")
-    model = tiny.build("llama")
-    model.save_pretrained(path / "target")
-    features = tiny_run.write_stores(path / "features", TargetModel(model, name=str(path / "target")))
+    features = tiny_run.write_stores(path / "features", tiny_run.save_target(path / "target"))
     changes = {"steps": STEPS, "save_every": 10, "eval_every": 25, "export_every": 25, "gradient_accumulation": 2}
     return tiny_run.settings(str(path / "target"), features, path / "uninterrupted", **changes)
 

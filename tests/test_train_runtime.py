@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import tiny_run
 import torch
 
-from drafters import TargetModel
 from drafters.config import validate
 from train import runtime
 from train.cli import main
@@ -167,9 +165,7 @@ def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_slurm_tasks_train_one_drafter(tmp_path: Path) -> None:
     """Variables that look right, and with which torch.distributed does not start; a rank without a dialogue."""
-    model = tiny.build("llama")
-    model.save_pretrained(tmp_path / "target")
-    features = tiny_run.write_stores(tmp_path / "features", TargetModel(model, name=str(tmp_path / "target")))
+    features = tiny_run.write_stores(tmp_path / "features", tiny_run.save_target(tmp_path / "target"))
     changes = {"steps": 4, "schedule": "constant", "batch_tokens": 20, "heldout_tokens": 20}  # one dialogue a batch
     values: dict[str, Any] = tiny_run.settings(str(tmp_path / "target"), features, tmp_path / "alone", **changes)
     tiny_run.train_here("eagle", values)

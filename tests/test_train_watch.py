@@ -102,11 +102,11 @@ def test_time_for_tau_is_not_the_runs(settings: dict[str, Any], monkeypatch: pyt
     assert run._clock == before + 60.0
 
 
-def test_no_memory_for_the_target(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hours of training lost because the target did not fit beside it, or a start that hides that it never will."""
+def let_tau_fail(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """In a run that goes on without tau, as it has to; and in every run from here on."""
 
     def fail(*arguments: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("no memory")
+        raise error
 
     run = tiny_run.train_here("eagle", {**settings, **TAU})
     assert run.tau is not None
@@ -114,22 +114,18 @@ def test_no_memory_for_the_target(settings: dict[str, Any], monkeypatch: pytest.
     run._measure_tau(loop.tqdm(disable=True))
     assert run.tau is None
     monkeypatch.setattr(loop.HeldoutTau, "figures", fail)
+
+
+def test_no_memory_for_the_target(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of training lost because the target did not fit beside it, or a start that hides that it never will."""
+    let_tau_fail(settings, monkeypatch, torch.OutOfMemoryError("no memory"))
     with pytest.raises(ValueError, match=r"tau_every: no memory; if the target does not fit beside .* set tau_device"):
         tiny_run.train_here("eagle", {**settings, **TAU, "out": settings["out"] + "-2"})
 
 
 def test_a_fault_in_tau_costs_no_training(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of hours lost to a CUDA error, of a device that another program filled, in a figure beside it."""
-
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise RuntimeError("CUDA error: invalid device ordinal")
-
-    run = tiny_run.train_here("eagle", {**settings, **TAU})
-    assert run.tau is not None
-    monkeypatch.setattr(run.tau, "figures", fail)
-    run._measure_tau(loop.tqdm(disable=True))
-    assert run.tau is None
-    monkeypatch.setattr(loop.HeldoutTau, "figures", fail)
+    let_tau_fail(settings, monkeypatch, RuntimeError("CUDA error: invalid device ordinal"))
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         tiny_run.train_here("eagle", {**settings, **TAU, "out": settings["out"] + "-2"})
 

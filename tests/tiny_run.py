@@ -29,6 +29,13 @@ TAP = 2
 LENGTHS = {"train": [9, 17, 5, 23, 12, 30, 7, 14, 21, 11, 26, 8, 16, 19], "heldout": [15, 10, 22]}
 
 
+def save_target(path: Path, family: str = "llama") -> TargetModel:
+    """A tiny target, saved in the folder ``path``, which is its name."""
+    model = tiny.build(family)
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
 def write_stores(folder: Path, target: TargetModel, lengths: dict[str, list[int]] | None = None) -> Path:
     """Stores ``train`` and ``heldout`` of random token dialogues of two turns, with ``target``'s own features."""
     for split, each in (lengths or LENGTHS).items():

@@ -40,15 +40,15 @@ class Report:
         """One line of the table."""
         self.lines.append(f"{name:<24} {text}")
 
-    def check(self, name: str, what: Callable[[], Any], done: str = "ok") -> Any:
-        """Do it; its ValueError is a problem, its value is returned."""
+    def check(self, name: str, what: Callable[[], Any], done: str | Callable[[Any], str] = "ok") -> Any:
+        """Do it; its ValueError is a problem, its value is returned. ``done``: the line's text, or what tells it."""
         try:
             value = what()
         except (ValueError, OSError) as error:
             self.problems.append(f"{name}: {error}")
             self.add(name, f"PROBLEM: {error}")
             return None
-        self.add(name, done)
+        self.add(name, done if isinstance(done, str) else done(value))
         return value
 
     def text(self) -> str:
@@ -115,19 +115,16 @@ def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
 
 def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
     """The store of a split; None where there is none."""
-    try:
-        store = FeatureStore.open(path)
-    except (ValueError, OSError) as error:
-        report.problems.append(f"{split}: {error}")
-        report.add(split, f"PROBLEM: {error}")
-        return None
-    manifest = store.manifest
-    size = sum(shard.bytes for shard in manifest.shards) / GB
-    report.add(
-        split,
-        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size:.2f} GB in {manifest.dtype}, of "
-        f"{manifest.target_name} ({manifest.target_fingerprint})",
-    )
+
+    def described(store: FeatureStore) -> str:
+        manifest = store.manifest
+        size = sum(shard.bytes for shard in manifest.shards) / GB
+        return (
+            f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size:.2f} GB in {manifest.dtype}, of "
+            f"{manifest.target_name} ({manifest.target_fingerprint})"
+        )
+
+    store: FeatureStore | None = report.check(split, lambda: FeatureStore.open(path), described)
     return store
 
 

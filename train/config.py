@@ -97,6 +97,11 @@ class TrainConfig(Config):
             raise ValueError("this is no device; give cpu, cuda or cuda:1, say, or null") from None
         return value
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the drafter computes."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:

@@ -14,7 +14,8 @@ from transformers import PretrainedConfig
 from data_prep.disk import existing_folder, free_bytes
 from data_prep.quantise import token_bytes
 from data_prep.store import FeatureStore
-from drafters.decoding.model_files import free_memory, resolve_dtype
+from drafters.decoding.kv_cache import head_sizes
+from drafters.decoding.model_files import free_memory, resolve_device, resolve_dtype
 from train.checks import (
     GB,
     LIBRARIES,
@@ -118,14 +119,10 @@ def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, g
     if given.tokens is None and data is None:
         report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
         return None
-    try:
-        longest = config.data.max_length if config.data is not None else given.max_length
-        estimated = estimate_workload(config, given.tokens, data, longest)
-    except (ValueError, OSError) as error:
-        report.problems.append(f"data: {error}")
-        report.add("data", f"PROBLEM: {error}")
-        return None
-    report.add("data", estimated.describe())
+    longest = config.data.max_length if config.data is not None else given.max_length
+    estimated: Workload | None = report.check(
+        "data", lambda: estimate_workload(config, given.tokens, data, longest), Workload.describe
+    )
     return estimated
 
 
@@ -181,7 +178,7 @@ def _memory(
         width = resolve_dtype(config.data.target_dtype).itemsize
         parts["target, for features"] = target_parameters(target)[0] * width
     elif config.tau_every and config.tau_device is None:
-        parts["target, for tau"] = target_parameters(target)[0] * (2 if config.precision == "bf16" else 4)
+        parts["target, for tau"] = target_parameters(target)[0] * config.dtype.itemsize
     total = sum(parts.values())
     report.memory = parts
     report.add("memory of a rank", f"{_gb(total)}, and the CUDA context (about half a GB)")
@@ -197,7 +194,7 @@ def _memory(
         other = memory_parts(make, changed, target, given.ranks)
         stages.append(f"{stage}: {_gb(total + sum(other.values()) - sum(parts[name] for name in other))}")
     report.add("  by ZeRO stage", ", ".join(stages))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = resolve_device()
     if given.device is None and total > free_memory(device):
         report.problems.append(f"memory: {_gb(total)} needed, {_gb(free_memory(device))} free on {device}")
         report.add("  PROBLEM", f"{_gb(free_memory(device))} free on {device}; lower batch_tokens or loss_chunk_rows")
@@ -238,10 +235,9 @@ def _time(
 ) -> list[str]:
     """Hours of training and, where there are no features yet, of the target's pass over the data; online, of all."""
     cost = training_cost(task.module, target, target.vocab_size)
-    flops = cost.of([micro.length] if store is None else workload.lengths, 0) / (
-        micro.length if store is None else workload.tokens
-    ) + cost.row * (workload.trained / workload.tokens)
-    device: Any = given.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lengths = workload.lengths or [micro.length]
+    flops = cost.of(lengths, 0) / sum(lengths) + cost.row * (workload.trained / workload.tokens)
+    device: Any = given.device or resolve_device()
     peak = config.peak_tflops or peak_tflops(device)
     if given.tokens_per_second:
         rate, how = given.tokens_per_second, "as given"
@@ -261,7 +257,7 @@ def _time(
     found = [f"{text} ({how})"]
     if store is None and peak:
         active = target_parameters(target)[1]
-        width = target.num_attention_heads * (getattr(target, "head_dim", None) or 128)
+        width = target.num_attention_heads * head_sizes(target)[1]
         forward = 2 * active + 2 * width * micro.length * target.num_hidden_layers
         passes, share = "one pass of the target over the data", "at the same share of the peak"
         count = workload.tokens

@@ -4,7 +4,6 @@ Memory of the forward and backward pass is not a formula but a trace: the run's 
 tensors without contents (torch's fake tensors), and every tensor that is made and let go is counted.
 """
 
-import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +16,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from drafters.decoding.frozen import FrozenEnds
+from drafters.decoding.loading import meta_model
 from train import attention
 from train.config import TrainConfig, deepspeed_config
 from train.data import Batch, Span
 from train.losses import default_chunk_rows
 from train.run_files import KEPT_STATES
+from train.setup import checkpoint_activations
 from train.tasks import Task
 
 
@@ -70,10 +70,8 @@ def parameters(module: nn.Module) -> int:
 
 def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """A target's parameters, and those that a token's forward multiplies with: no embeddings, two experts of eight."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     total = active = 0
-    for name, weights in model.named_parameters():
+    for name, weights in meta_model(config).named_parameters():
         total += weights.numel()
         if weights.dim() < 2 or ("embed_tokens" in name and not config.tie_word_embeddings):
             continue
@@ -99,8 +97,8 @@ def memory_parts(make: type[Task], config: TrainConfig, target: PretrainedConfig
     task = meta_task(make, config, ends)
     count, largest = parameters(task.module), max(weights.numel() for weights in task.module.parameters())
     settings = deepspeed_config(config)["zero_optimization"]
-    stage, bf16 = int(settings["stage"]), config.precision == "bf16"
-    width = 2 if bf16 else 4
+    stage = int(settings["stage"])
+    width = config.dtype.itemsize
     part = count // ranks if stage >= 1 else count
     gradients = (width if stage <= 1 else 0) * count
     if stage >= 1:
@@ -136,7 +134,7 @@ def pass_memory(
     of it. ``checkpointing``: the module's activations are computed again in the backward pass. ``on_gpu``: attention is
     the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
     """
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = config.dtype
     attend = attention.fused_attention if on_gpu else attention.blocked_attention
     with _fake(dtype), mock.patch.object(attention, "blocked_attention", attend):
         ends = meta_ends(target, device="cpu", dtype=dtype)
@@ -148,10 +146,9 @@ def pass_memory(
             packed = _fake_batch(task, batch, target.hidden_size, dtype)
             given = memory.now
             rows = torch.arange(batch.tokens)
-            module: Any = task.module
             if checkpointing:
-                module = _Checkpointed(task.module)
-            task.loss_sums(module, packed, rows, noise_seed=None)["loss"].backward()
+                checkpoint_activations(task.module)
+            task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
             predicted = torch.empty(batch.tokens, target.hidden_size, dtype=dtype, requires_grad=True)
@@ -192,16 +189,6 @@ class PeakMemory(TorchDispatchMode):
 
 def _drop_gradient(weights: Tensor) -> None:
     weights.grad = None  # what gradients stay is counted elsewhere
-
-
-class _Checkpointed:
-    """A module whose activations are computed again in the backward pass."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *arguments: Any) -> Any:
-        return checkpoint(self.module, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafters.decoding.kv_cache import head_sizes
+
 # A row of the cross-entropy: logits of the target, logits of the drafter, and (q - p) W, all with the frozen LM head.
 LM_HEAD_PRODUCTS = 3
 # EAGLE's fc reads features and embeddings, which are constants: its backward pass has no gradient of an input.
@@ -68,8 +70,7 @@ def training_cost(module: nn.Module, config: Any, vocab_size: int) -> TrainingCo
     for name, weights in module.named_parameters():
         if weights.dim() == 2:
             token += (4 if name in CONSTANT_INPUT else 6) * weights.numel()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    width = config.num_attention_heads * head_sizes(config)[1]
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     return TrainingCost(token, 12 * width, LM_HEAD_PRODUCTS * 2 * vocab_size * config.hidden_size)
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from data_prep.store import FeatureStore, StoredDialogue
 from drafters.config import from_overrides, load_config
 from drafters.decoding.frozen import FrozenEnds
+from drafters.decoding.model_files import resolve_device
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.data import Batch, Position, TrainData, collate, deal, epoch_batches
 from train.flops import peak_tflops, training_cost
@@ -57,7 +58,6 @@ class Bench:
     task: Task
     engine: Any
     device: torch.device
-    dtype: torch.dtype
     config: TrainConfig
     batches: Callable[[str, int], Generator[list[Batch], None, None]]
     peak_tflops: float | None
@@ -108,7 +108,7 @@ class Bench:
         trained = sum(len(part) for part in rows)
         scale = len(micro_batches) / max(1, trained)
         for batch, part in zip(micro_batches, rows, strict=True):
-            batch, part = batch.to(self.device, self.dtype), part.to(self.device)
+            batch, part = batch.to(self.device, self.config.dtype), part.to(self.device)
             if name == "ours":
                 loss = self.task.loss_sums(self.engine, batch, part, noise_seed=0)["loss"]
             else:
@@ -171,10 +171,9 @@ def from_config(arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dic
         for _ in part:
             yield [next(loaded) for _ in range(config.gradient_accumulation)]
 
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     peak = arguments.peak_tflops or peak_tflops(engine.device)
     what = {"config": config.model_dump(mode="json"), "steps_a_round": steps, "optimizer": "DeepSpeed's"}
-    return Bench(task, engine, engine.device, dtype, config, batches, peak), what
+    return Bench(task, engine, engine.device, config, batches, peak), what
 
 
 def from_shape(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
@@ -184,9 +183,9 @@ def from_shape(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
         ValueError: a shape or lengths that cannot be read, or settings that the run's config refuses.
     """
     shape = parse_shape(arguments.shape)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = resolve_device()
     config, task_type = read_config(arguments)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = config.dtype
     torch.manual_seed(config.seed)
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = epoch_batches(lengths, arguments.tokens, config.seed, 0)[: arguments.steps]
@@ -217,7 +216,7 @@ def from_shape(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
         "config": config.model_dump(mode="json"),
     }
     engine = MasterAdamW(task.module, config)
-    return Bench(task, engine, device, dtype, config, lambda name, number: (step for step in ready[name]), peak), what
+    return Bench(task, engine, device, config, lambda name, number: (step for step in ready[name]), peak), what
 
 
 class RandomStore:
@@ -290,18 +289,19 @@ def draw_lengths(source: str, seed: int) -> list[int]:
 
 def read_config(arguments: argparse.Namespace) -> tuple[TrainConfig, Any]:
     """The run's config and its kind of task; for ``--shape`` one of the paper's numbers and the overrides."""
+    is_kangaroo = arguments.method == "kangaroo"
     if arguments.config:
         keys = yaml.safe_load(Path(arguments.config).read_text()) if Path(arguments.config).is_file() else {}
         is_kangaroo = "exit_layer" in (keys or {})
-        schema: Any = KangarooConfig if is_kangaroo else EagleConfig
-        return load_config(schema, arguments.config, arguments.overrides), KangarooTask if is_kangaroo else EagleTask
-    is_kangaroo = arguments.method == "kangaroo"
+    schema: Any = KangarooConfig if is_kangaroo else EagleConfig
+    task_type = KangarooTask if is_kangaroo else EagleTask
+    if arguments.config:
+        return load_config(schema, arguments.config, arguments.overrides), task_type
     values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
     values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
     values |= {"exit_layer": TAP} if is_kangaroo else {}
-    schema = KangarooConfig if is_kangaroo else EagleConfig
     overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
-    return from_overrides(schema, overrides), KangarooTask if is_kangaroo else EagleTask
+    return from_overrides(schema, overrides), task_type
 
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from train.data import Source, collate_or_stand_in, complete, deal
+from train.ratio import Ratio
 from train.runtime import Ranks
-from train.tasks import Ratio, Task
+from train.tasks import Task
 
 PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square of a row
 

@@ -70,7 +70,6 @@ class TrainRun:
         self.engine = make_engine(task, self.config)
         inputs.load_target(self.config, self.engine.device)
         self.meter = Meter(task, cost, self.engine.device, self.config.peak_tflops)
-        self.dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         self.data = TrainData(
             inputs.train,
             task.taps,
@@ -183,7 +182,7 @@ class TrainRun:
 
     def _loss(self, batch: Batch, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         noise_seed = self.config.seed * 1_000_003 + epoch
-        on_device = batch.to(self.engine.device, self.dtype)
+        on_device = batch.to(self.engine.device, self.config.dtype)
         return self.task.loss_sums(self.engine, on_device, rows.to(self.engine.device, non_blocking=True), noise_seed)
 
     def _update(self) -> Tensor:
@@ -261,7 +260,7 @@ class TrainRun:
             tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
     def _evaluate(self, bar: Any) -> None:
-        figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.dtype)
+        figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.config.dtype)
         if self.metrics is None:
             return
         bad = [name for name, value in figures.items() if not math.isfinite(value)]

@@ -5,6 +5,7 @@ import time
 import torch
 from transformers import PretrainedConfig
 
+from drafters.decoding.model_files import resolve_device
 from train.config import TrainConfig
 from train.data import Batch
 from train.estimate import MicroBatch, meta_ends
@@ -19,8 +20,8 @@ def measured_rate(make: type[Task], config: TrainConfig, target: PretrainedConfi
 
     Without DeepSpeed, the reading of data and the exchange between ranks.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    device = resolve_device()
+    dtype = config.dtype
     task = make(config, meta_ends(target, device=str(device), dtype=dtype))
     buffers = buffers_of(task.module)
     module = task.module.to(device, dtype)

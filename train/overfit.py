@@ -81,13 +81,13 @@ def overfit(schema: type[TrainConfig], make: type[Task], arguments: argparse.Nam
     if ranks.is_first:
         clear(config.out)
     findings = run_overfit(make, config, inputs, ranks, arguments.overfit)
+    sound = all(finding.sound for finding in findings)
     if ranks.is_first:
-        sound = all(finding.sound for finding in findings)
         print("sound: the drafter learns these dialogues" if sound else "NOT sound: see above")
         config.out.mkdir(parents=True, exist_ok=True)
         replace_text(config.out / RESULT, json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
     runtime.stop()
-    return 0 if all(finding.sound for finding in findings) else 1
+    return 0 if sound else 1
 
 
 def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
@@ -218,7 +218,7 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
     above = count = 0.0
     for packed in batches:
         rows = task.rows(packed).to(run.engine.device)
-        batch = packed.to(run.engine.device, run.dtype)
+        batch = packed.to(run.engine.device, run.config.dtype)
         target = task.targets(batch).flatten(0, 1)[rows]
         loss = task.loss_sums(module, batch, rows, noise_seed=None)["loss"]
         above += float(loss - task.losses(target, target)["loss"])
@@ -238,7 +238,7 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
     module.eval()
     shared: dict[str, list[float]] = {kind: [] for kind in DESCRIPTION}
     for packed in batches:
-        batch = packed.to(run.engine.device, run.dtype)
+        batch = packed.to(run.engine.device, run.config.dtype)
         predicted = task.predict(module, batch, batch.features)
         place = answer_positions(batch.loss_mask, batch.segments)[0]
         last = batch.loss_mask[0] & ~shift(batch.loss_mask, 1, batch.segments)[0]

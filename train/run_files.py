@@ -18,7 +18,17 @@ from typing import Any
 import torch
 
 from data_prep.manifest import StoreManifest
-from drafters.provenance import cpu_cores, cpu_name, git_commit, library_versions, naming, replace_text, sync_folder
+from data_prep.store_lock import is_locked
+from drafters.provenance import (
+    changes,
+    cpu_cores,
+    cpu_name,
+    git_commit,
+    library_versions,
+    naming,
+    replace_text,
+    sync_folder,
+)
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
@@ -114,14 +124,11 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
     states.check()
     if not (run / "run.json").is_file() or states.latest() is None:
         raise ValueError(f"--resume: {run} holds no checkpoint; delete it if it exists, and start without --resume")
-    before = _by_key(json.loads((run / "run.json").read_text())["config"])
     now = _by_key(config.model_dump(mode="json"))
-    changed = [
-        f"{key} was {before.get(key)!r}, is {now[key]!r}"
-        for key in now
-        if key not in FREE_ON_RESUME and before.get(key) != now[key]
-    ]
-    if changed:
+    now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
+    before = _by_key(json.loads((run / "run.json").read_text())["config"])
+    before = {key: value for key, value in before.items() if key in now}
+    if changed := changes(before, now):
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
@@ -145,13 +152,9 @@ def _is_dead(run: Path) -> bool:
 def _is_held(metrics: Path) -> bool:
     """True if a live process has these metrics open, on this machine or, where the file system has locks, on others."""
     try:
-        with metrics.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there are none, or no locks
+        return is_locked(metrics)
+    except (OSError, ValueError):  # there are none, or no locks
         return False
-    return False
 
 
 def _by_key(config: dict[str, Any]) -> dict[str, Any]:

@@ -110,13 +110,11 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str 
     """
     if isinstance(config.features, str):
         texts = open_online(config, exit_layer)
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        return Inputs(load_frozen_ends(config.target, dtype=dtype, revision=config.revision), *texts)
+        return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
     check_splits(config.features)
     train = FeatureStore.open(config.features / "train")
     heldout = FeatureStore.open(config.features / "heldout")
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    ends = load_frozen_ends(config.target, dtype=dtype, device=device, revision=config.revision)
+    ends = load_frozen_ends(config.target, dtype=config.dtype, device=device, revision=config.revision)
     target = Target(config.target, config.revision, ends)
     for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
         check_store(config, split, manifest, target, exit_layer)

@@ -12,16 +12,15 @@ read it. Whole tensors are gathered for this one, and each rank takes its part o
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data_prep.store import file_sha256
+from data_prep.store_writer import save_tensors
 from drafters.provenance import replace_text
 from train.run_files import StateFolder
 from train.runtime import Ranks
@@ -109,7 +108,7 @@ def save_state(engine: Any, states: StateFolder, step: int, progress: dict[str, 
         for name, parameter in _trained(engine.module):
             whole = _get(engine, parameter, kind)  # a collective, also after a failure
             if ranks.is_first and failure is None:
-                tensors[name] = whole.to("cpu", torch.float32).contiguous()
+                tensors[name] = whole.to("cpu", torch.float32)
         if ranks.is_first and failure is None:
             failure = _written(folder / f"{kind}.safetensors", tensors)
     if ranks.is_first and failure is None:
@@ -129,13 +128,11 @@ def save_state(engine: Any, states: StateFolder, step: int, progress: dict[str, 
 
 
 def _written(path: Path, tensors: dict[str, Tensor]) -> OSError | None:
-    """Write a file through to the disk; what went wrong, if anything did."""
+    """Write a file; what went wrong, if anything did."""
     try:
-        save_file(tensors, path)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
-        return error if isinstance(error, OSError) else OSError(str(error))
+        save_tensors(tensors, path)
+    except OSError as error:
+        return error
     return None
 
 

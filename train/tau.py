@@ -110,12 +110,11 @@ class HeldoutTau:
 
     def _load(self) -> TargetModel:
         if self._target is None:
-            dtype = "bfloat16" if self.config.precision == "bf16" else "float32"
             shown = logging.is_progress_bar_enabled()
             logging.disable_progress_bar()  # there is one already, the training's
             try:
                 self._target = TargetModel.from_pretrained(
-                    self.config.target, dtype=dtype, device=self.device, revision=self.config.revision
+                    self.config.target, dtype=self.config.dtype, device=self.device, revision=self.config.revision
                 )
             finally:
                 if shown:

@@ -84,7 +84,7 @@ class KVCache:
                     f"{', '.join(map(str, places))} has {free / 1e9:.2f} GB free: lower max_new_tokens, shorten the "
                     "prompts, or decode fewer at once"
                 )
-        kv_heads, head_dim = _heads(config)
+        kv_heads, head_dim = head_sizes(config)
         return cls(layers, batch, kv_heads, capacity, head_dim, dtype, device, storage)
 
     def at(self, rows: int, offset: int = 0) -> "KVCache":
@@ -152,12 +152,12 @@ def cache_bytes(
     config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, layers: int | None = None
 ) -> int:
     """Bytes of a cache of ``capacity`` rows of each batch row, of all layers or of so many."""
-    kv_heads, head_dim = _heads(config)
+    kv_heads, head_dim = head_sizes(config)
     return 2 * (layers or config.num_hidden_layers) * batch * kv_heads * capacity * head_dim * dtype.itemsize
 
 
-def _heads(config: PretrainedConfig) -> tuple[int, int]:
-    """Key heads and the width of each."""
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Key heads, and the width of a head."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim

@@ -1,5 +1,6 @@
 """Loading a target's weights: how much memory they will need is known before they are read."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,17 +9,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .kv_cache import cache_bytes
-from .model_files import free_memory, load_config_only, resolve_dtype
+from .model_files import free_memory, load_config_only, resolve_device, resolve_dtype
 
 DeviceMap = str | dict[str, Any]
 _SMALL = 1 << 26  # bytes that nobody asks about
 
 
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of this configuration without contents, for the shapes of its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return model
+
+
 def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of all weights of a model of this configuration."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(weights.numel() for weights in model.parameters()) * dtype.itemsize
+    return sum(weights.numel() for weights in meta_model(config).parameters()) * dtype.itemsize
 
 
 def check_memory(
@@ -68,9 +74,7 @@ def load_model(
             device map that leaves layers off the GPUs.
     """
     kind = resolve_dtype(dtype)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} was asked for, but torch finds no CUDA device here; use device: cpu")
+    where = resolve_device(device)
     if device_map is not None and device is not None:
         raise ValueError(f"device {str(device)!r} and device_map {device_map!r} are both given; leave one out")
     devices = [where]

@@ -22,6 +22,21 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return resolved
 
 
+def resolve_device(device: str | torch.device | None = None) -> torch.device:
+    """A device by its name; None: a GPU where there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device, or a GPU is named and there is none.
+    """
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device is {str(device)!r}, which is none; give cpu, cuda or cuda:1, say") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but no GPU is visible here; leave it out or set device=cpu")
+    return found
+
+
 def model_fingerprint(config: PretrainedConfig, norm: torch.Tensor, projection_row: torch.Tensor) -> str:
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     head = ",".join(f"{name}={getattr(config, name, None)}" for name in names)
