@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from drafters.config import Config, validate
 from drafters.model_card import model_card
+from drafters.wording import with_article
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -217,7 +218,9 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
         problems.append(f"shapes differ: {'; '.join(shapes)}")
     if problems:
         kind = type(module).__name__
-        raise ValueError(f"{source} does not fit {kind}: " + "; ".join(problems) + f". Was it saved from a {kind}?")
+        raise ValueError(
+            f"{source} does not fit {kind}: " + "; ".join(problems) + f". Was it saved from {with_article(kind)}?"
+        )
     _check_finite(state, source)
     module.load_state_dict(state, strict=True)
 

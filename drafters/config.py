@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drafters.wording import shortened
+
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 
@@ -34,7 +36,7 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
         raise ValueError(f"no config file at {file}{hint}")
     try:
         data = _read_yaml(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueErrors: bytes that are no UTF-8, numbers of 5,000 digits
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")
@@ -67,17 +69,18 @@ def validate(schema: type[ConfigT], data: dict[str, Any], source: str) -> Config
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"override {override!r} is not of the form key=value (for example learning_rate=1e-4)")
+        raise ValueError(f"override {shortened(override)} is not of the form key=value (say learning_rate=1e-4)")
     *parents, leaf = key.split(".")
     for parent in parents:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
-            raise ValueError(f"override {override!r}: {parent!r} holds a value, not a group of keys")
+            raise ValueError(f"override {shortened(override)}: {parent!r} holds a value, not a group of keys")
     try:
         data[leaf] = _parse_scalar(text)
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"override {override!r}: the value is no valid YAML or JSON ({reason}); quote it") from None
+        shown = shortened(override)
+        raise ValueError(f"override {shown}: the value is no valid YAML or JSON ({reason}); quote it") from None
 
 
 def _parse_scalar(text: str) -> Any:
@@ -85,6 +88,8 @@ def _parse_scalar(text: str) -> Any:
         return json.loads(text)  # YAML 1.1 would read 1e-4 as a string
     except json.JSONDecodeError:
         return _read_yaml(text)
+    except ValueError:  # more digits than Python reads: no number that anything here takes
+        return text
 
 
 def _read_yaml(text: str) -> Any:
@@ -134,7 +139,10 @@ def _describe(schema: type[BaseModel], item: Any) -> str:
         return f"unknown key {key!r}; {hint}"
     if item["type"] == "missing":
         return f"missing key {key!r}"
-    return f"{key}: {item['msg']} (found {item['input']!r})"
+    reason = item["msg"].removeprefix("Value error, ")
+    if isinstance(item["input"], dict | BaseModel) and item["type"] == "value_error":  # of several keys together
+        return f"{key}: {reason}" if location else reason
+    return f"{key}: {reason} (found {shortened(item['input'])})"
 
 
 def _fields_at(schema: Any, location: list[str]) -> list[str]:

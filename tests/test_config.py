@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drafters.config import Config, load_config
 
@@ -115,3 +115,47 @@ def test_an_override_with_a_key_twice_is_refused(file: Path) -> None:
     """Catches a value on the command line that is lost without a word."""
     with pytest.raises(ValueError, match="'warmup_steps' stands twice"):
         load_config(Run, file, ["schedule={warmup_steps: 1, warmup_steps: 2}"])
+
+
+class Bounded(Config):
+    """Two keys that must fit together."""
+
+    low: int = 0
+    high: int = 9
+    notes: str = ""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Bounded":
+        if self.low > self.high:
+            raise ValueError(f"low is {self.low}, above high, which is {self.high}")
+        return self
+
+
+class Nested(Config):
+    bounds: Bounded
+
+
+def test_an_error_of_two_keys_does_not_quote_the_whole_config(tmp_path: Path) -> None:
+    """Catches a screen of configuration behind the one sentence that tells what is wrong in it."""
+    path = tmp_path / "run.yaml"
+    path.write_text("low: 10\nnotes: much that is right\n")
+    with pytest.raises(ValueError) as caught:
+        load_config(Bounded, path)
+    assert str(caught.value) == f"{path}: low is 10, above high, which is 9"
+    path.write_text("bounds: {low: 10, notes: much that is right}\n")
+    with pytest.raises(ValueError) as caught:
+        load_config(Nested, path)
+    assert str(caught.value) == f"{path}: bounds: low is 10, above high, which is 9"
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 5000, "x" * 5000], ids=["number", "text"])
+def test_a_long_value_is_quoted_short(file: Path, value: str) -> None:
+    """Catches 5,000 characters of a value in an error, and Python's own words on numbers of so many digits."""
+    with pytest.raises(ValueError, match="steps: ") as caught:
+        load_config(Run, file, [f"steps={value}"])
+    assert len(str(caught.value)) < 400
+    assert "set_int_max_str_digits" not in str(caught.value)
+    file.write_text(f"out: a\nsteps: {value}\n")
+    with pytest.raises(ValueError) as caught:
+        load_config(Run, file)
+    assert len(str(caught.value)) < 400
