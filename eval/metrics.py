@@ -67,14 +67,30 @@ class Speedup:
     median_interval: tuple[float, float] | None
 
 
-def paired_speedup(runs: Sequence[Run], baseline: Sequence[Run], seed: int = 0) -> Speedup:
-    """Speedup of ``runs`` over ``baseline`` (one run per prompt each, in the same order).
+Pair = tuple[Run, Run]  # of one prompt in one round: a method's run, and the baseline's
 
-    The interval is the paired bootstrap's: prompts are drawn with replacement, and with each its runs of both methods.
-    Prompts where either had nothing to decode are left out. No interval below two prompts.
+
+def typical_pair(rounds: list[Run], baseline: list[Run]) -> Pair | None:
+    """Of one prompt's rounds, the one with the median speedup: what slows one round down slows both of its runs.
+
+    The rounds are an odd number; None where either method had nothing to decode.
     """
-    assert [run.prompt for run in runs] == [run.prompt for run in baseline]
-    pairs = [(a, b) for a, b in zip(runs, baseline, strict=True) if a.decoded_tokens and b.decoded_tokens]
+    assert [(run.prompt, run.round) for run in rounds] == [(run.prompt, run.round) for run in baseline]
+    pairs = [(a, b) for a, b in zip(rounds, baseline, strict=True) if a.decoded_tokens and b.decoded_tokens]
+    if not pairs:
+        return None
+    return sorted(pairs, key=lambda pair: pair[1].seconds_per_token / pair[0].seconds_per_token)[len(pairs) // 2]
+
+
+def paired_speedup(rounds: Sequence[list[Run]], baseline: Sequence[list[Run]], seed: int = 0) -> Speedup:
+    """Speedup over ``baseline``; both hold the rounds of each prompt, in the same order.
+
+    Of every prompt its ``typical_pair`` counts. The interval is the paired bootstrap's: prompts are drawn with
+    replacement, and with each its runs of both methods. Prompts where either had nothing to decode are left out. No
+    interval below two prompts.
+    """
+    found = (typical_pair(runs, plain) for runs, plain in zip(rounds, baseline, strict=True))
+    pairs = [pair for pair in found if pair is not None]
     if not pairs:
         return Speedup(None, None, None, None)
     figures = [(a.decoded_tokens, a.decode_seconds, b.decoded_tokens, b.decode_seconds) for a, b in pairs]
@@ -98,7 +114,7 @@ ACCEPTANCE = ("tau", "tau_without_loops", "ctar", "n_alpha", "steps", "target_fo
 
 
 def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
-    """tau over all prompts and without those of ``looping`` (indices), CTAR(1..) and n-alpha.
+    """tau over all prompts and without those of ``looping`` (indices of these runs' loops), CTAR(1..) and n-alpha.
 
     All None for stock generate, which tells no steps.
     """

@@ -12,11 +12,12 @@ from eval.report import number, shown_name, statements, warnings
 
 EXPLANATION = """\
 - **tau**: tokens committed per target forward, bonus token included; plain decoding is 1.0 by definition.
-  *tau, no loops*: the same without the prompts on which plain decoding ends in a loop.
+  *tau, no loops*: the same without the row's own outputs that end in a loop.
 - **tokens/s**: decoding alone, batch 1: without the prefill's time and without the first token, which it gives.
   *end to end*: all new tokens over the whole call, prefill included.
 - **speedup**: tokens/s over the autoregressive drafter in the same loop, from totals over the same prompts; in brackets
-  the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios.
+  the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios. Of several rounds
+  each prompt counts with the one of its median ratio; *tokens/s* is of the row's own median times.
 - **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
   sampled.
 - **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every

@@ -36,41 +36,44 @@ def make_rows(
     rows, baselines = [], []
     perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
     for temperature in dict.fromkeys(run.temperature for run in runs):
-        plain = [typical_run(rounds) for rounds in by_key[temperature, baseline_label]]
-        looping = {run.prompt for run in plain if ends_in_loop(run.tokens)}
-        baselines.append(_baseline(temperature, plain, looping, by_key[temperature, STOCK]))
+        plain = by_key[temperature, baseline_label]
+        baselines.append(_baseline(temperature, plain, by_key[temperature, STOCK]))
         for label, known in described.items():
             if (temperature, label) in by_key:
                 rounds = by_key[temperature, label]
                 row: dict[str, Any] = {"drafter": label, "temperature": temperature, **known}
-                row |= _row(rounds, plain, looping, prompts, seed)
+                row |= _row(rounds, plain, prompts, seed)
                 row |= perplexity.describe([typical_run(of_prompt) for of_prompt in rounds])
                 row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}
                 rows.append(row)
     return {**baselines[0], "temperatures": baselines}, rows
 
 
-def _baseline(temperature: float, plain: list[Run], looping: set[int], stock: list[list[Run]]) -> dict[str, Any]:
-    typical_stock = [typical_run(rounds) for rounds in stock]
+def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]]) -> dict[str, Any]:
+    typical = [typical_run(rounds) for rounds in plain]
     return {
         "temperature": temperature,
-        "tokens_per_second": tokens_per_second(plain),
-        "stock_generate_tokens_per_second": tokens_per_second(typical_stock),
-        "over_stock_generate": paired_speedup(plain, typical_stock).total,
+        "tokens_per_second": tokens_per_second(typical),
+        "stock_generate_tokens_per_second": tokens_per_second([typical_run(rounds) for rounds in stock]),
+        "over_stock_generate": paired_speedup(plain, stock).total,
         "stock_generate_joules_per_token": joules_per_token([r for rounds in stock for r in rounds])[
             "joules_per_token"
         ],
-        "stock_generate_exact_match": exact_share(stock, plain) if temperature == 0 else None,
-        "loop_share": len(looping) / len(plain),
+        "stock_generate_exact_match": exact_share(stock, typical) if temperature == 0 else None,
+        "loop_share": len(_looping(typical)) / len(typical),
     }
 
 
-def _row(
-    rounds: list[list[Run]], plain: list[Run], looping: set[int], prompts: list[Prompt], seed: int
-) -> dict[str, Any]:
+def _looping(runs: list[Run]) -> set[int]:
+    """The prompts on which these outputs end in a loop: a lossy or a sampled one may where plain decoding does not."""
+    return {run.prompt for run in runs if ends_in_loop(run.tokens)}
+
+
+def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt], seed: int) -> dict[str, Any]:
     typical = [typical_run(of_prompt) for of_prompt in rounds]
-    speedup = paired_speedup(typical, plain, seed)
-    steady = [run for run in typical if run.prompt not in looping]
+    looping = _looping(typical)
+    steady = [place for place, run in enumerate(typical) if run.prompt not in looping]
+    speedup = paired_speedup(rounds, plain, seed)
     row = acceptance(typical, looping) | times(typical)
     row |= joules_per_token(list(chain(*rounds)))
     row |= {
@@ -78,24 +81,32 @@ def _row(
         "speedup_ci": speedup.total_interval,
         "speedup_median": speedup.median,
         "speedup_median_ci": speedup.median_interval,
-        "speedup_without_loops": paired_speedup(steady, [plain[run.prompt] for run in steady], seed).total,
+        "speedup_without_loops": _speedup_on(steady, rounds, plain),
+        "loop_share": len(looping) / len(typical),
         "prompts": len(typical),
         "new_tokens": sum(len(run.tokens) for run in typical),
         "decoded_tokens": sum(run.decoded_tokens for run in typical),
     }
     categories = sorted({prompt.category for prompt in prompts if prompt.category is not None})
-    if categories:
-        row["categories"] = {name: _category(name, typical, plain, prompts) for name in categories}
+    for name in categories:
+        chosen = [place for place, prompt in enumerate(prompts) if prompt.category == name]
+        row.setdefault("categories", {})[name] = {
+            "prompts": len(chosen),
+            "tau": acceptance([typical[place] for place in chosen], set())["tau"],
+            "speedup": _speedup_on(chosen, rounds, plain),
+        }
     return row
 
 
-def _category(name: str, typical: list[Run], plain: list[Run], prompts: list[Prompt]) -> dict[str, Any]:
-    chosen = [run for run in typical if prompts[run.prompt].category == name]
-    total = paired_speedup(chosen, [plain[run.prompt] for run in chosen]).total
-    return {"prompts": len(chosen), "tau": acceptance(chosen, set())["tau"], "speedup": total}
+def _speedup_on(places: list[int], rounds: list[list[Run]], plain: list[list[Run]]) -> float | None:
+    """Over these prompts alone."""
+    return paired_speedup([rounds[place] for place in places], [plain[place] for place in places]).total
 
 
-def _exactness(rounds: list[list[Run]], plain: list[Run], prompts: list[Prompt], target: TargetModel) -> dict[str, Any]:
+def _exactness(
+    rounds: list[list[Run]], baseline: list[list[Run]], prompts: list[Prompt], target: TargetModel
+) -> dict[str, Any]:
+    plain = [typical_run(of_prompt) for of_prompt in baseline]
     row: dict[str, Any] = {"exact_match": exact_share(rounds, plain)}
     try:
         found = find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)

@@ -17,6 +17,8 @@ from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure
 from eval.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
+from eval.report import make_rows
+from eval.stock import STOCK
 
 PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
 
@@ -170,14 +172,101 @@ def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
     """Catches a ratio over unlike prompts, and prefill or its first token counted; by hand: 60/4 against 60/12."""
     baseline = [make_run(0, 20, 4.0), make_run(1, 40, 8.0), make_run(2, 0, 0.0)]
     faster = [make_run(0, 20, 1.0), make_run(1, 40, 3.0), make_run(2, 0, 0.0)]
-    speedup = paired_speedup(faster, baseline)
+    speedup = paired_speedup([[run] for run in faster], [[run] for run in baseline])
     assert speedup.total == pytest.approx(3.0)
     assert speedup.median == pytest.approx((4 + 8 / 3) / 2)
     assert speedup.total_interval is not None
     assert speedup.total_interval[0] == pytest.approx(8 / 3)
     assert speedup.total_interval[1] == pytest.approx(4.0)
-    same = paired_speedup(baseline, baseline)
+    same = paired_speedup([[run] for run in baseline], [[run] for run in baseline])
     assert (same.total, same.total_interval) == (1.0, (1.0, 1.0))
+
+
+def test_medians_pair_the_rounds() -> None:
+    """Catches the median time of each method taken apart: of another round each, which nobody ran side by side.
+
+    By hand, with 10 tokens: seconds of the method 1, 2, 9 and of plain decoding 2, 8, 10; ratios 2, 4, 10/9, so the
+    first round is the median one; taken apart it would be 8 / 2 = 4. On the other prompt, with 20 tokens, it is the
+    last: 6 / 2. Totals: (10 + 20) tokens in 1 + 2 seconds, over 30 in 2 + 6.
+    """
+
+    def rounds(prompt: int, tokens: int, *seconds: float) -> list[Run]:
+        return [replace(make_run(prompt, tokens, s), round=number) for number, s in enumerate(seconds)]
+
+    method = [rounds(0, 10, 1.0, 2.0, 9.0), rounds(1, 20, 6.0, 1.0, 2.0)]
+    plain = [rounds(0, 10, 2.0, 8.0, 10.0), rounds(1, 20, 6.0, 5.0, 6.0)]
+    speedup = paired_speedup(method, plain)
+    assert speedup.total == pytest.approx(8 / 3)
+    assert speedup.median == pytest.approx(2.5)
+    with pytest.raises(AssertionError):
+        paired_speedup([method[0][:1]], [plain[0][1:2]])  # of two rounds
+
+
+def test_the_intervals_are_of_95_percent() -> None:
+    """Catches intervals of 90% or 99%, or one-sided ones; half-widths by the normal approximation.
+
+    400 prompts, half of them sped up by 0.5 and half by 1.5: the mean's standard error is 0.5 / 20 = 0.025, so 95% of
+    samples lie within 1.96 of these of 1 (90%: 1.645, 99%: 2.576). 401 different ratios: the sample median's rank has
+    a standard deviation of 20 / 2 = 10.
+    """
+    plain = [[make_run(prompt, 100, 100.0)] for prompt in range(400)]
+    mixed = [[make_run(prompt, 50 + 100 * (prompt % 2), 100.0)] for prompt in range(400)]
+    interval = paired_speedup(mixed, plain).total_interval
+    assert interval == (pytest.approx(1 - 1.96 * 0.025, abs=0.004), pytest.approx(1 + 1.96 * 0.025, abs=0.004))
+    plain = [[make_run(prompt, 10, 1.0)] for prompt in range(401)]
+    ranked = [[make_run(prompt, 10, 1 / (1000 + prompt))] for prompt in range(401)]
+    assert paired_speedup(ranked, plain).median_interval == (pytest.approx(1180.4, abs=2), pytest.approx(1219.6, abs=2))
+
+
+def test_every_figure_of_the_steps_by_hand() -> None:
+    """Catches a scale, a divisor or a sum that is off in any figure; two prompts, three steps, worked by hand."""
+    two = Trace(
+        [Step(0, 4, 2, 2, 3, 1), Step(0, 2, 2, 0, 1, 2)], [0.1, 0.3], [0.4, 0.6], [0.02, 0.04], [0.3, 0.5], 0.25
+    )
+    one = Trace([Step(0, 6, 2, 1, 2, 1)], [0.2], [0.8], [0.06], [0.7], 0.75)
+    runs = [
+        Run("m", 0.0, 0, 0, [7] * 5, 0.25, two.decode_seconds, 2.0, two),
+        Run("m", 0.0, 0, 1, [7] * 3, 0.75, one.decode_seconds, 3.0, one),
+    ]
+    assert acceptance(runs, set()) == {
+        "tau": pytest.approx(6 / 4),  # of forwards, not of steps
+        "tau_without_loops": pytest.approx(6 / 4),
+        "ctar": [pytest.approx(2 / 3), pytest.approx(1 / 3)],  # more than 1, more than 2 tokens
+        "n_alpha": [pytest.approx(2 / 3), pytest.approx(1 / 2)],
+        "steps": 3,
+        "target_forwards": 4,
+        "drafted_per_step": pytest.approx(4),
+    }
+    assert times(runs) == {
+        "tokens_per_second": pytest.approx(6 / 2.52),
+        "end_to_end_tokens_per_second": pytest.approx(8 / 5),
+        "draft_ms": pytest.approx(200),
+        "verify_ms": pytest.approx(600),
+        "other_ms": pytest.approx(40),
+        "overhead": pytest.approx(1 - 1.5 / 2.52),
+        "prefill_ms": pytest.approx(500),
+    }
+
+
+def test_each_row_leaves_its_own_loops_out() -> None:
+    """Catches "tau, no loops" of a lossy or sampled row that still holds its loops, and lacks answers without any."""
+    looped, varied = [9] * 30, list(range(30))
+
+    def rows(method: str, outputs: list[list[int]], commits: list[int]) -> list[Run]:
+        made = []
+        for index, (tokens, commit) in enumerate(zip(outputs, commits, strict=True)):
+            trace = Trace([Step(0, 9, 9, commit - 1, commit)] * 6, [0.1] * 6, [0.1] * 6, [0.1] * 6, [0.1] * 6, 0.1)
+            made.append(Run(method, 1.0, 0, index, tokens, 0.1, 1.0 + index, 2.0 + index, trace))
+        return made
+
+    runs = rows("plain", [looped, varied], [1, 1]) + rows("lossy", [varied, looped], [2, 5])
+    runs += [replace(run, method=STOCK, trace=None) for run in runs[:2]]
+    described: dict[str, Any] = {name: {"lossless": False} for name in ("plain", "lossy")}
+    baseline, (plain, lossy) = make_rows(runs, described, "plain", PROMPTS[:2], TargetModel(build("llama")), 0)
+    assert (baseline["loop_share"], plain["loop_share"], lossy["loop_share"]) == (0.5, 0.5, 0.5)
+    assert lossy["tau"] == pytest.approx(3.5)
+    assert lossy["tau_without_loops"] == pytest.approx(2.0)
+    assert lossy["speedup_without_loops"] == pytest.approx(1.0)
 
 
 def test_tau_without_loops_leaves_only_those_prompts_out() -> None:
