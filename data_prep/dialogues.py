@@ -5,15 +5,14 @@ A record holds its turns under ``conversations`` (or ``conversation``, ``message
 by reason; one bad record never ends a run.
 """
 
-import gzip
 import hashlib
-import json
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from .json_records import Unreadable, read_records
 
 ROLES = {
     "human": "user",
@@ -109,12 +108,12 @@ def parse_record(record: Any, fallback_id: str, changed: Counter[str] | None = N
     are counted in ``changed``.
 
     Raises:
-        DroppedError: with one of the reasons ``broken_json``, ``not_an_object``, ``no_conversations``,
+        DroppedError: with one of the reasons ``broken_json``, ``not_utf8``, ``not_an_object``, ``no_conversations``,
             ``empty_dialogue``, ``broken_turn``, ``unknown_role``, ``non_string_value``, ``invalid_text``,
             ``empty_turn``, ``wrong_role_order``, ``no_assistant_turn``.
     """
-    if isinstance(record, _Unreadable):
-        raise DroppedError("broken_json")
+    if isinstance(record, Unreadable):
+        raise DroppedError(record.reason)
     if not isinstance(record, dict):
         raise DroppedError("not_an_object")
     turns = next((record[key] for key in TURN_KEYS if record.get(key) is not None), None)
@@ -170,10 +169,6 @@ def check_source(source: str | Path) -> None:
         )
 
 
-class _Unreadable:
-    """Stands in for a line that is not JSON."""
-
-
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise DroppedError("broken_turn")
@@ -207,41 +202,8 @@ def _records(source: str) -> Iterator[Any]:
     if not path.is_file():
         yield from _dataset_records(source)
         return
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as file:
-            yield from _json_records(file, path)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is a damaged gzip file ({error}); fetch it again") from error
-
-
-def _json_records(file: IO[bytes], path: Path) -> Iterator[Any]:
-    first = True
-    for line in file:
-        start = line.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if not start:
-            continue
-        if first and start.startswith(b"["):  # one JSON list; among records one a line it is a bad record
-            yield from _json_list(start + file.read(), path)
-            return
-        first = False
-        yield _parse_line(start)
-
-
-def _json_list(data: bytes, path: Path) -> Iterable[Any]:
-    try:
-        records = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} starts like a JSON list but is broken: {error}") from error
-    assert isinstance(records, list)  # it starts with a bracket
-    return records
-
-
-def _parse_line(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        return _Unreadable()
+    for _, record in read_records(path):
+        yield record
 
 
 def _dataset_records(name: str) -> Iterator[Any]:

@@ -11,6 +11,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from drafters.text_files import read_text
+
 from .dialogues import Dialogue, DroppedError, ReadCounts, read_dialogues
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
 
@@ -53,8 +55,8 @@ def load_tokenizer(name: str, revision: str | None = None, chat_template: str | 
 
 def _read_template(file: str) -> str:
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(file))
+    except (OSError, ValueError) as error:
         raise ValueError(f"chat_template {file} is no readable text file ({error})") from error
     if not text.strip():
         raise ValueError(f"chat_template {file} is empty; leave the key out to use the tokenizer's own template")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drafters.text_files import read_text
 from drafters.wording import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -34,9 +35,10 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], n=1)
         hint = f"; did you mean {file.parent / near[0]}?" if near else ""
         raise ValueError(f"no config file at {file}{hint}")
+    text = read_text(file)
     try:
-        data = _read_yaml(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueErrors: bytes that are no UTF-8, numbers of 5,000 digits
+        data = _read_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:  # a number of 5,000 digits
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")

@@ -1,7 +1,6 @@
 """Prompt files to token ids: held-out ShareGPT dialogues or Spec-Bench questions, told apart by their content."""
 
 import hashlib
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from data_prep.dialogues import ReadCounts, read_dialogues
+from data_prep.json_records import Unreadable, read_records
 from drafters.config import Config
 
 Format = Literal["sharegpt", "spec-bench"]
@@ -240,10 +240,9 @@ def check_prompt_file(file: Path) -> None:
 
 def detect_format(file: Path) -> Format:
     """By the first readable record: ``turns`` is Spec-Bench's, anything else is read (and checked) as ShareGPT."""
-    if file.suffix != ".gz":
-        for _, record in _lines(file):
-            if isinstance(record, dict):
-                return "spec-bench" if "turns" in record else "sharegpt"
+    for _, record in read_records(file):
+        if isinstance(record, dict):
+            return "spec-bench" if "turns" in record else "sharegpt"
     return "sharegpt"
 
 
@@ -263,10 +262,10 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
 
 
 def _spec_bench(file: Path, skipped: Counter[str]) -> Iterator[Record]:
-    for number, record in _lines(file):
+    for number, record in read_records(file):
         turns = record.get("turns") if isinstance(record, dict) else None
-        if record is None:
-            skipped["broken_json"] += 1
+        if isinstance(record, Unreadable):
+            skipped[record.reason] += 1
         elif not isinstance(record, dict):
             skipped["not_an_object"] += 1
         elif not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
@@ -277,14 +276,3 @@ def _spec_bench(file: Path, skipped: Counter[str]) -> Iterator[Record]:
             category = record.get("category")
             id_ = record.get("question_id", f"line {number}")
             yield str(id_), None if category is None else str(category), [{"role": "user", "content": turns[0]}]
-
-
-def _lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """(line number, parsed JSON; None where it is broken) of every line that is not blank."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-                except (ValueError, RecursionError):
-                    yield number, None

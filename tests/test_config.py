@@ -159,3 +159,19 @@ def test_a_long_value_is_quoted_short(file: Path, value: str) -> None:
     with pytest.raises(ValueError) as caught:
         load_config(Run, file)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
+def test_every_unicode_encoding_is_read(tmp_path: Path, encoding: str) -> None:
+    """Catches a config saved by Windows' Notepad that is "not valid YAML"."""
+    path = tmp_path / "run.yaml"
+    path.write_text("out: è\n", encoding=encoding)
+    assert load_config(Run, path).out == "è"
+
+
+def test_another_encoding_is_named_with_what_converts_it(tmp_path: Path) -> None:
+    """Catches "'utf-8' codec can't decode byte", which tells nobody what to do."""
+    path = tmp_path / "run.yaml"
+    path.write_text("out: è\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"run\.yaml is not UTF-8 .*probably Latin-1; convert it with: iconv -f ISO"):
+        load_config(Run, path)

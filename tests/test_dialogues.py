@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def test_a_category_is_kept() -> None:
 
 def test_broken_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     """Catches one bad line ending the run: cut JSON, bytes that are no UTF-8, endless nesting, a byte-order mark."""
+    accented = json.dumps(turns(("human", "Où ?"), ("gpt", "Là")), ensure_ascii=False).encode()
     lines = [
         b"\xef\xbb\xbf" + json.dumps(GOOD).encode(),
         b'{"id": "cut", "conversations": [{"from"',
@@ -102,14 +104,65 @@ def test_broken_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
         b'{"a":' * 100_000,
         b"",
         json.dumps(turns(("human", "A"))).encode(),
-        json.dumps(GOOD).encode(),
+        accented,
     ]
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join(lines))
     dialogues, counts = read(file)
     assert len(dialogues) == counts.kept == 2
-    assert counts.dropped == {"broken_json": 3, "no_assistant_turn": 1}
-    assert counts.describe() == "2 kept, dropped 4 (broken_json 3, no_assistant_turn 1)"
+    assert counts.dropped == {"broken_json": 2, "not_utf8": 1, "no_assistant_turn": 1}
+    assert counts.describe() == "2 kept, dropped 4 (broken_json 2, not_utf8 1, no_assistant_turn 1)"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("form", ["list.json", "lines.jsonl", "lines.jsonl.gz"])
+def test_every_unicode_encoding_is_read(tmp_path: Path, encoding: str, form: str) -> None:
+    """Catches a file that PowerShell or Excel wrote counted as broken JSON, line by line."""
+    records = [turns(("human", "Où ?"), ("gpt", "Là\u2028ici")), GOOD]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    text = json.dumps(records, ensure_ascii=False) if form.startswith("list") else "\n".join(lines)
+    data = text.encode(encoding)
+    (tmp_path / form).write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
+    dialogues, counts = read(tmp_path / form)
+    assert [one.messages[1]["content"] for one in dialogues] == ["Là\u2028ici", "Hello!"]
+    assert not counts.dropped
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("latin-1", "Latin-1"), ("cp1252", "Windows-1252")])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_another_encoding_is_named_with_what_converts_it(
+    tmp_path: Path, encoding: str, name: str, as_list: bool
+) -> None:
+    """Catches every dialogue with an accent in it dropped as broken JSON, and the others trained on."""
+    word = "Là" if encoding == "latin-1" else "Là – ici"
+    records = [GOOD, turns(("human", "Où ?"), ("gpt", word))]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    file, mended = tmp_path / "old data.jsonl", tmp_path / "utf8-old data.jsonl"
+    file.write_bytes((f"[{','.join(lines)}]" if as_list else "\n".join(lines)).encode(encoding))
+    with pytest.raises(
+        ValueError, match=f"is not UTF-8 .byte 0xf9., probably {name}; convert it with: iconv "
+    ) as error:
+        read(file)
+    command = str(error.value).partition("convert it with: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert read(mended)[0][1].messages[1]["content"] == word
+
+
+def test_few_odd_bytes_are_damage(tmp_path: Path) -> None:
+    """Catches a run that ends for one flipped bit in a large file of plain ASCII, as which JSON is mostly written."""
+    lines = [json.dumps(GOOD).encode()] * 200
+    lines[77] = lines[77].replace(b"Hi", b"H\xe9")
+    (tmp_path / "data.jsonl").write_bytes(b"\n".join(lines))
+    dialogues, counts = read(tmp_path / "data.jsonl")
+    assert len(dialogues) == 199
+    assert counts.dropped == {"not_utf8": 1}
+
+
+def test_a_binary_file_is_no_text(tmp_path: Path) -> None:
+    """Catches a wrong file given as data counted as so many broken lines."""
+    (tmp_path / "data.jsonl").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\x02\xff\n\xfe\0")
+    with pytest.raises(ValueError, match=r"data\.jsonl is "):
+        read(tmp_path / "data.jsonl")
 
 
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl", "lines.jsonl.gz", "list.json.gz"])

@@ -51,6 +51,19 @@ def test_sharegpt_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:
     assert ids == {(3, 7, 8, 5), (3, 13, 5)}
 
 
+def test_questions_in_another_encoding(tmp_path: Path) -> None:
+    """Catches questions in UTF-16 taken for no questions at all, and in Latin-1 for the few that have no accent."""
+    file = tmp_path / "p.jsonl"
+    lines = [json.dumps({"question_id": i, "turns": [f"w{i} \u00e9"]}, ensure_ascii=False) for i in range(3)]
+    file.write_text("\n".join(lines), encoding="utf-16")
+    prompts = load(file)
+    assert prompts.format == "spec-bench"
+    assert len(prompts.measured + prompts.warmup) == 3
+    file.write_text("\n".join(lines), encoding="latin-1")
+    with pytest.raises(ValueError, match="probably Latin-1; convert it with: iconv"):
+        load(file)
+
+
 def test_spec_bench_takes_the_first_turn_and_the_category(tmp_path: Path) -> None:
     """Catches Spec-Bench files read as ShareGPT, and turns glued together."""
     records = [{"question_id": 81 + i, "category": "qa", "turns": [f"w{i}", "w9"]} for i in range(3)]

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from drafters.text_files import read_text
 from train.target_config import TargetConfig
 from train.target_files import DataPosition, replace_folder
 
@@ -40,7 +41,7 @@ def read_dialogues(path: Path) -> list[list[dict[str, str]]]:
         raise ValueError(f"no corpus at {path}; make it with: python -m data_prep.stdlib_corpus --out {path.parent}")
     dialogues = []
     # Not splitlines: it also cuts at characters, such as U+2028, that JSON leaves inside strings.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
