@@ -28,6 +28,7 @@ from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
 from drafters.decoding.model_files import load_config_only, resolve_device
 from drafters.decoding.target import TargetModel
+from drafters.program import run_program
 from drafters.provenance import git_commit, library_versions
 
 from .dialogues import check_source, source_digest
@@ -36,7 +37,6 @@ from .dump import Background, Buffers, Computed, Tokens, run_shard
 from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .loss_mask import ChatTokenizer
 from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
-from .program import run_program
 from .ranks import Rank, add_rank_arguments, find_rank
 from .store import FeatureStore
 from .store_writer import StoreWriter
@@ -350,10 +350,5 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def program() -> None:
-    """``main`` for the command line."""
-    run_program(main)
-
-
 if __name__ == "__main__":
-    program()
+    run_program(main)

@@ -19,9 +19,10 @@ from rich.text import Text
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from drafters.program import run_program
+
 from .encoding import tokenizer_hash
 from .manifest import MANIFEST, StoreManifest, read_manifest
-from .program import run_program
 from .store import FeatureStore, StoredDialogue, broken_shards, size_problem
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)

@@ -27,6 +27,7 @@ from drafters.checkpoint import drafter_type
 from drafters.config import Config, load_config
 from drafters.decoding.frozen import load_frozen_ends
 from drafters.decoding.model_files import load_config_only, resolve_device
+from drafters.program import run_program
 from drafters.provenance import git_commit, library_versions, replace_text
 
 from .answer_journal import Batch, Conversation, Journal, check_identity, read_journals, replay
@@ -34,7 +35,6 @@ from .dialogues import ReadCounts, check_source, read_dialogues, source_digest
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers, EndpointConfig
 from .loss_mask import ChatTokenizer
-from .program import run_program
 from .ranks import Rank, add_rank_arguments, find_rank
 from .split import record
 from .store_lock import folder_lock
@@ -348,10 +348,5 @@ def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, Rank]:
     return load_config(RegenerateConfig, parsed.config, parsed.overrides), rank
 
 
-def program() -> None:
-    """``main`` for the command line."""
-    run_program(main)
-
-
 if __name__ == "__main__":
-    program()
+    run_program(main)

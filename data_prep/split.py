@@ -12,10 +12,10 @@ import json
 import random
 from pathlib import Path
 
+from drafters.program import run_program
 from drafters.provenance import changes, replace_text
 
 from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
-from .program import run_program
 
 FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
@@ -110,10 +110,5 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def program() -> None:
-    """``main`` for the command line."""
-    run_program(main)
-
-
 if __name__ == "__main__":
-    program()
+    run_program(main)

@@ -22,6 +22,7 @@ import torch
 from drafters.config import load_config
 from drafters.decoding.target import TargetModel
 from drafters.environment import environment, load_average
+from drafters.program import run_program
 from drafters.provenance import peak_memory_bytes, replace_text
 
 from .disk import existing_folder
@@ -29,7 +30,6 @@ from .dump import Tokens, forward, make_batches
 from .encoding import load_tokenizer
 from .features import FeaturesConfig, Work, check_disk, encode, load_target, make_headers, write_store
 from .manifest import plan_shards
-from .program import run_program
 from .ranks import Rank
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from . import make_drafter
 from .base import Drafter
 from .config import Config
 from .decoding.acceptance import Verdict
@@ -18,6 +17,7 @@ from .decoding.loop import DecodeState, step
 from .decoding.sampling import Sampling
 from .decoding.target import FeatureOutput, TargetModel
 from .draft_model import DraftModel, DraftModelDrafter
+from .methods import make_drafter
 
 
 class CascadeOptions(Config):

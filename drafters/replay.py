@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from . import make_drafter
 from .base import Drafter
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, to_host
@@ -18,6 +17,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, most_likely
 from .decoding.target import FeatureOutput, TargetModel
+from .methods import make_drafter
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -322,17 +322,6 @@ def test_a_chat_template_from_a_file(tmp_path: Path, target_folder: Path) -> Non
         assert tokenizer.decode(store[0].input_ids).startswith("PREAMBLE <|im_start|>user")
 
 
-def test_errors_end_the_program_with_one_line(
-    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a stack trace in place of the message, and an exit status of zero."""
-    config = write_config(tmp_path, target_folder)
-    monkeypatch.setattr(sys, "argv", ["data_prep.features", "--config", str(config), "max_lenght=64"])
-    with pytest.raises(SystemExit, match=r"^error: .*unknown key 'max_lenght'; did you mean 'max_length'\?$") as stop:
-        features.program()
-    assert isinstance(stop.value.code, str)  # printed to stderr, with status 1
-
-
 def test_plans() -> None:
     """Catches dialogues left out, doubled or in oversized batches, and a resumed plan that differs from the first."""
     lengths = [5, 9, 1, 7, 7, 30, 2, 4]

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data_prep.program import run_program
+from drafters.program import run_program
 from drafters.provenance import replace_text
 from train.run_files import StateFolder, read_metrics
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_prep.program import run_program
 from drafters.environment import load_average
+from drafters.program import run_program
 from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
 from train import runtime
 from train.formulations import Side, from_config, from_shape

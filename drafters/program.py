@@ -1,0 +1,135 @@
+"""A `main` as a program: what its user can mend, and Ctrl-C, end in one line instead of a stack trace."""
+
+import atexit
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what Slurm and launchers end a run with
+LAUNCHERS = ("deepspeed", "torchrun", "deepspeed.pt")
+
+
+class Failure(RuntimeError):
+    """Ends a program as a ValueError does, where it is not the input that is wrong; the message is for the user."""
+
+
+def run_program(main: Callable[[], int | None]) -> None:
+    """Run it and exit with its status: 1 with one line for what the user can mend, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Until ``main`` enters ``keeping`` nothing can be half-written, so a signal ends the process at once: raised inside
+    an import, KeyboardInterrupt would come out as any other error.
+    """
+    own = os.getpid()
+
+    def leave_at_once(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:  # and not a worker that was forked
+            _say(f"interrupted; nothing was begun. To start again: {command()}")
+        os._exit(128 + number)
+
+    command()  # while the launcher that started this process still runs
+    for number in SIGNALS:
+        signal.signal(number, leave_at_once)
+    try:
+        status = main()
+    except (ValueError, OSError, Failure) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt as error:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        kept, number = error.args if len(error.args) == 2 else (f"to start again: {command()}", signal.SIGINT)
+        _say(f"interrupted; {kept}")
+        leave(128 + number)
+    if status:
+        sys.exit(status)
+
+
+@contextlib.contextmanager
+def keeping(kept: Callable[[], str]) -> Iterator[None]:
+    """While files are written: a signal is raised as KeyboardInterrupt, so that they are closed as after any error.
+
+    A program enters this once, for all of its work. Inside of it, others tell more: the innermost ``kept`` counts.
+
+    Args:
+        kept: what a run that was interrupted here has kept, and the command that goes on: the program's last line.
+    """
+    with _raised():
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if len(error.args) < 2:
+                error.args = (kept(), *error.args) if error.args else (kept(), signal.SIGINT)
+            raise
+
+
+def command(*more: str) -> str:
+    """The command that started this program, to be typed again, with ``more`` at its end.
+
+    Under a launcher it is the launcher's, as the user typed it.
+    """
+    global _words
+    if _words is None:
+        _words = _launched_by() or [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
+    return shlex.join([*_words, *(word for word in more if word not in _words)])
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with ``status``: what ``sys.exit`` does, without waiting for threads."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+_words: list[str] | None = None
+
+
+def _launched_by() -> list[str] | None:
+    """The command line of the launcher that started this process, if one did."""
+    if "RANK" not in os.environ:
+        return None
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            if len(words) > 1 and Path(words[1]).name in LAUNCHERS:
+                return [Path(words[1]).name, *words[2:]]
+    return None
+
+
+@contextlib.contextmanager
+def _raised() -> Iterator[None]:
+    """Signals of a program are raised; elsewhere (a test, a notebook) they stay what they are."""
+    handler = signal.getsignal(signal.SIGINT)
+    ours = getattr(handler, "__qualname__", "").startswith(run_program.__name__)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # A launcher that gets Ctrl-C, too, sends SIGTERM to processes that are ending already.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, interrupt_again)
+        raise KeyboardInterrupt(number)
+
+    def interrupt_again(number: int, frame: FrameType | None) -> None:
+        _say(f"interrupted twice, so left at once, as after a kill; to start again: {command()}")
+        os._exit(128 + number)
+
+    if ours:
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
+    yield
+    if ours:  # what there was to do is done
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _say(line: str) -> None:
+    """Write a line to stderr, on the first of several ranks; safe in a signal handler."""
+    if os.environ.get("RANK", "0") == "0":
+        start = "\n" if sys.stderr.isatty() else ""  # below the ^C and a bar
+        os.write(2, f"{start}{line}\n".encode())
