@@ -75,18 +75,24 @@ class EagleHead(nn.Module):
 
 
 class EagleOptions(Config):
-    """``tree``: chain and dynamic are ``depth`` deep; static is the paper's tree of Figure 9 unless ``paths`` says
-    else.
+    """``tree``: chain and dynamic are ``depth`` deep, by default 5 and 6; static is the paper's tree of Figure 9 unless
+    ``paths`` says else.
 
     ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
     keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
+
+    The dynamic tree's defaults are those of EAGLE-2's released evaluation. What it calls depth 5 are levels after the
+    root's own children, so 6 in all, and its 60 tokens count the root.
     """
 
     tree: Literal["chain", "static", "dynamic"] = "dynamic"
-    depth: int = Field(5, ge=1)
+    depth: int | None = Field(None, ge=1)
     top_k: int = Field(10, ge=1)
     nodes: int = Field(59, ge=1)
     paths: list[list[int]] | None = None
+
+
+DEPTHS = {"chain": 5, "static": 5, "dynamic": 6}
 
 
 class EagleDrafter(LearnedDrafter):
@@ -105,15 +111,16 @@ class EagleDrafter(LearnedDrafter):
         target: TargetModel,
         module: EagleHead,
         tree: str = "dynamic",
-        depth: int = 5,
+        depth: int | None = None,
         top_k: int = 10,
         nodes: int = 59,
         paths: list[list[int]] | None = None,
     ) -> None:
         super().__init__(target, module)
-        self.tree, self.depth, self.top_k, self.nodes = tree, depth, min(top_k, target.vocab_size), nodes
+        self.tree, self.top_k, self.nodes = tree, min(top_k, target.vocab_size), nodes
+        self.depth, self._own_depth = DEPTHS[tree] if depth is None else depth, depth
         if tree == "chain":
-            paths = [[0] * level for level in range(1, depth + 1)]
+            paths = [[0] * level for level in range(1, self.depth + 1)]
         self.paths = None if tree == "chain" else paths
         self.plan = TreePlan(paths or EAGLE_TREE, target.device)
         head: Any = self.module
@@ -128,7 +135,9 @@ class EagleDrafter(LearnedDrafter):
         return EagleHead(target.config)
 
     def drafter_config(self) -> dict[str, Any]:
-        options = {"tree": self.tree, "depth": self.depth, "top_k": self.top_k, "nodes": self.nodes}
+        options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
+        # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
+        options |= {} if self._own_depth is None else {"depth": self._own_depth}
         return options | ({"paths": self.paths} if self.paths else {})
 
     @property
