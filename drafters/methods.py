@@ -1,7 +1,7 @@
 """A drafter by the name of its method, which is the name of its file; no file is imported before it is asked for."""
 
 import difflib
-import importlib
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait 
 
 def method_names() -> list[str]:
     """The methods there are: the files of this package with a class that bears the file's name."""
-    files = Path(__file__).parent.glob("*.py")
+    files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
     return sorted(file.stem for file in files if f'    name = "{file.stem}"\n' in file.read_text(encoding="utf-8"))
 
 
@@ -34,7 +34,7 @@ def drafter_class(name: str) -> type["Drafter"]:
     from .base import Drafter
 
     check_method(name)
-    for value in vars(importlib.import_module(f".{name}", __package__)).values():
+    for value in vars(import_module(f".{name}", __package__)).values():
         if isinstance(value, type) and issubclass(value, Drafter) and value.name == name:
             return value
     raise ValueError(f"drafters/{name}.py holds no Drafter whose name is {name!r}")
