@@ -8,34 +8,16 @@ batch_cost.md into ``out``.
 """
 
 import argparse
-import json
-import random
-import statistics
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import torch
 from pydantic import Field, model_validator
-from rich.console import Console
-from rich.progress import Progress
-from transformers.utils.logging import disable_progress_bar
 
-from drafters import TargetModel
 from drafters.config import Config, load_config
-from drafters.decoding.kv_cache import KVCache
-from drafters.environment import environment, load_average
-from drafters.provenance import peak_memory_bytes, replace_text
-from eval.energy import Meter
-from eval.lineup import check_entries
-from eval.output import check_folder
-from eval.page import machine_line, number, software_line, target_line
-from eval.report import about_energy
-from eval.speed import TargetConfig, load_models, make_console
-
-DATA, PAGE = "batch_cost.json", "batch_cost.md"
+from drafters.program import command, keeping, run_program
+from eval.entries import check_entries, check_folder
+from eval.speed import TargetConfig
 
 
 class BatchCostConfig(Config):
@@ -60,153 +42,32 @@ class BatchCostConfig(Config):
         return self
 
 
-@dataclass(frozen=True)
-class Block:
-    """``runs`` forwards of one batch size; joules are None where they are not available."""
-
-    batch: int
-    seconds: float
-    joules: float | None
-    host_joules: float | None
-
-
-def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure and write both files; returns what is in the JSON.
+def check(config: BatchCostConfig) -> None:
+    """What can be found out before the target is loaded.
 
     Raises:
-        ValueError: the target is not there, or its context is too short.
-        OSError: a file could not be written.
+        ValueError: the target is not there, or ``out`` cannot be written to.
     """
     check_entries([], {"target.path": config.target.path})
     check_folder(config.out)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    target = load_models(config.target).target
-    if config.context + 1 > target.max_context:
-        raise ValueError(
-            f"context is {config.context} and one token follows, but {target.name} was made for {target.max_context} "
-            f"positions: give at most {target.max_context - 1}"
-        )
-    facts = environment(target) | {"config": config.model_dump(mode="json"), "argv": argv}
-    meter = Meter(target.device)
-    blocks = measure(target, config, meter, console)
-    facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
-    facts["energy"] = meter.describe()
-    rows = [row_of(batch, [block for block in blocks if block.batch == batch], config.runs) for batch in config.batches]
-    found = {"format_version": 1, "environment": facts, "rows": rows}
-    config.out.mkdir(parents=True, exist_ok=True)
-    replace_text(config.out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
-    replace_text(config.out / PAGE, markdown(found))
-    console.print("\n".join(_table(found)), markup=False, highlight=False)
-    console.print(f"{config.out / PAGE}, {config.out / DATA}", markup=False, highlight=False)
-    return found
 
 
-@torch.inference_mode()
-def measure(target: TargetModel, config: BatchCostConfig, meter: Meter, console: Console) -> list[Block]:
-    """``config.blocks`` blocks of every batch size, in an order shuffled anew each time round."""
-    generator = torch.Generator().manual_seed(config.seed)
-    ready: dict[int, tuple[torch.Tensor, KVCache]] = {}
-    for batch in config.batches:
-        ids = torch.randint(target.vocab_size, (batch, config.context + 1), generator=generator).to(target.device)
-        cache = target.new_cache(batch, config.context + 1)
-        for row in range(batch):  # one at a time: a prefill of all inputs at once could take far more memory
-            _prefill(target, cache, row, ids)
-        ready[batch] = ids[:, -1:], cache
-        _forwards(target, *ready[batch], config.warmup)
-    shuffle = random.Random(config.seed)
-    found = []
-    with Progress(console=console) as progress:
-        task = progress.add_task("", total=config.blocks * len(config.batches))
-        for _ in range(config.blocks):
-            for batch in shuffle.sample(config.batches, len(config.batches)):
-                progress.update(task, description=f"batch {batch}")
-                with meter.measure() as joules:
-                    start = time.perf_counter()
-                    _forwards(target, *ready[batch], config.runs)
-                    seconds = time.perf_counter() - start
-                found.append(Block(batch, seconds, joules.device, joules.host))
-                progress.advance(task)
-    return found
-
-
-def _prefill(target: TargetModel, cache: KVCache, row: int, ids: torch.Tensor) -> None:
-    """Take one row's context into the cache of all."""
-    alone = target.new_cache(1, cache.capacity)
-    target.run(ids[row : row + 1, :-1], alone)
-    cache.keys[:, row], cache.values[:, row] = alone.keys[:, 0], alone.values[:, 0]
-    cache.lengths[row] = ids.shape[1] - 1
-
-
-def _forwards(target: TargetModel, tokens: torch.Tensor, cache: KVCache, count: int) -> None:
-    """The same forward ``count`` times: uncommitted, its rows are overwritten by the next."""
-    for _ in range(count):
-        target.lm_head(target.run(tokens, cache).features)
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-
-
-def row_of(batch: int, blocks: list[Block], runs: int) -> dict[str, Any]:
-    """Of a batch size: medians over its blocks, per forward and per input."""
-    row: dict[str, Any] = {"batch": batch, "runs": runs, "blocks": len(blocks)}
-    for name, values in (
-        ("seconds", [block.seconds for block in blocks]),
-        ("joules", [block.joules for block in blocks]),
-        ("host_joules", [block.host_joules for block in blocks]),
-    ):
-        known = [value for value in values if value is not None]
-        median = statistics.median(known) / runs if len(known) == len(blocks) else None
-        row |= {f"{name}_per_run": median, f"{name}_per_input": None if median is None else median / batch}
-        row[f"{name}_of_blocks"] = values
-    return row
-
-
-def markdown(found: dict[str, Any]) -> str:
-    """``batch_cost.md``."""
-    facts = found["environment"]
-    config = facts["config"]
-    lines = ["# Cost of a forward by batch size", "", target_line(facts), machine_line(facts)]
-    lines.append(
-        f"- a run is one forward: one new token for each input after a context of {config['context']}; "
-        f"{config['runs']} runs a block, medians of {config['blocks']} blocks, batch sizes alternating"
-    )
-    lines += [software_line(facts), *(f"- {line}" for line in about_energy(facts["energy"])), "", *_table(found), ""]
-    return "\n".join([*lines, "## To run it again", "", f"    {' '.join(facts['argv'])}", ""])
-
-
-def _table(found: dict[str, Any]) -> list[str]:
-    head = ["batch size", "ms/run", "ms/input", "time over the first", "J/run", "J/input"]
-    lines = [f"| {' | '.join(head)} |", "|" + " ---: |" * len(head)]
-    first = found["rows"][0]["seconds_per_run"]
-    for row in found["rows"]:
-        cells = [
-            str(row["batch"]),
-            number(1e3 * row["seconds_per_run"], 3),
-            number(1e3 * row["seconds_per_input"], 3),
-            number(row["seconds_per_run"] / first, 2, "x"),
-            number(row["joules_per_run"], 3),
-            number(row["joules_per_input"], 3),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m eval.batch_cost", description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML, see BatchCostConfig")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example context=512")
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(given)
-    disable_progress_bar()  # transformers' own, one for every model loaded
-    try:
-        config = load_config(BatchCostConfig, parsed.config, parsed.overrides)
+    config = load_config(BatchCostConfig, parsed.config, parsed.overrides)
+    check(config)
+
+    from eval.batch_cost_run import run
+    from eval.speed_run import make_console
+
+    with keeping(lambda: f"nothing was written; to start again: {command()}"):
         run(config, ["python", "-m", "eval.batch_cost", *given], make_console())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

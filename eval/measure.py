@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from drafters import Drafter, TargetModel, generate
 from drafters.decoding.trace import Trace
+from drafters.program import Failure
 from eval.energy import Meter, Reading
 from eval.prompts import Prompt
 
 
-class MeasurementError(RuntimeError):
+class MeasurementError(Failure):
     """A method failed on a prompt. Nothing is reused in its place: the run ends."""
 
 

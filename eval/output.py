@@ -1,11 +1,11 @@
 """The files of a report. What an earlier run left stays until there is something complete to put in its place."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import IO, Any
 
+from drafters.program import Failure
 from drafters.provenance import replace_text
 from eval.page import markdown
 from eval.picture import draw
@@ -14,21 +14,8 @@ REPORT, PAGE, PICTURE, JOURNAL = "report.json", "report.md", "speedup.png", "mea
 UNFINISHED = "measurements.unfinished.jsonl"
 
 
-class PictureError(RuntimeError):
+class PictureError(Failure):
     """The picture could not be drawn; the rest of the report is complete."""
-
-
-def check_folder(out: Path) -> None:
-    """Whether ``out`` is, or can become, a folder to write to; creates nothing.
-
-    Raises:
-        ValueError: a file stands in the way, or writing is not allowed.
-    """
-    there = next((folder for folder in (out, *out.parents) if folder.exists()), Path())
-    if not there.is_dir():
-        raise ValueError(f"out: {out} cannot be a folder, for {there} is a file; choose another out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"out: {there} may not be written to; choose another out or change its permissions")
 
 
 def open_journal(out: Path, facts: dict[str, Any]) -> IO[str]:

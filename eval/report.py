@@ -5,6 +5,7 @@ from typing import Any
 
 from drafters import TargetModel
 from eval.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
+from eval.entries import STOCK
 from eval.measure import Run
 from eval.metrics import (
     acceptance,
@@ -17,7 +18,6 @@ from eval.metrics import (
 )
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
-from eval.stock import STOCK
 
 
 def make_rows(

@@ -6,39 +6,14 @@ A streamer notes when the first new tokens come out, so that the prefill is take
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from transformers import GenerationConfig
 
 from drafters import TargetModel
-from drafters.config import Config
+from eval.entries import StockEntry
 from eval.measure import Limits, Method, Outcome
-
-STOCK = "stock generate"
-
-
-class StockEntry(Config):
-    """A row of transformers' accelerated generation: by an assistant (draft) model, or by lookup in the prompt."""
-
-    label: str = Field(description="its name in the report, where (stock) is added")
-    assistant_model: str | None = Field(None, description="folder or Hub repository of a draft model")
-    num_assistant_tokens: int | None = Field(
-        None, ge=1, description="drafted every step, whatever the assistant's confidence; None: transformers' defaults"
-    )
-    prompt_lookup_num_tokens: int | None = Field(None, ge=1, description="tokens copied from the context every step")
-    max_matching_ngram_size: int | None = Field(None, ge=1, description="of the lookup; None: transformers' default")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.assistant_model is None) == (self.prompt_lookup_num_tokens is None):
-            raise ValueError(f"{self.label}: give either assistant_model or prompt_lookup_num_tokens")
-        if self.assistant_model is None and self.num_assistant_tokens is not None:
-            raise ValueError(f"{self.label}: num_assistant_tokens is for an assistant_model, and there is none")
-        if self.prompt_lookup_num_tokens is None and self.max_matching_ngram_size is not None:
-            raise ValueError(f"{self.label}: max_matching_ngram_size needs prompt_lookup_num_tokens")
-        return self
 
 
 def stock_method(

@@ -18,14 +18,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
-from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from drafters.config import load_config, validate
-from eval import speed, sweep_report
-from eval.lineup import Models
-from eval.measure import MeasurementError
-from eval.output import REPORT, PictureError, check_folder
+from drafters.program import command, keeping, run_program
+from eval import speed
+from eval.entries import check_folder
 
 
 class SweepConfig(speed.SpeedConfig):
@@ -82,76 +79,29 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     data[leaf] = value
 
 
-def run(config: SweepConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure every value that has no report yet, and write the sweep's files after each.
-
-    Raises:
-        ValueError: something configured is missing or does not fit; found before anything is measured.
-        MeasurementError: a method failed while it was measured; the values before it are kept.
-        OSError: a file could not be written.
-        PictureError: only a picture is missing.
-    """
-    key, values = config.varied
-    configs = config.speed_configs()
+def check(config: SweepConfig) -> None:
+    """What can be found out before the target is loaded, of every value; raises as ``eval.speed.check``."""
     check_folder(config.out)
-    for one in configs:
+    for one in config.speed_configs():
         speed.check(one)
-    reports: list[dict[str, Any]] = []
-    models: Models | None = None
-    loaded, missing = None, None
-    for place, (value, one) in enumerate(zip(values, configs, strict=True), start=1):
-        console.rule(f"{folder_name(key, value)} ({place} of {len(values)})")
-        report = finished_report(one)
-        if report is None:
-            if loaded != one.target:
-                models = None  # released before the next is loaded
-                models, loaded = speed.load_models(one.target), one.target
-            try:
-                report = speed.run(one, argv, console, models)
-            except PictureError as error:
-                missing, report = error, finished_report(one)
-                assert report is not None
-        else:
-            console.print(f"measured before, {report['environment']['date']}: kept", markup=False, highlight=False)
-        reports.append(report)
-        found = sweep_report.summarise(key, values[:place], [one.out.name for one in configs[:place]], reports, argv)
-        sweep_report.write(found, reports, config.out)
-    sweep_report.draw_picture(found, config.out)
-    console.print(f"{config.out / sweep_report.PAGE}", markup=False, highlight=False)
-    if missing is not None:
-        raise missing
-    return found
 
 
-def finished_report(config: speed.SpeedConfig) -> dict[str, Any] | None:
-    """The report in ``config.out``, if there is one and this very config was measured."""
-    file = config.out / REPORT
-    if not file.is_file():
-        return None
-    try:
-        report = json.loads(file.read_text())
-        same = report["environment"]["config"] == config.model_dump(mode="json")
-    except (ValueError, KeyError, TypeError):
-        return None  # another program's, or another version's: measured again and replaced
-    return report if same else None
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m eval.sweep", description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, type=Path, help="YAML, see SweepConfig")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example prompts.count=8")
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(given)
-    disable_progress_bar()  # transformers' own, one for every model loaded
-    try:
-        config = load_config(SweepConfig, parsed.config, parsed.overrides)
-        run(config, ["python", "-m", "eval.sweep", *given], speed.make_console())
-    except (ValueError, OSError, MeasurementError, PictureError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    config = load_config(SweepConfig, parsed.config, parsed.overrides)
+    check(config)
+
+    from eval.speed_run import make_console
+    from eval.sweep_run import run
+
+    with keeping(lambda: f"the values measured are kept in {config.out}; to go on: {command()}"):
+        run(config, ["python", "-m", "eval.sweep", *given], make_console())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

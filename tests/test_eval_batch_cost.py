@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from programs import status
 from rich.console import Console
 from transformers import PreTrainedModel
 
 import eval.batch_cost
 from drafters import TargetModel
-from eval.batch_cost import BatchCostConfig, Block, measure, row_of
+from eval.batch_cost import BatchCostConfig
+from eval.batch_cost_run import Block, measure, row_of
 from eval.energy import Meter
 
 
@@ -34,7 +36,7 @@ def config_for(path: Path, out: Path, **changes: Any) -> dict[str, Any]:
 def run(config: dict[str, Any], folder: Path) -> int:
     path = folder / "cost.yaml"
     path.write_text(yaml.safe_dump(config))
-    return eval.batch_cost.main(["--config", str(path)])
+    return status(eval.batch_cost.main, "--config", path)
 
 
 def test_both_files_are_written(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

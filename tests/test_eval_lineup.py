@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+import eval.entries
 import eval.lineup
 from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import Config
-from eval.lineup import DrafterEntry, Lineup, Models, check_entries
+from eval.entries import DrafterEntry, check_entries
+from eval.lineup import Lineup, Models
 
 
 def entries(*given: dict[str, Any]) -> list[DrafterEntry]:
@@ -116,8 +118,8 @@ def test_what_is_missing_is_named_before_anything_is_loaded(
     entry: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a mistyped path in a nested option, found only when a large target stands in memory already."""
-    plain = eval.lineup.drafter_class
-    monkeypatch.setattr(eval.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
+    plain = eval.entries.check_method
+    monkeypatch.setattr(eval.entries, "check_method", lambda name: None if name == "many" else plain(name))
     with pytest.raises(ValueError, match=message):
         check_entries(entries(entry), {"target.path": "owner/target"})
 

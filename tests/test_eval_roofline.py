@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import status
 
 from drafters.decoding import loading
 from eval import roofline, shapes
@@ -23,7 +24,7 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_whole_run(tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a figure left out, one without the replay mark, and JSON that is none."""
     out = tmp_path / "results"
-    assert roofline.main(["--shape", tiny_shape, *SMALL, f"out={out}", "batches=[1,2]"]) == 0
+    assert status(roofline.main, "--shape", tiny_shape, *SMALL, f"out={out}", "batches=[1,2]") == 0
     found = json.loads((out / "roofline-llama-tiny.json").read_text())
     rows = {row["method"]: row for row in found["rows"]}
     eagle = ["EAGLE chain, replay", "EAGLE static tree, replay"]
@@ -42,7 +43,7 @@ def test_a_whole_run(tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_quantised(tiny_shape: str, tmp_path: Path) -> None:
     """Catches bytes of the floor counted as if nothing were quantised, and stock generate run on emptied layers."""
-    assert roofline.main(["--shape", tiny_shape, *SMALL, f"out={tmp_path}", "batches=[1]", "quantize=int8"]) == 0
+    assert status(roofline.main, "--shape", tiny_shape, *SMALL, f"out={tmp_path}", "batches=[1]", "quantize=int8") == 0
     found = json.loads((tmp_path / "roofline-llama-tiny-int8.json").read_text())
     assert not any("stock" in row["method"] for row in found["rows"])
     layers = 3 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48)
@@ -90,10 +91,10 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
         (["--shape", "llama-5m", "eagle_tau=7"], "no scaling of the profile"),
     ]
     for arguments, message in cases:
-        assert roofline.main([*arguments, f"out={tmp_path / 'x'}"]) == 1
+        assert status(roofline.main, *arguments, f"out={tmp_path / 'x'}") == 1
         assert __import__("re").search(message, capsys.readouterr().err)
     monkeypatch.setattr(loading, "_SMALL", 0)
     monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 20)
-    assert roofline.main(["--shape", "llama-7b", f"out={tmp_path / 'x'}"]) == 1
+    assert status(roofline.main, "--shape", "llama-7b", f"out={tmp_path / 'x'}") == 1
     assert "its weights need 13.48 GB" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

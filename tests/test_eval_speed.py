@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from programs import status
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
 import eval.lineup
 import eval.speed
+import eval.speed_run
 from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
@@ -64,7 +66,7 @@ def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, A
 def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
     path = folder / "speed.yaml"
     path.write_text(yaml.safe_dump(config))
-    return eval.speed.main(["--config", str(path), *overrides])
+    return status(eval.speed.main, "--config", path, *overrides)
 
 
 def strict(text: str) -> Any:
@@ -185,7 +187,7 @@ def test_energy_is_reported_or_its_absence_explained(
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "energy: a counter of our own" in page
-    monkeypatch.setattr("eval.speed.Meter", lambda device: Meter(device, tmp_path / "none"))
+    monkeypatch.setattr("eval.speed_run.Meter", lambda device: Meter(device, tmp_path / "none"))
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
@@ -339,7 +341,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(
 
     out, message = tmp_path / "out", "No space left on device"
     if broken == "full":
-        monkeypatch.setattr(eval.speed, "write_report", full)
+        monkeypatch.setattr(eval.speed_run, "write_report", full)
     else:
         out.write_text("a file")
         out, message = out / "speed", f"{out} is a file; choose another out"

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from programs import status
 from test_eval_prompts import questions, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
 import eval.sweep
+import eval.sweep_run
 from drafters import TargetModel
 from eval.measure import MeasurementError
 from eval.sweep_report import numeric, series
@@ -39,7 +41,7 @@ def config(
 def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(config))
-    return eval.sweep.main(["--config", str(path), *overrides])
+    return status(eval.sweep.main, "--config", path, *overrides)
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
 ) -> None:
     """Catches hours measured twice after a stop, and an old report passed off as one of the changed config."""
     measured: list[str] = []
-    plain = eval.sweep.speed.run
+    plain = eval.sweep_run.speed_run.run
 
     def counted(one: Any, *arguments: Any) -> dict[str, Any]:
         measured.append(one.out.name)
@@ -90,7 +92,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
             raise MeasurementError("out of memory")
         return plain(one, *arguments)
 
-    monkeypatch.setattr(eval.sweep.speed, "run", counted)
+    monkeypatch.setattr(eval.sweep_run.speed_run, "run", counted)
     fail = True
     assert run(config, tmp_path) == 1
     fail = False

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
+from programs import status
 from test_eval_prompts import questions, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
 import eval.tune
+import eval.tune_run
 from drafters.config import validate
-from eval import speed
+from eval import speed, speed_run
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def config(
 def run(config: dict[str, Any], folder: Path, *overrides: str) -> int:
     path = folder / "tune.yaml"
     path.write_text(yaml.safe_dump(config))
-    return eval.tune.main(["--config", str(path), *overrides])
+    return status(eval.tune.main, "--config", path, *overrides)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, figures: Callable[[dict[str, Any]], tuple[float, float]]) -> list[Any]:
@@ -56,8 +58,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, figures: Callable[[dict[str, Any]],
         asked.append(one.drafters[0].grid)
         return {"rows": rows}
 
-    monkeypatch.setattr(eval.tune, "measured", measured)
-    monkeypatch.setattr(eval.tune, "setting", lambda report: [])
+    monkeypatch.setattr(eval.tune_run, "measured", measured)
+    monkeypatch.setattr(eval.tune_run, "setting", lambda report: [])
     return asked
 
 
@@ -96,8 +98,8 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
     assert run(config, tmp_path) == 0
     first = json.loads((tmp_path / "out" / "tune.json").read_text())
     (tmp_path / "out" / "2-window" / "report.json").unlink()
-    seen, measure = [], speed.run
-    monkeypatch.setattr(speed, "run", lambda one, *rest: (seen.append(one.out.name), measure(one, *rest))[1])
+    seen, measure = [], speed_run.run
+    monkeypatch.setattr(speed_run, "run", lambda one, *rest: (seen.append(one.out.name), measure(one, *rest))[1])
     assert run(config, tmp_path) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert seen == ["2-window"] and again["stages"][0] == first["stages"][0]

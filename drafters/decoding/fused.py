@@ -15,9 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from drafters.choices import Quantization
+
 from .kv_cache import KVCache
 from .loading import is_only_moved
-from .product import Product, Quantization
+from .product import Product
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 

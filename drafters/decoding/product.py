@@ -1,18 +1,17 @@
 """A linear layer for decoding: a few rows against a large weight, in the layout and precision that reads fastest."""
 
 from functools import cache
-from typing import Literal
 
 import psutil
 import torch
 from torch.nn import functional as F
 
+from drafters.choices import Quantization
+
 # Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two
 # cores: 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32), so a single row is multiplied four times over.
 LARGE = 1 << 22
 
-
-Quantization = Literal["int8", "int4"]
 GROUPS = (128, 64, 32)  # inputs that share a scale in int4; the first that divides their number
 
 

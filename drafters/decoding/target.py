@@ -7,23 +7,23 @@ agrees with the model's own forward.
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from drafters.choices import Engine, Quantization
 
 from .fused import FusedLayer, FusedNorm, signed, why_not
 from .graphs import Graphs, same
 from .kv_cache import KVCache
 from .loading import DeviceMap, layer_devices, load_model
 from .model_files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
-from .product import Product, Quantization
+from .product import Product
 from .row_mask import attention_bias, attention_mask, row_positions, uniform
 from .self_check import check_layers_agree, graphs_agree
 from .trace import model_time
-
-Engine = Literal["graphs", "fused", "eager"]
 
 
 @dataclass

@@ -1,0 +1,164 @@
+"""The rows of a report as a config gives them, and whether what it names is there; without torch."""
+
+import copy
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from drafters.config import Config
+from drafters.methods import check_method
+from drafters.paths import is_missing_folder
+
+# Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
+DRAFT_MODELS = ("draft_model", "draft_models")
+FOLDERS = ("checkpoint", *DRAFT_MODELS)
+FILES = ("pool",)
+STOCK = "stock generate"
+
+
+class DrafterEntry(Config):
+    """One row of the report, or one for each combination of a ``grid``.
+
+    Every other key is an option of the drafter; learned ones take ``checkpoint``.
+    """
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    drafter: str = Field(description="the method: the name of its file in drafters/")
+    label: str | None = Field(None, description="its name in the report; default: the method's")
+    temperatures: list[float] | None = Field(None, description="default: all of the run's")
+    grid: dict[str, list[Any]] | None = Field(
+        None, min_length=1, description="values of options, dots for nested ones; every combination gets a row"
+    )
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> Self:
+        for knob, values in (self.grid or {}).items():
+            if not values or any(value in values[:index] for index, value in enumerate(values)):
+                raise ValueError(f"grid: {knob} needs one or more different values, found {values}")
+            if knob in DrafterEntry.model_fields or _holds(self.model_extra or {}, knob):
+                raise ValueError(f"grid: {knob} is set in the entry itself, too; leave it in one of the two")
+        return self
+
+    @property
+    def base(self) -> str:
+        """The label, or the method's name: the rows of one grid share it."""
+        return self.label or self.drafter
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """What an expanded entry takes from its grid."""
+        return {knob: values[0] for knob, values in (self.grid or {}).items()}
+
+    @property
+    def name(self) -> str:
+        """What the report calls it: of an expanded entry, with its place in the grid."""
+        return " ".join([self.base, *(f"{knob}={value}" for knob, value in self.knobs.items())])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``make_drafter``; of an expanded entry, its place in the grid included."""
+        options = copy.deepcopy(self.model_extra or {})
+        for knob, value in self.knobs.items():
+            *parents, leaf = knob.split(".")
+            group = options
+            for parent in parents:
+                group = group.setdefault(parent, {})
+            group[leaf] = value
+        return options
+
+    def expand(self) -> list["DrafterEntry"]:
+        """One entry for each combination of the grid, the last knob turning fastest; without a grid, itself."""
+        if self.grid is None:
+            return [self]
+        places = itertools.product(*self.grid.values())
+        grids = [{knob: [value] for knob, value in zip(self.grid, place, strict=True)} for place in places]
+        return [self.model_copy(update={"grid": grid}) for grid in grids]
+
+
+def _holds(options: dict[str, Any], knob: str) -> bool:
+    """Whether an option is given, or something that is no group of keys stands in the way of a nested one."""
+    *parents, leaf = knob.split(".")
+    for parent in parents:
+        if parent not in options:
+            return False
+        options = options[parent]
+        if not isinstance(options, dict):
+            return True
+    return leaf in options
+
+
+def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
+    """What can be found out before the target is loaded.
+
+    Args:
+        paths: of other models, by their key in the config.
+
+    Raises:
+        ValueError: unknown drafters, or folders and files that are not there.
+    """
+    named = [(place, "checkpoint", path) for place, path in paths.items()]
+    for entry in entries:
+        check_method(entry.drafter)
+        named += [(f"{entry.name}: {place}", key, text) for place, key, text in _texts(entry.options, "", "")]
+    for _, key, text in named:
+        if key == "drafter":
+            check_method(text)
+    folders = [f"{place} {path!r}" for place, key, path in named if key in FOLDERS and is_missing_folder(path)]
+    files = [f"{place} {path!r}" for place, key, path in named if key in FILES and not Path(path).is_file()]
+    for kind, missing in (("folders", folders), ("files", files)):
+        if missing:
+            raise ValueError(
+                f"these {kind} do not exist: {', '.join(missing)}; train or fetch them first, or mend the path"
+            )
+
+
+def _texts(value: Any, key: str, place: str) -> Iterator[tuple[str, str, str]]:
+    """(place, key, text) of every string among an entry's options, however deep; a list's items have its key."""
+    if isinstance(value, str):
+        yield place, key, value
+    elif isinstance(value, dict):
+        for inner, item in value.items():
+            yield from _texts(item, inner, f"{place}.{inner}" if place else inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key, place)
+
+
+class StockEntry(Config):
+    """A row of transformers' accelerated generation: by an assistant (draft) model, or by lookup in the prompt."""
+
+    label: str = Field(description="its name in the report, where (stock) is added")
+    assistant_model: str | None = Field(None, description="folder or Hub repository of a draft model")
+    num_assistant_tokens: int | None = Field(
+        None, ge=1, description="drafted every step, whatever the assistant's confidence; None: transformers' defaults"
+    )
+    prompt_lookup_num_tokens: int | None = Field(None, ge=1, description="tokens copied from the context every step")
+    max_matching_ngram_size: int | None = Field(None, ge=1, description="of the lookup; None: transformers' default")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.assistant_model is None) == (self.prompt_lookup_num_tokens is None):
+            raise ValueError(f"{self.label}: give either assistant_model or prompt_lookup_num_tokens")
+        if self.assistant_model is None and self.num_assistant_tokens is not None:
+            raise ValueError(f"{self.label}: num_assistant_tokens is for an assistant_model, and there is none")
+        if self.prompt_lookup_num_tokens is None and self.max_matching_ngram_size is not None:
+            raise ValueError(f"{self.label}: max_matching_ngram_size needs prompt_lookup_num_tokens")
+        return self
+
+
+def check_folder(out: Path) -> None:
+    """Whether ``out`` is, or can become, a folder to write to; creates nothing.
+
+    Raises:
+        ValueError: a file stands in the way, or writing is not allowed.
+    """
+    there = next((folder for folder in (out, *out.parents) if folder.exists()), Path())
+    if not there.is_dir():
+        raise ValueError(f"out: {out} cannot be a folder, for {there} is a file; choose another out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"out: {there} may not be written to; choose another out or change its permissions")

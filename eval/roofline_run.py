@@ -1,0 +1,158 @@
+"""What eval.roofline does with its config."""
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from drafters import TargetModel
+from drafters.environment import environment, load_average
+from drafters.provenance import peak_memory_bytes, replace_text
+from eval import roofline_parts as parts
+from eval.entries import check_folder
+from eval.page import machine_line, number, software_line, target_line
+from eval.random_target import random_target
+from eval.roofline import RooflineConfig
+
+
+@torch.inference_mode()
+def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Measure, write both files and print the page; returns what is in the JSON.
+
+    Raises:
+        ValueError: no such shape, too little memory, or a profile that cannot give its tau.
+        OSError: a file could not be written.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    out = config.out or Path("docs/results") / machine()
+    check_folder(out)
+    positions = config.context + config.new_tokens + max(config.rows) + 128
+    how = config.dtype, config.device, config.engine, config.quantize, config.seed
+    target = random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
+    facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
+    found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
+    with Progress(console=console) as progress:
+        task = progress.add_task("", total=None)
+
+        def about(what: str) -> None:
+            progress.update(task, description=what)
+
+        found |= measure(target, config, about)
+    facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
+    found["environment"] = facts
+    out.mkdir(parents=True, exist_ok=True)
+    stem = f"roofline-{shape}{'-' + config.quantize if config.quantize else ''}"
+    files = out / f"{stem}.md", out / f"{stem}.json"
+    replace_text(files[1], json.dumps(found, indent=2, allow_nan=False) + "\n")
+    replace_text(files[0], markdown(found))
+    console.print(markdown(found), markup=False, highlight=False)
+    console.print(f"{files[0]}, {files[1]}", markup=False, highlight=False)
+    return found
+
+
+def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], None]) -> dict[str, Any]:
+    """All figures, in seconds and bytes."""
+    about("copy bandwidth")
+    bandwidth = parts.copy_bandwidth(target.device)
+    size = parts.bytes_per_step(target, config.context)
+    about("verification by rows")
+    by_rows = parts.verification_seconds(target, config.context, config.rows, config.rounds, config.seed)
+    methods = parts.methods(target, config)
+    about("warm-up")
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for once in methods.values():
+        once()
+    for index in range(config.rounds):
+        for name, once in methods.items():
+            about(f"round {index + 1} of {config.rounds}: {name}")
+            samples[name].append(once())
+    rows = [{"method": name, **median_of(taken)} for name, taken in samples.items()]
+    return {
+        "bandwidth_bytes_per_second": bandwidth,
+        "bytes_per_step": size,
+        "floor_seconds": sum(size.values()) / bandwidth,
+        "verification_seconds": by_rows,
+        "rows": parts.add_ratios(rows, sum(size.values()) / bandwidth),
+    }
+
+
+def median_of(taken: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of dictionaries with the same keys, each number's median (None where it is not known)."""
+    failed = next((one for one in taken if "missing" in one), None)
+    if failed is not None:
+        return failed
+    merged: dict[str, Any] = {}
+    for key, value in taken[0].items():
+        values = [one[key] for one in taken]
+        known = isinstance(value, (int, float)) and not isinstance(value, bool)
+        merged[key] = statistics.median(values) if known else value
+    return merged
+
+
+def machine() -> str:
+    """A folder's name for this machine: its GPU, or how many CPU cores it has."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name().lower().replace(" ", "-")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores}-core-cpu"
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The page."""
+    facts, size = found["environment"], found["bytes_per_step"]
+    total, bandwidth = sum(size.values()), found["bandwidth_bytes_per_second"]
+    lines = [
+        f"# Roofline of {facts['shape']}: REPLAY",
+        "",
+        "Random weights; how deep drafts are accepted is drawn from a profile, every forward is really run.",
+        "",
+        target_line(facts),
+        machine_line(facts),
+        f"- context {facts['config']['context']}, {facts['config']['new_tokens']} new tokens, greedy, median of "
+        f"{facts['config']['rounds']} rounds",
+        software_line(facts),
+        f"- `{' '.join(facts['argv'])}`",
+        "",
+        f"Copy bandwidth {bandwidth / 1e9:.1f} GB/s; a step reads {size['weights'] / 1e9:.3f} GB of weights and "
+        f"{size['cache'] / 1e9:.3f} GB of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",
+        "",
+        "| rows verified | ms | against one row |",
+        "| --- | --- | --- |",
+    ]
+    one = found["verification_seconds"][0]["seconds"]
+    for row in found["verification_seconds"]:
+        lines.append(f"| {row['rows']} | {1e3 * row['seconds']:.3f} | {row['seconds'] / one:.2f} |")
+    lines += [
+        "",
+        "| method | batch | tau (replayed) | tokens/s | of the roofline | speedup | draft ms | verify ms | commit ms "
+        "| overhead | of the formula's limit |",
+        "| --- " * 11 + "|",
+    ]
+    for row in found["rows"]:
+        step = [number(1e3 * row[key], 2) if row.get(key) is not None else "" for key in STEP]
+        shares = [f"{row[key]:.1%}" if row.get(key) is not None else "" for key in ("roofline_share", "limit_share")]
+        over = f"{row['overhead']:.1%}" if row.get("overhead") is not None else ""
+        speedup = f"{row['speedup']:.2f}x" if row.get("speedup") is not None else ""
+        reason = row.get("missing")
+        speed = f"not measured: {reason}" if reason else f"{row['tokens_per_second']:.1f}"
+        tau = f"{row['tau']:.2f}" if row.get("tau") is not None else ""
+        cells = [row["method"], str(row["batch"]), tau, speed, shares[0], speedup, *step, over, shares[1]]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Of the roofline: the share of the floor in the time of a token, for plain decoding of one row. Speedup: over "
+        "plain decoding here, of the same batch. Overhead: time outside forward passes. The formula's limit: (tau * "
+        "target's forward) / (drafter's forwards + verifying forward).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+STEP = ("draft_seconds", "verify_seconds", "other_seconds")

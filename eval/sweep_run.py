@@ -1,0 +1,63 @@
+"""What eval.sweep does with its config."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+
+from eval import speed_run, sweep_report
+from eval.lineup import Models
+from eval.output import REPORT, PictureError
+from eval.speed import SpeedConfig
+from eval.sweep import SweepConfig, folder_name
+
+
+def run(config: SweepConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Measure every value that has no report yet, and write the sweep's files after each.
+
+    Raises:
+        ValueError: something configured is missing or does not fit; found before anything is measured.
+        MeasurementError: a method failed while it was measured; the values before it are kept.
+        OSError: a file could not be written.
+        PictureError: only a picture is missing.
+    """
+    key, values = config.varied
+    configs = config.speed_configs()
+    reports: list[dict[str, Any]] = []
+    models: Models | None = None
+    loaded, missing = None, None
+    for place, (value, one) in enumerate(zip(values, configs, strict=True), start=1):
+        console.rule(f"{folder_name(key, value)} ({place} of {len(values)})")
+        report = finished_report(one)
+        if report is None:
+            if loaded != one.target:
+                models = None  # released before the next is loaded
+                models, loaded = speed_run.load_models(one.target), one.target
+            try:
+                report = speed_run.run(one, argv, console, models)
+            except PictureError as error:
+                missing, report = error, finished_report(one)
+                assert report is not None
+        else:
+            console.print(f"measured before, {report['environment']['date']}: kept", markup=False, highlight=False)
+        reports.append(report)
+        found = sweep_report.summarise(key, values[:place], [one.out.name for one in configs[:place]], reports, argv)
+        sweep_report.write(found, reports, config.out)
+    sweep_report.draw_picture(found, config.out)
+    console.print(f"{config.out / sweep_report.PAGE}", markup=False, highlight=False)
+    if missing is not None:
+        raise missing
+    return found
+
+
+def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
+    """The report in ``config.out``, if there is one and this very config was measured."""
+    file = config.out / REPORT
+    if not file.is_file():
+        return None
+    try:
+        report = json.loads(file.read_text())
+        same = report["environment"]["config"] == config.model_dump(mode="json")
+    except (ValueError, KeyError, TypeError):
+        return None  # another program's, or another version's: measured again and replaced
+    return report if same else None

@@ -1,0 +1,121 @@
+"""What eval.tune does with its config."""
+
+import json
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from drafters.provenance import replace_text
+from eval import speed_run
+from eval.lineup import Lineup, Models
+from eval.measure import MeasurementError
+from eval.output import PictureError
+from eval.page import number, setting, speedup_with_interval
+from eval.speed import SpeedConfig
+from eval.sweep_run import finished_report
+from eval.tune import TuneConfig
+
+BEST, DATA, PAGE = "best.yaml", "tune.json", "tune.md"
+
+
+def run(config: TuneConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Search, writing what is known so far after every knob; returns what tune.json holds.
+
+    Raises:
+        ValueError: something configured is missing or does not fit; found before anything is measured.
+        MeasurementError: a method failed while it was measured; the knobs before are kept.
+        OSError: a file could not be written.
+    """
+    chosen = config.first_values()
+    models = speed_run.load_models(config.target)
+    for one in config.planned():
+        Lineup(one.entries, models)  # a value that the last knob cannot have is found now
+    stages: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    for turn in range(config.passes):
+        before = dict(chosen)
+        for knob in config.knobs:
+            one = config.stage(len(stages) + 1, knob, chosen)
+            console.rule(f"{knob} in {config.knobs[knob]}")
+            report = measured(one, argv, console, models)
+            stage = summarise(knob, dict(chosen), one, report, config.objective)
+            chosen[knob] = stage["best"]
+            stages.append(stage)
+            found = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}
+            write(config, found | {"argv": argv}, report)
+            console.print(f"best {knob}: {chosen[knob]}", markup=False, highlight=False)
+        if turn and chosen == before:
+            break
+    console.print(f"{config.out / BEST}", markup=False, highlight=False)
+    return found
+
+
+def measured(one: SpeedConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
+    """The report of one knob: the one that is there, else measured now."""
+    report = finished_report(one)
+    if report is None:
+        try:
+            return speed_run.run(one, argv, console, models)
+        except PictureError as error:
+            console.print(str(error), markup=False, highlight=False)
+        report = finished_report(one)
+        assert report is not None
+    return report
+
+
+def summarise(
+    knob: str, chosen: dict[str, Any], one: SpeedConfig, report: dict[str, Any], objective: str
+) -> dict[str, Any]:
+    """One knob's figures and its best value."""
+    rows = [row for row in report["rows"] if row["grid"] is not None]
+    kept = ("tokens_per_second", "speedup", "speedup_ci", "tau", "perplexity", "lossless")
+    values = [{"value": row["grid"][knob]} | {name: row[name] for name in kept} for row in rows]
+    usable = [row for row in values if row["tokens_per_second"] is not None and row["perplexity"] is not None]
+    if not usable:
+        raise MeasurementError(f"no value of {knob} could be measured; see {one.out}")
+    if objective == "speed":
+        best = max(usable, key=lambda row: row["tokens_per_second"])
+    else:
+        best = min(usable, key=lambda row: row["perplexity"])
+    others = {other: value for other, value in chosen.items() if other != knob}
+    # Within each other's intervals: more prompts might choose another one.
+    close = [row["value"] for row in usable if row is not best and _overlap(row["speedup_ci"], best["speedup_ci"])]
+    return {"knob": knob, "others": others, "values": values, "best": best["value"], "not_told_apart": close,
+            "folder": one.out.name}  # fmt: skip
+
+
+def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
+    return a is None or b is None or (a[0] <= b[1] and b[0] <= a[1])
+
+
+def write(config: TuneConfig, found: dict[str, Any], report: dict[str, Any]) -> None:
+    """best.yaml, tune.json and tune.md."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    entry = config.drafters[0].model_copy(update={"grid": {knob: [value] for knob, value in found["best"].items()}})
+    best = {"drafter": entry.drafter} | ({"label": entry.label} if entry.label else {}) | entry.options
+    command = " ".join(found["argv"])
+    replace_text(config.out / BEST, f"# Found by: {command}\n" + yaml.safe_dump([best], sort_keys=False))
+    replace_text(config.out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    lines = [f"# Tuning {entry.base} for {found['objective']}", "", *setting(report), ""]
+    for stage in found["stages"]:
+        lines += _page_of(stage)
+    lines += ["## Found", "", "```yaml", yaml.safe_dump([best], sort_keys=False).rstrip(), "```", ""]
+    lines += ["## To run it again", "", f"    {command}", ""]
+    replace_text(config.out / PAGE, "\n".join(lines))
+
+
+def _page_of(stage: dict[str, Any]) -> list[str]:
+    others = ", ".join(f"{knob}={value}" for knob, value in stage["others"].items())
+    lines = [f"## {stage['knob']}" + (f" ({others})" if others else ""), ""]
+    lines += [f"| {stage['knob']} | tokens/s | speedup | tau | ppl |", "| ---: | ---: | ---: | ---: | ---: |"]
+    for row in stage["values"]:
+        mark = " **best**" if row["value"] == stage["best"] else ""
+        lines.append(
+            f"| {row['value']}{mark} | {number(row['tokens_per_second'], 1)} | {speedup_with_interval(row)} | "
+            f"{number(row['tau'], 2)} | {number(row['perplexity'], 2)} |"
+        )
+    if stage["not_told_apart"]:
+        shown = ", ".join(map(str, stage["not_told_apart"]))
+        lines += ["", f"Not told apart from the best by these prompts (intervals overlap): {shown}"]
+    return [*lines, ""]

@@ -1,0 +1,16 @@
+"""Running programs as a user does."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from drafters.program import Failure
+
+
+def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
+    """The exit status of a program's ``main``, its error on stderr as ``run_program`` prints it; in this process."""
+    try:
+        return main([str(argument) for argument in arguments]) or 0
+    except (ValueError, OSError, Failure) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
