@@ -49,10 +49,12 @@ def beam_search(
     eos: frozenset[int],
     generator: torch.Generator | None = None,
     offset: int = 0,
+    warped: bool = False,
 ) -> list[Level]:
     """The ``width`` likeliest hypotheses of every length up to ``length`` (Qin et al. 2024, section 2.1).
 
-    Likelihoods are those of the model's own distribution. Greedy search extends each hypothesis by its likeliest
+    Likelihoods are those of the model's own distribution, unless ``warped`` asks for the one that tokens are drawn from
+    (greedy search draws none: it has the model's own). Greedy search extends each hypothesis by its likeliest
     tokens, sampling by tokens drawn without replacement from the warped distribution; in both those of highest joint
     likelihood are kept. One that ended repeats EOS at no cost.
 
@@ -73,7 +75,7 @@ def beam_search(
             depths = torch.cat([depths, depths.new_full((1, rows), offset + depth - 1)], 1)
             start = depths.shape[1] - rows
             features = model.run(tokens[None], cache, see=see[None], depths=depths, offset=start).features[0]
-        levels.append(_extend(levels, model.lm_head(features), width, sampling, eos, generator))
+        levels.append(_extend(levels, model.lm_head(features), width, sampling, eos, generator, warped))
     return levels
 
 
@@ -84,9 +86,10 @@ def _extend(
     sampling: Sampling,
     eos: frozenset[int],
     generator: torch.Generator | None,
+    warped: bool,
 ) -> Level:
     """The next level, from ``logits [M, V]`` after each hypothesis of the last."""
-    step, tokens = _candidates(logits, width, sampling, generator)
+    step, tokens = _candidates(logits, width, sampling, generator, warped)
     if levels:
         last = levels[-1].tokens[:, None]
         ended = is_end(last, eos) if eos else None
@@ -101,7 +104,7 @@ def _extend(
 
 
 def _candidates(
-    logits: torch.Tensor, count: int, sampling: Sampling, generator: torch.Generator | None
+    logits: torch.Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, warped: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-likelihoods and tokens ``[M, count]`` that may follow each hypothesis; fewer where there are fewer."""
     log_p = logits.log_softmax(-1, dtype=torch.float32)
@@ -115,8 +118,9 @@ def _candidates(
         log_p, pool = log_p.topk(sampling.top_k, -1)
         warping = Sampling(sampling.temperature, 0, sampling.top_p)
     # log_p is the logits but for a constant, which no warping feels.
-    drawn, valid = draw_without_replacement(warping.probabilities(log_p), min(count, log_p.shape[1]), generator)
-    step = log_p.gather(1, drawn).masked_fill(~valid, -torch.inf)
+    probabilities = warping.probabilities(log_p)
+    drawn, valid = draw_without_replacement(probabilities, min(count, log_p.shape[1]), generator)
+    step = (probabilities.log() if warped else log_p).gather(1, drawn).masked_fill(~valid, -torch.inf)
     return step, drawn if pool is None else pool.gather(1, drawn)
 
 

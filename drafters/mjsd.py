@@ -6,7 +6,7 @@ shorter one that fails.
 """
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -27,25 +27,25 @@ class MJSDOptions(Config):
 
     ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens a draft.
     ``beams``: hypotheses kept by the beam search. ``threshold``: the least ratio of joint likelihoods, target to draft
-    model, that is accepted; 0 accepts every draft, 1 none. ``top_k``, ``top_p``: how the draft model's distribution is
-    warped where beams are sampled (temperature above 0).
+    model, that is accepted; 0 accepts every draft, 1 none. ``likelihood``: by which distributions beams and ratio go:
+    ``own``, the models' themselves (section 3.2, Algorithm 1), or ``warped``, those that tokens are drawn from:
+    "also valid" (footnote 5), and what the paper's experiments have, at temperature 1, top-k 20 and top-p 0.9 (Appendix
+    D). It makes a difference where tokens are sampled only.
     """
 
     draft_model: DraftModel
     gamma: int = Field(4, ge=1)
     beams: int = Field(8, ge=1)
     threshold: float = Field(0.1, ge=0.0, le=1.0)
-    top_k: int = Field(20, ge=0)
-    top_p: float = Field(0.9, gt=0.0, le=1.0)
+    likelihood: Literal["own", "warped"] = "own"
 
 
 class MJSDDrafter(DraftModelDrafter):
     """Beam search with the draft model; the best beam is verified by joint likelihood.
 
-    Likelihoods are those of the models' own distributions, not warped (footnote 5). Greedy decoding extends each beam
-    by its most likely tokens, sampling by tokens drawn from the warped distribution without replacement; in both the
-    hypotheses of highest joint likelihood are kept (section 2.1). The last token of every step is the target's,
-    greedy or drawn as the generation says.
+    Greedy decoding extends each beam by its most likely tokens, sampling by tokens drawn without replacement from the
+    draft model's distribution, warped as the generation says; in both the hypotheses of highest joint likelihood are
+    kept (section 2.1). The last token of every step is the target's, greedy or drawn in the same way.
 
     Args:
         draft_model: a loaded draft model, or where to load one from (in the target's dtype).
@@ -65,12 +65,11 @@ class MJSDDrafter(DraftModelDrafter):
         gamma: int = 4,
         beams: int = 8,
         threshold: float = 0.1,
-        top_k: int = 20,
-        top_p: float = 0.9,
+        likelihood: str = "own",
     ) -> None:
         super().__init__(target, draft_model)
         self.gamma, self.beams, self.threshold = gamma, beams, threshold
-        self.top_k, self.top_p = top_k, top_p
+        self.warped = likelihood == "warped"
         self._cache: KVCache
         self._rows: torch.Tensor  # [gamma] draft cache rows of the drafted tokens
 
@@ -79,7 +78,7 @@ class MJSDDrafter(DraftModelDrafter):
         return self.gamma
 
     def rule(self, sampling: Sampling) -> Rule:
-        return JointLikelihood(self.threshold)
+        return JointLikelihood(self.threshold, self.warped)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         # Beams lie side by side in one cache, as a tree; the last level's tokens get no row.
@@ -93,10 +92,8 @@ class MJSDDrafter(DraftModelDrafter):
         pending = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         features = self.draft_model.run(pending, self._cache).features[:, -1]
         self._cache.commit([list(range(pending.shape[1]))])
-        warping = Sampling(state.sampling.temperature, self.top_k, self.top_p)
-        levels = beam_search(
-            self.draft_model, self._cache, features, gamma, self.beams, warping, state.eos, state.generator
-        )
+        how = state.sampling, state.eos, state.generator
+        levels = beam_search(self.draft_model, self._cache, features, gamma, self.beams, *how, warped=self.warped)
         best = trace_back(levels, levels[-1].score.argmax()[None])
         self._rows = best.rows[0]
         draft = DraftTree.chain(best.tokens, valid=until_end(best.tokens, state.eos))
@@ -113,10 +110,14 @@ class JointLikelihood:
     """Accept the longest prefix x_1..j with min(1, p(x_1..j) / q(x_1..j)) > threshold, even past a failing shorter one.
 
     Then one token of the target (Algorithm 1). Its line 11 sets eta to j, a token id: the index i is meant.
+
+    Args:
+        warped: whether p is the distribution that the target's tokens are drawn from, as q then is, too; else its own.
     """
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, warped: bool = False) -> None:
         self.log_threshold = math.log(threshold) if threshold > 0 else -math.inf
+        self.warped = warped
 
     def __call__(
         self,
@@ -131,7 +132,10 @@ class JointLikelihood:
         best = torch.zeros(batch, dtype=torch.long, device=logits.device)
         if n:
             assert draft.is_chain and draft.log_q is not None
-            log_p = logits[:, :-1].log_softmax(-1, dtype=torch.float32).gather(2, draft.tokens[..., None])[..., 0]
+            before = logits[:, :-1]
+            warped = self.warped and not sampling.greedy
+            log_p = sampling.probabilities(before).log() if warped else before.log_softmax(-1, dtype=torch.float32)
+            log_p = log_p.gather(2, draft.tokens[..., None])[..., 0]
             ratio = (log_p.cumsum(1) - draft.log_q.cumsum(1)).clamp_max(0.0)
             passes = ratio > self.log_threshold
             if draft.valid is not None:

@@ -35,7 +35,14 @@ def toy(seed: int = 0) -> TargetModel:
 # The rule.
 
 
-def verdict(p: list[float], q: list[float], threshold: float, valid: list[bool] | None = None) -> list[int]:
+def verdict(
+    p: list[float],
+    q: list[float],
+    threshold: float,
+    valid: list[bool] | None = None,
+    sampling: Sampling | None = None,
+    warped: bool = False,
+) -> list[int]:
     """Committed tokens for the draft 0, 1, 2, ... of probabilities p and q, each given those before.
 
     The target gives the rest of its mass after i draft tokens to token 30 + i.
@@ -46,7 +53,7 @@ def verdict(p: list[float], q: list[float], threshold: float, valid: list[bool] 
         after[0, i, i], after[0, i, 30 + i] = known, 1 - known
     draft = DraftTree.chain(torch.arange(n)[None], valid=None if valid is None else torch.tensor([valid]))
     draft.log_q = torch.tensor([q]).log()
-    found = JointLikelihood(threshold)(draft, after.log(), draft.ancestors(), Sampling())
+    found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling())
     assert found.rows[0] == list(range(len(found.tokens[0])))
     return found.tokens[0]
 
@@ -71,6 +78,27 @@ def test_none_and_all() -> None:
     assert verdict([0.3, 0.3], [0.5, 0.5], 0.1) == [0, 1, 32]
 
 
+TOP_TWO, TOP_ONE, COLD = Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.55), Sampling(0.5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), TOP_TWO, TOP_ONE, COLD])
+def test_ratio_of_own_likelihoods(sampling: Sampling) -> None:
+    """Catches p with temperature, top-k or top-p in a ratio whose q has none: here it would be 0 or 1, or 0.03 of q."""
+    committed = verdict([0.4, 0.15], [0.8, 0.6], 0.1, sampling=sampling)
+    assert committed == [0, 1, 32]  # 0.5, then 0.125 by the models' own; top-p 0.55 leaves neither token
+
+
+def test_ratio_of_warped_likelihoods() -> None:
+    """Catches a warped ratio that leaves out a warp, or that lets a token through which the target cannot draw.
+
+    0.4 beside 0.6 is 0.16/0.52 = 0.308 at temperature 0.5, and 0 under top-p 0.55.
+    """
+    for q, rows in ((0.4, 1), (0.5, 0)):  # 0.308/0.4 = 0.77, 0.308/0.5 = 0.615
+        assert len(verdict([0.4], [q], 0.7, sampling=COLD, warped=True)) == 1 + rows
+    assert verdict([0.4, 0.9], [0.4, 0.1], 0.0, sampling=TOP_ONE, warped=True) == [30]
+    assert verdict([0.4], [0.8], 0.45, sampling=Sampling(), warped=True) == [0, 31]  # greedy decoding has no warp
+
+
 def test_extreme_thresholds() -> None:
     """Catches log(0) and an inclusive comparison: 0 accepts whatever is possible, 1 nothing (Figure 4)."""
     assert verdict([0.001, 0.001], [0.9, 0.9], 0.0) == [0, 1, 32]
@@ -90,13 +118,15 @@ def test_long_drafts_do_not_underflow() -> None:
 # The search.
 
 
-def state_of(target: TargetModel, ids: list[int], temperature: float = 0.0, eos: tuple[int, ...] = ()) -> DecodeState:
+def state_of(
+    target: TargetModel, ids: list[int], temperature: float = 0.0, eos: tuple[int, ...] = (), **warps: float
+) -> DecodeState:
     return DecodeState(
         target=target,
         cache=target.new_cache(1, 32),
         tokens=[list(ids)],
         prompt_lengths=[len(ids)],
-        sampling=Sampling(temperature),
+        sampling=Sampling(temperature, **warps),  # type: ignore[arg-type]
         generator=torch.Generator().manual_seed(0),
         max_new_tokens=20,
         eos=frozenset(eos),
@@ -104,10 +134,11 @@ def state_of(target: TargetModel, ids: list[int], temperature: float = 0.0, eos:
     )
 
 
-def log_likelihood(model: TargetModel, ids: list[int], tail: list[int]) -> torch.Tensor:
-    """``[len(tail)]`` log-probability of each token of ``tail`` after ``ids`` and those before."""
+def log_likelihood(model: TargetModel, ids: list[int], tail: list[int], warp: Sampling | None = None) -> torch.Tensor:
+    """``[len(tail)]`` log-probability of each token of ``tail`` after ``ids`` and those before; warped or as it is."""
     logits = model.model(torch.tensor([ids + tail])).logits[0, len(ids) - 1 : -1]
-    return logits.log_softmax(-1)[torch.arange(len(tail)), torch.tensor(tail)]
+    log_p = logits.log_softmax(-1) if warp is None else warp.probabilities(logits).log()
+    return log_p[torch.arange(len(tail)), torch.tensor(tail)]
 
 
 def beam_search(model: TargetModel, ids: list[int], gamma: int, width: int) -> list[int]:
@@ -156,22 +187,69 @@ def test_wide_beams_find_the_joint_maximum() -> None:
 
 
 def test_sampled_beams() -> None:
-    """Catches sampling that ignores the warping, the seed or the likelihood: top-k 1 leaves the greedy sequence."""
+    """Catches sampling that ignores the run's warping, the seed or the likelihood: top-k 1 leaves the greedy
+    sequence."""
     model, ids = toy(), [3, 1]
-    state = state_of(model, ids, temperature=1.0)
+    state = state_of(model, ids, temperature=1.0, top_k=1)
     greedy = conformance.plain_greedy(model, ids, 3)
-    assert propose(MJSDDrafter(model, model, gamma=3, beams=4, top_k=1), state).tokens[0].tolist() == greedy
-    drafter = MJSDDrafter(model, model, gamma=3, beams=2, top_k=0, top_p=1.0)
+    assert propose(MJSDDrafter(model, model, gamma=3, beams=4), state).tokens[0].tolist() == greedy
+    drafter = MJSDDrafter(model, model, gamma=3, beams=2)
     state = state_of(model, ids, temperature=3.0)
     seen = {tuple(propose(drafter, state).tokens[0].tolist()) for _ in range(20)}
     assert len(seen) > 1
-    narrow = MJSDDrafter(model, model, gamma=1, beams=1, top_k=2, top_p=1.0)
+    narrow = MJSDDrafter(model, model, gamma=1, beams=1)
     likeliest = model.model(torch.tensor([ids])).logits[0, -1].topk(2).indices.tolist()
-    state = state_of(model, ids, temperature=100.0)
+    state = state_of(model, ids, temperature=100.0, top_k=2)
     assert {propose(narrow, state).tokens[0].tolist()[0] for _ in range(40)} == set(likeliest)
-    every = MJSDDrafter(model, model, gamma=2, beams=6, top_k=0, top_p=1.0)  # all tokens drawn: nothing is random
+    every = MJSDDrafter(model, model, gamma=2, beams=6)  # all tokens drawn: nothing is random
     best = beam_search(model, ids, 2, 6)
     assert propose(every, state_of(model, ids, temperature=1.0)).tokens[0].tolist() == best
+
+
+WARP = Sampling(2.0, top_k=5, top_p=0.9)
+
+
+@pytest.mark.parametrize("likelihood", ["own", "warped"])
+def test_likelihoods_of_a_sampled_run(likelihood: str) -> None:
+    """Catches p or q of the other kind, in the beams or in the ratio: both by whole forwards of the stock models.
+
+    With ``own`` the run's temperature, top-k and top-p only choose which tokens are drawn; with ``warped`` they hold
+    for both sides of the ratio. The pair is one in which the two kinds decide differently.
+    """
+    target = conformance.target_of("llama")
+    draft_model = perturbed(target, 0.2)
+    drafter = MJSDDrafter(target, draft_model, gamma=3, beams=3, threshold=0.3, likelihood=likelihood)
+    go, steps = drafter.propose, []
+
+    def record(state: DecodeState) -> DraftTree:
+        steps.append((list(state.tokens[0]), go(state)))
+        return steps[-1][1]
+
+    def ratios(ids: list[int], tail: list[int], kind: str) -> list[float]:
+        warp = WARP if kind == "warped" else None
+        log_p, log_q = (log_likelihood(model, ids, tail, warp) for model in (target, draft_model))
+        if kind == likelihood:
+            torch.testing.assert_close(draft.log_q[0], log_q, atol=1e-3, rtol=1e-3)
+        return (log_p.cumsum(0) - log_q.cumsum(0)).tolist()
+
+    drafter.propose = record  # type: ignore[method-assign]
+    sampled = {"temperature": WARP.temperature, "top_k": WARP.top_k, "top_p": WARP.top_p}
+    told_apart = 0
+    for seed in range(2):
+        steps.clear()
+        trace = generate(
+            target, drafter, [conformance.prompt(9, seed)], max_new_tokens=30, eos_token_id=[], seed=seed, **sampled
+        ).trace  # type: ignore[arg-type]
+        for (ids, draft), step in zip(steps, trace.steps, strict=True):
+            if draft.size < 3:
+                continue
+            longest = {}
+            for kind in ("own", "warped"):
+                found = ratios(ids, draft.tokens[0].tolist(), kind)
+                longest[kind] = max((j + 1 for j, ratio in enumerate(found) if ratio > math.log(0.3)), default=0)
+            assert step.accepted == longest[likelihood]
+            told_apart += longest["own"] != longest["warped"]
+    assert told_apart >= 3
 
 
 def test_ended_beams_stay() -> None:
@@ -223,7 +301,7 @@ def test_threshold_one_is_greedy() -> None:
 def test_bad_options() -> None:
     """Catches thresholds and sizes out of range, which would silently accept everything or fail while decoding."""
     target = conformance.target_of("llama")
-    for wrong in ({"threshold": 1.5}, {"gamma": 0}, {"beams": 0}, {"top_p": 0.0}, {"treshold": 0.1}):
+    for wrong in ({"threshold": 1.5}, {"gamma": 0}, {"beams": 0}, {"likelihood": "q"}, {"treshold": 0.1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             make_drafter("mjsd", target, draft_model="x", **wrong)
     assert not MJSDDrafter.lossless
