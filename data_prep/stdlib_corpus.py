@@ -29,6 +29,7 @@ SKIPPED_FOLDERS = {
 }  # fmt: skip
 SKIPPED_PREFIXES = ("_sysconfigdata", "__phello__", "config-", "_bootlocale")
 HELDOUT_PER_MILLE = 40
+TRAIN, HELDOUT, TUNE = "train", "heldout", "tune"
 MIN_DOC, MIN_SOURCE = 24, 40
 
 DOC_QUESTIONS = (
@@ -168,8 +169,12 @@ def dialogues_of(item: StdlibObject, seed: int, limit: int) -> Iterator[tuple[st
 
 def build_corpus(
     root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600
-) -> list[tuple[bool, dict]]:
-    """(held out?, ShareGPT record) for each dialogue, in a fixed shuffled order, without duplicates."""
+) -> list[tuple[str, dict]]:
+    """(split, ShareGPT record) for each dialogue, in a fixed shuffled order, without duplicates.
+
+    The first ``max_dialogues`` are for training and, by their objects, held out. Of those after them, the ones about
+    held-out objects that no held-out dialogue is about are for tuning: nothing is trained on them, nothing measured.
+    """
     if max_chars < 200:
         raise ValueError(f"max_chars is {max_chars}; answers need at least 200 characters")
     if max_dialogues is not None and max_dialogues < 1:
@@ -177,7 +182,8 @@ def build_corpus(
     if not root.is_dir():
         raise ValueError(f"no standard library at {root}; pass --stdlib the folder that holds ast.py")
     seen: dict[str, str] = {}
-    records = []
+    records: list[tuple[str, dict]] = []
+    groups: dict[str, str] = {}
     for item in read_objects(root):
         held_out = stable_hash("split", item.group) % 1000 < HELDOUT_PER_MILLE
         for kind, turns in dialogues_of(item, seed, max_chars):
@@ -189,11 +195,15 @@ def build_corpus(
             names = ("human", "gpt")
             conversation = [{"from": names[i % 2], "value": turn} for i, turn in enumerate(turns)]
             record = {"id": f"{item.name}#{kind}", "source": f"python-stdlib/{item.module}", "category": kind}
-            records.append((held_out, {**record, "conversations": conversation}))
+            groups[record["id"]] = item.group
+            records.append((HELDOUT if held_out else TRAIN, {**record, "conversations": conversation}))
     records.sort(key=lambda pair: (stable_hash(seed, "order", pair[1]["id"]), pair[1]["id"]))
     if not records:
         raise ValueError(f"no documented Python source below {root}")
-    return records[:max_dialogues]
+    chosen = records[:max_dialogues]
+    measured = {groups[record["id"]] for split, record in chosen if split == HELDOUT}
+    rest = (record for split, record in records[len(chosen) :] if split == HELDOUT)
+    return chosen + [(TUNE, record) for record in rest if groups[record["id"]] not in measured]
 
 
 def _write(path: Path, text: str) -> int:
@@ -206,7 +216,7 @@ def _write(path: Path, text: str) -> int:
 
 
 def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600) -> dict:
-    """Write train.jsonl, heldout.jsonl and manifest.json into `out`; return the manifest.
+    """Write train.jsonl, heldout.jsonl, tune.jsonl and manifest.json into `out`; return the manifest.
 
     Raises:
         ValueError: a wrong argument, or a file where the folder should be.
@@ -216,8 +226,8 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
     records = build_corpus(root, max_dialogues, seed, max_chars)
     out.mkdir(parents=True, exist_ok=True)
     manifest: dict = {"python": platform.python_version(), "seed": seed, "max_chars": max_chars, "files": {}}
-    for name, wanted in (("train", False), ("heldout", True)):
-        rows = [record for held_out, record in records if held_out == wanted]
+    for name in (TRAIN, HELDOUT, TUNE):
+        rows = [record for split, record in records if split == name]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         size = _write(out / f"{name}.jsonl", text)
         digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
@@ -233,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="library to read")
-    parser.add_argument("--max-dialogues", type=int, default=13_000)
+    parser.add_argument("--max-dialogues", type=int, default=13_000, help="for training and held out")
     parser.add_argument("--max-chars", type=int, default=1600, help="longest answer; cut at a line")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
