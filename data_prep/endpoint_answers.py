@@ -26,7 +26,7 @@ from drafters.config import Config
 
 from .answer_journal import RETRIED, Batch, Conversation, Turn
 from .dialogues import Message
-from .target_answers import Writing, derived_seed
+from .writing import Writing, derived_seed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
 # Odd dialogues are refused one by one; so many mean that the server or the settings are to blame.

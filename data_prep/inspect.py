@@ -8,39 +8,22 @@ byte; the exit status is 1 if anything is not as it was written.
 """
 
 import argparse
-import sys
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from tqdm import tqdm
-from transformers import AutoTokenizer
+from drafters.program import command, keeping, run_program
 
-from drafters.program import run_program
-
-from .encoding import tokenizer_hash
-from .manifest import MANIFEST, StoreManifest, read_manifest
-from .store import FeatureStore, StoredDialogue, broken_shards, size_problem
-
-PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
-TRAINED = "bold green"  # colour of the tokens that the loss counts
-MARKS = ("[[", "]]")  # around them where there is no colour
-MOST_TOKENS = 600  # of the decoded dialogue
+from .manifest import MANIFEST, read_manifest
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what the store holds; 1 if something in it is damaged."""
     parsed = _parse(arguments)
-    console = Console(highlight=False, soft_wrap=True)
-    problems = []
-    for folder in find_stores(parsed.store):
-        problems += inspect(folder, parsed, console)
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    stores = find_stores(parsed.store)
+
+    from .inspect_run import run
+
+    with keeping(lambda: f"nothing was changed; to start again: {command()}"):
+        return run(stores, parsed)
 
 
 def find_stores(path: Path) -> list[Path]:
@@ -55,163 +38,6 @@ def find_stores(path: Path) -> list[Path]:
     if not splits:
         read_manifest(path)  # says what is wrong
     return splits
-
-
-def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list[str]:
-    """Print one store; what is damaged in it."""
-    manifest = read_manifest(folder)
-    console.rule(Text(str(folder)), align="left")
-    console.print(facts_table(manifest))
-    if options.verify:
-        with tqdm(total=manifest.size, unit="B", unit_scale=True, desc="reading", leave=False) as progress:
-            problems = broken_shards(folder, manifest, progress.update)
-    else:
-        problems = [problem for entry in manifest.shards if (problem := size_problem(folder, entry))]
-    if problems:
-        return [f"{folder}: {problem}" for problem in problems]
-    if options.verify:
-        console.print(f"All {len(manifest.shards):,} shards are as they were written (SHA-256).")
-    if not manifest.dialogues:
-        console.print("No dialogue has been written yet.")
-        return []
-    try:
-        store = FeatureStore(folder, manifest)
-    except ValueError as error:
-        return [str(error)]
-    console.print(lengths_table(store.lengths))
-    sample = spread(len(store), options.sample)
-    console.print(states_table(store, sample))
-    index = options.dialogue
-    if not 0 <= index < len(store):
-        return [f"--dialogue {index}: {folder} holds dialogues 0 to {len(store) - 1:,}"]
-    print_dialogue(store, index, options.tokenizer, console)
-    return []
-
-
-def facts_table(manifest: StoreManifest) -> Table:
-    """What the manifest says, line by line."""
-    rows = {
-        "state": _state(manifest),
-        "dialogues": f"{manifest.dialogues:,}",
-        "tokens": f"{manifest.tokens:,}, {_share(manifest.response_tokens, manifest.tokens)} of them the assistant's",
-        "dropped": _counts(manifest.dropped),
-        "changed": _counts(manifest.changed),
-        "shards": f"{len(manifest.shards):,}",
-        "size": f"{manifest.size:,} bytes, {manifest.size / max(manifest.tokens, 1):,.1f} a token",
-        "stored as": f"{manifest.dtype}, features and taps {manifest.taps or 'none'}, {manifest.hidden_size:,} wide",
-        "target": f"{manifest.target_name}, revision {manifest.target_revision or 'not given'}, ran in "
-        f"{manifest.target_dtype}, vocabulary {manifest.vocab_size:,}, fingerprint {manifest.target_fingerprint}",
-        "tokenizer": f"{manifest.tokenizer_hash}; template {manifest.template_hash}"
-        + (f" from {manifest.chat_template}" if manifest.chat_template else ""),
-        "source": f"{manifest.source}, digest {manifest.source_digest}",
-        "limits": f"max_length {manifest.max_length:,}, limit {manifest.limit or 'none'}",
-        "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not recorded",
-        "commit": manifest.commit or "not recorded",
-    }
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(name, Text(printable(value)))
-    return table
-
-
-def lengths_table(lengths: torch.Tensor) -> Table:
-    """Percentiles of the dialogues' tokens, int64 ``[dialogues]``."""
-    table = Table("tokens of a dialogue", *(f"{share}%" for share in PERCENTILES), "mean", box=None)
-    values = torch.quantile(lengths.double(), torch.tensor(PERCENTILES, dtype=torch.float64) / 100)
-    table.add_row("", *(f"{value:,.0f}" for value in values.tolist()), f"{lengths.double().mean():,.1f}")
-    return table
-
-
-def states_table(store: FeatureStore, sample: list[int]) -> Table:
-    """Size of the features and of each tap over the tokens of the dialogues in ``sample``."""
-    sums: dict[str, torch.Tensor] = {}  # absolute values, zeros, values; and the largest
-    for index in sample:
-        dialogue = store[index]
-        for name, values in {"features": dialogue.features, **_named(dialogue)}.items():
-            size = values.float().abs()
-            found = torch.tensor([size.double().sum(), (size == 0).sum(), size.numel(), size.max()]).double()
-            before = sums.get(name, torch.zeros(4, dtype=torch.float64))
-            sums[name] = torch.cat([before[:3] + found[:3], torch.maximum(before[3:], found[3:])])
-    table = Table(f"states of {len(sample):,} dialogues", "mean |x|", "max |x|", "zeros", box=None)
-    for name, (total, zeros, count, largest) in ((name, values.tolist()) for name, values in sums.items()):
-        table.add_row(name, f"{total / count:.4g}", f"{largest:.4g}", f"{zeros / count:.2%}")
-    return table
-
-
-def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` indices below ``count``, evenly spread."""
-    wanted = min(count, most)
-    return [index * count // wanted for index in range(wanted)]
-
-
-def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, console: Console) -> None:
-    """Decode a dialogue, with the tokens that are trained on in colour, or in brackets where there is none."""
-    name = tokenizer or store.manifest.target_name
-    revision = None if tokenizer else store.manifest.target_revision
-    try:
-        decoder: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        console.print(f"Not decoded: no tokenizer at {name!r} ({reason}); give one with --tokenizer", markup=False)
-        return
-    if tokenizer_hash(decoder) != store.manifest.tokenizer_hash:
-        console.print(f"{name!r} is another tokenizer than the store's: the text may be wrong", markup=False)
-    coloured = console.color_system is not None and not console.no_color
-    how = "in colour" if coloured else f"in {MARKS[0]} {MARKS[1]}"
-    dialogue = store[index]
-    length, trained = len(dialogue.input_ids), int(dialogue.loss_mask.sum())
-    console.print(f"\nDialogue {index:,}: {length:,} tokens, {trained:,} of them trained on ({how}):")
-    console.print(decoded(dialogue, decoder, coloured))
-    if length > MOST_TOKENS:
-        console.print(f"... and {length - MOST_TOKENS:,} tokens more")
-
-
-def decoded(dialogue: StoredDialogue, tokenizer: Any, coloured: bool) -> Text:
-    """The dialogue's text, runs of trained tokens marked.
-
-    Each run is what the text grows by with its tokens: decoded alone, some tokenizers would drop its first space.
-    """
-    ids, mask = dialogue.input_ids[:MOST_TOKENS], dialogue.loss_mask[:MOST_TOKENS]
-    changes = [0, *((mask[1:] != mask[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
-    text, before = Text(), ""
-    for start, end in zip(changes, changes[1:], strict=False):
-        after = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        part = printable(after[len(before) :])
-        if not mask[start]:
-            text.append(part)
-        elif coloured:
-            text.append(part, style=TRAINED)
-        else:
-            text.append(f"{MARKS[0]}{part}{MARKS[1]}")
-        before = after
-    return text
-
-
-def printable(text: str) -> str:
-    """``text`` without control characters: a data file must not be able to steer the terminal."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-
-
-def _named(dialogue: StoredDialogue) -> dict[str, torch.Tensor]:
-    return {f"tap {layer}": values for layer, values in dialogue.taps.items()}
-
-
-def _state(manifest: StoreManifest) -> str:
-    if manifest.complete:
-        return "complete"
-    there = f"{manifest.consumed:,}"
-    of = f" of {manifest.plan.dialogues:,}" if manifest.plan else ""
-    return f"half written: {there}{of} dialogues so far; run the same data_prep.features command again to finish it"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.1%}"
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items()) or "none"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

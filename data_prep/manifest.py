@@ -13,8 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .quantise import token_bytes
-
 MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
 FORMAT_VERSION = 2
@@ -124,6 +122,8 @@ class StoreManifest(BaseModel):
     @property
     def token_bytes(self) -> int:
         """Bytes on disk of one token: its id, its place in the mask, its feature and its taps."""
+        from .quantise import token_bytes  # torch, which most of what a manifest says does not need
+
         return token_bytes(self.hidden_size, len(self.taps), self.dtype)
 
     @property

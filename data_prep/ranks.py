@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's ids of batch scripts, interactive shells and the like: one process, not many
 
 
@@ -32,7 +30,11 @@ class Rank:
 
     def device(self, wanted: str | None) -> str | None:
         """``wanted``, or, where no certain GPU is named, this process's own of the machine's GPUs."""
-        if self.local is None or wanted not in (None, "cuda") or not torch.cuda.is_available():
+        if self.local is None or wanted not in (None, "cuda"):
+            return wanted
+        import torch  # here: most of what is asked of a rank does not need it
+
+        if not torch.cuda.is_available():
             return wanted
         return f"cuda:{self.local % torch.cuda.device_count()}"
 

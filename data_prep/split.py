@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from drafters.program import run_program
+from drafters.program import command, keeping, run_program
 from drafters.provenance import changes, replace_text
 
 from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
@@ -83,6 +83,26 @@ def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
         raise ValueError(f"--out {out} holds another split: {'; '.join(changed)}; give another folder, or delete it")
 
 
+def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
+    """Read the source and write both sides, and what they were made from, ``facts``."""
+    counts = ReadCounts()
+    dialogues = list(read_dialogues(parsed.source, counts))
+    train, heldout = split(dialogues, parsed.heldout, parsed.seed)
+    facts |= {
+        "source": parsed.source,
+        "train": len(train),
+        "heldout": len(heldout),
+        "dropped": dict(counts.dropped),
+    }
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    replace_text(parsed.out / FACTS, json.dumps(facts, indent=1) + "\n")  # first: a killed run may be run again
+    for name, part in (("train", train), ("heldout", heldout)):
+        replace_text(parsed.out / f"{name}.jsonl", "".join(json.dumps(record(d)) + "\n" for d in part))
+    print(
+        f"{parsed.source}: {counts.describe()}; {len(train):,} to train on, {len(heldout):,} held out -> {parsed.out}"
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m data_prep.split", description=(__doc__ or "").split("\n\n")[0])
@@ -97,17 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     facts: dict[str, object] = {"source_digest": source_digest(parsed.source), "seed": parsed.seed}
     facts["wanted"] = parsed.heldout
     check_out(parsed.out, parsed.source, facts)
-    counts = ReadCounts()
-    dialogues = list(read_dialogues(parsed.source, counts))
-    train, heldout = split(dialogues, parsed.heldout, parsed.seed)
-    facts |= {"source": parsed.source, "train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    replace_text(parsed.out / FACTS, json.dumps(facts, indent=1) + "\n")  # first: a killed run may be run again
-    for name, part in (("train", train), ("heldout", heldout)):
-        replace_text(parsed.out / f"{name}.jsonl", "".join(json.dumps(record(d)) + "\n" for d in part))
-    print(
-        f"{parsed.source}: {counts.describe()}; {len(train):,} to train on, {len(heldout):,} held out -> {parsed.out}"
-    )
+    with keeping(lambda: f"to start again: {command()}"):
+        write_split(parsed, facts)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from drafters.program import command, keeping, run_program
+
 from .disk import existing_folder
 
 SKIPPED_FOLDERS = {
@@ -247,12 +249,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-chars", type=int, default=1600, help="longest answer; cut at a line")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    try:
+    with keeping(lambda: f"to start again: {command()}"):
         manifest = write_corpus(args.out, args.stdlib, args.max_dialogues, args.seed, args.max_chars)
-    except ValueError as error:
-        parser.error(str(error))
     print(json.dumps(manifest, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -1,9 +1,7 @@
 """Answers written by a target in this process, through the one decoding loop, several dialogues at a time."""
 
-import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -13,21 +11,9 @@ from drafters.decoding.loop import eos_ids
 from .answer_journal import Batch, Conversation, Turn
 from .dialogues import DroppedError
 from .loss_mask import ChatTokenizer
+from .writing import Writing, derived_seed
 
 REPLACEMENT = "\ufffd"  # what a decoder prints for half a character
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How answers are written; ``max_context`` is in tokens of prompt and answer, ``keep_truncated`` for cut ones."""
-
-    max_new_tokens: int
-    max_context: int
-    keep_truncated: bool = True
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 class TargetAnswers:
@@ -134,12 +120,6 @@ class TargetAnswers:
         except DroppedError as error:
             return Turn(index, turn, drop=error.reason)
         return Turn(index, turn, text, len(ids), not ended)
-
-
-def derived_seed(seed: int, asked: list[tuple[int, int]]) -> int:
-    """The seed of a batch of (dialogue, turn): the same for the same ones, whatever was answered before."""
-    digest = hashlib.sha256(f"{seed} {asked}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: servers, too, take it
 
 
 def _length(conversation: Conversation) -> int:

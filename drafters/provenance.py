@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 UNCOMMITTED = " with uncommitted changes"
 
@@ -44,6 +45,8 @@ def library_versions(*names: str) -> dict[str, str]:
     Raises:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
+    import torch  # here, for what needs no more of this module than to write files
+
     # A package's metadata may leave torch's build out.
     found = {name: str(torch.__version__) if name == "torch" else metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}
@@ -55,8 +58,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]
 
 
-def peak_memory_bytes(device: torch.device) -> dict[str, int | None]:
+def peak_memory_bytes(device: "torch.device") -> dict[str, int | None]:
     """The most memory this process held so far, on the host and on the device (None: the device is the host)."""
+    import torch
+
     unit = 1 if sys.platform == "darwin" else 1024
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": on_device}

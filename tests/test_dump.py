@@ -14,7 +14,7 @@ from chat_formats import dialogue
 from safetensors import SafetensorError
 from test_features import run, write_config
 
-from data_prep import features, store_writer
+from data_prep import features, features_run, store_writer
 from data_prep.dump import IN_FLIGHT, Background, plan_batches
 from data_prep.manifest import plan_shards, read_manifest
 from data_prep.store import FeatureStore
@@ -96,8 +96,10 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_dump(
     """Catches an error of the writing thread that is lost, comes hours late, or costs finished shards."""
     config = write_config(tmp_path, target_folder, count=40, shard_tokens=100)
     computed: list[Any] = []
-    exact = features.run_shard
-    monkeypatch.setattr(features, "run_shard", lambda *arguments: computed.append(arguments[3]) or exact(*arguments))
+    exact = features_run.run_shard
+    monkeypatch.setattr(
+        features_run, "run_shard", lambda *arguments: computed.append(arguments[3]) or exact(*arguments)
+    )
     with monkeypatch.context() as patch:
         disk_full_after(4, patch)
         with pytest.raises(OSError, match=r"disk is full; the \d+ shards before it .* are kept.*run the same command"):
@@ -120,7 +122,7 @@ def test_a_target_that_fails_leaves_what_was_handed_over(
 ) -> None:
     """Catches shards that were computed and thrown away because a later one ran out of memory."""
     config = write_config(tmp_path, target_folder, count=40, shard_tokens=100)
-    exact, slow = features.run_shard, StoreWriter.write
+    exact, slow = features_run.run_shard, StoreWriter.write
 
     def out_of_memory(*arguments: Any) -> Any:
         if arguments[3][0] > 8:
@@ -131,7 +133,7 @@ def test_a_target_that_fails_leaves_what_was_handed_over(
         time.sleep(0.05)  # so that shards are waiting when it happens
         return slow(*arguments)
 
-    monkeypatch.setattr(features, "run_shard", out_of_memory)
+    monkeypatch.setattr(features_run, "run_shard", out_of_memory)
     monkeypatch.setattr(StoreWriter, "write", write)
     with pytest.raises(ValueError, match="out of memory"):
         run(config, f"splits={json.dumps({'train': str(tmp_path / 'train.jsonl')})}")

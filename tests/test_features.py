@@ -17,13 +17,14 @@ import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
 
-from data_prep import disk, features
+from data_prep import disk, features, features_run
 from data_prep.dump import FORWARD_COST, plan_batches
 from data_prep.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.loss_mask import ChatTokenizer
 from data_prep.manifest import plan_shards, read_manifest
 from data_prep.ranks import Rank
 from data_prep.store import FeatureStore
+from drafters.config import load_config
 from drafters.decoding.target import TargetModel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +99,7 @@ def test_a_finished_store_is_skipped(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(features.TargetModel, "from_pretrained", never)
+    monkeypatch.setattr(features_run.TargetModel, "from_pretrained", never)
     run(config)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all("is finished already: " in line for line in lines)
@@ -159,7 +160,7 @@ def test_limit_takes_the_first_dialogues(tmp_path: Path, target_folder: Path) ->
         ("exit_layers=[0]", "choose from 1 to 3"),
         ("exit_layers=[2,2]", "each layer at most once"),
         ("max_length=512", r"max_length is 512, .* made for 256 tokens; set max_length=256"),
-        ("target=/nowhere/model", "no tokenizer could be loaded from '/nowhere/model'"),
+        ("target=/nowhere/model", "target: there is no folder /nowhere/model"),
         ("splits={}", "splits"),
         ('splits={"../up": "x.jsonl"}', "a split's name becomes a folder"),
         ("exit_layer=[2]", "unknown key 'exit_layer'; did you mean 'exit_layers'"),
@@ -174,8 +175,8 @@ def test_mistakes_are_found_before_the_target_is_loaded(
     """Catches an hour of loading and tokenizing before a message that could have come at once."""
     config = write_config(tmp_path, target_folder)
     override = override.replace("TRAIN", str(tmp_path / "train.jsonl"))
-    monkeypatch.setattr(features, "encode_split", None)
-    monkeypatch.setattr(features, "TargetModel", None)
+    monkeypatch.setattr(features_run, "encode_split", None)
+    monkeypatch.setattr(features_run, "TargetModel", None)
     with pytest.raises(ValueError, match=message):
         run(config, override)
     assert not (tmp_path / "out").exists()
@@ -257,17 +258,17 @@ def test_a_dialogue_that_overflows_is_left_out(
 ) -> None:
     """Catches one overflow that ends every attempt for good, and a resumed run that is off by what was left out."""
     config = write_config(tmp_path, target_folder)
-    exact = features.run_shard
+    exact = features_run.run_shard
 
     def dies_late(*arguments: Any) -> Any:
         if arguments[3][0] > 6:  # after the overflow
             raise KeyboardInterrupt
         return exact(*arguments)
 
-    monkeypatch.setattr(features, "run_shard", dies_late)
+    monkeypatch.setattr(features_run, "run_shard", dies_late)
     with pytest.raises(KeyboardInterrupt):
         run(config)
-    monkeypatch.setattr(features, "run_shard", exact)
+    monkeypatch.setattr(features_run, "run_shard", exact)
     state = read_manifest(tmp_path / "out" / "train")
     assert 5 < state.consumed == state.dialogues + 1 < 12
     run(config)
@@ -292,7 +293,7 @@ def test_verify_names_the_bad_shards(
     assert not (tmp_path / "out").exists()
     run(config)
     capsys.readouterr()
-    monkeypatch.setattr(features, "load_tokenizer", None)  # the check needs no target
+    monkeypatch.setattr(features_run, "load_tokenizer", None)  # the check needs no target
     run(config, "--verify")
     assert capsys.readouterr().out.count("is as it was written: ") == 2
     shard = tmp_path / "out" / "train" / "shard-00001.safetensors"
@@ -351,7 +352,7 @@ def test_tokenizer_hash() -> None:
 @pytest.mark.parametrize("file", ["stdlib.yaml", "vicuna-7b-sharegpt.yaml"])
 def test_shipped_configs_fit_the_schema(file: str) -> None:
     """Catches a shipped config with a key that the schema no longer has."""
-    loaded = features.load_config(features.FeaturesConfig, ROOT / "configs" / "features" / file)
+    loaded = load_config(features.FeaturesConfig, ROOT / "configs" / "features" / file)
     assert {"train", "heldout"} == set(loaded.splits)
 
 
@@ -360,9 +361,9 @@ def test_a_target_over_several_gpus_is_one_process_a_machine() -> None:
     settings = {"target": "nowhere", "splits": {"train": "a"}, "out": "b", "device_map": "auto"}
     config = features.FeaturesConfig(**settings)
     with pytest.raises(ValueError, match="start one process a machine"):
-        features.load_target(config, Rank(1, 2, local=1))
+        features_run.load_target(config, Rank(1, 2, local=1))
     with pytest.raises(ValueError, match="device 'cpu' and device_map 'auto' are both given"):
-        features.load_target(config.model_copy(update={"device": "cpu"}), Rank())
+        features_run.load_target(config.model_copy(update={"device": "cpu"}), Rank())
     with mock.patch.object(TargetModel, "from_pretrained") as load:
-        features.load_target(config, Rank(1, 2, local=0))
+        features_run.load_target(config, Rank(1, 2, local=0))
     assert load.call_args.kwargs == {"device_map": "auto"} and load.call_args.args[2] is None

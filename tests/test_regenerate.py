@@ -15,12 +15,13 @@ import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
-from data_prep import regenerate, store_lock, target_answers
+from data_prep import regenerate, regenerate_run, store_lock, target_answers
 from data_prep.answer_journal import Batch, Conversation, Journal, Turn, read_journals, replay
 from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
 from data_prep.encoding import encode_split
 from data_prep.loss_mask import ChatTokenizer
-from data_prep.target_answers import TargetAnswers, Writing
+from data_prep.target_answers import TargetAnswers
+from data_prep.writing import Writing
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 from drafters.eagle import EagleDrafter, EagleHead
@@ -287,7 +288,7 @@ def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
 ) -> None:
     """Catches an output without its summary taken for a stranger's file, and journals deleted too early."""
     config = write_config(tmp_path, target_folder)
-    replace_text = regenerate.replace_text
+    replace_text = regenerate_run.replace_text
 
     def dies(path: Path, text: str) -> None:
         if path.suffix == ".json":
@@ -295,7 +296,7 @@ def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
         replace_text(path, text)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(regenerate, "replace_text", dies)
+        patch.setattr(regenerate_run, "replace_text", dies)
         run(config)
     monkeypatch.setattr(TargetModel, "from_pretrained", lambda *a, **k: pytest.fail("answered again"))
     assert run(config) == expected[0]

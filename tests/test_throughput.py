@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_features import write_config
 
-from data_prep import dump, throughput
+from data_prep import dump, throughput, throughput_run
 from drafters.decoding.target import TargetModel
 
 
@@ -21,7 +21,7 @@ def test_both_sides_run_the_same_batches(
     config = write_config(tmp_path, target_folder, count=30)
     shapes: list[tuple[int, ...]] = []
     order: list[str] = []
-    exact, bare, written = TargetModel.features, throughput.bare_pass, throughput.write_store
+    exact, bare, written = TargetModel.features, throughput_run.bare_pass, throughput_run.write_store
 
     def features_of(self: TargetModel, ids: Any, lengths: Any, taps: Any) -> Any:
         shapes.append((*ids.shape, *taps))
@@ -31,8 +31,8 @@ def test_both_sides_run_the_same_batches(
         return lambda *arguments, **options: (order.append(f"{name} {len(shapes)}"), call(*arguments, **options))[1]
 
     monkeypatch.setattr(TargetModel, "features", features_of)
-    monkeypatch.setattr(throughput, "bare_pass", noted("bare", bare))
-    monkeypatch.setattr(throughput, "write_store", noted("dump", written))
+    monkeypatch.setattr(throughput_run, "bare_pass", noted("bare", bare))
+    monkeypatch.setattr(throughput_run, "write_store", noted("dump", written))
     out = tmp_path / "result" / "throughput.json"
     throughput.main(["--config", str(config), "--split", "train", "--rounds", "2", "--out", str(out), "limit=20"])
     assert [entry.split()[0] for entry in order] == ["bare", "bare", "dump", "dump", "bare"]

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from data_prep.dialogues import check_source
 from data_prep.encoding import encode_split, load_tokenizer
-from data_prep.features import make_headers
+from data_prep.features_run import make_headers
 from data_prep.store import FeatureStore
 from drafters.decoding.model_files import load_config_only
 from train.config import OnlineData, TrainConfig

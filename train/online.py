@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from data_prep.encoding import EncodedSplit, encode_split, load_tokenizer
-from data_prep.features import FeaturesConfig, make_headers
+from data_prep.features import FeaturesConfig
+from data_prep.features_run import make_headers
 from data_prep.ranks import find_rank, refuse_shared_map
 from data_prep.store import StoredDialogue, StoreManifest
 from drafters.config import validate

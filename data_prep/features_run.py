@@ -1,0 +1,291 @@
+"""What data_prep.features does with its config."""
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from drafters.decoding.frozen import load_frozen_ends
+from drafters.decoding.model_files import load_config_only, resolve_device
+from drafters.decoding.target import TargetModel
+from drafters.program import command
+from drafters.provenance import git_commit, library_versions
+
+from .dialogues import source_digest
+from .disk import existing_folder, free_bytes
+from .dump import Background, Buffers, Computed, Tokens, run_shard
+from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
+from .features import FeaturesConfig
+from .loss_mask import ChatTokenizer
+from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
+from .ranks import Rank
+from .store import FeatureStore
+from .store_writer import StoreWriter
+
+
+@dataclass
+class Work:
+    """One split that has to be written."""
+
+    name: str
+    path: Path
+    header: StoreManifest
+    encoded: EncodedSplit
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each dialogue."""
+        return [len(dialogue.input_ids) for dialogue in self.encoded.dialogues]
+
+    @property
+    def written(self) -> int:
+        """Tokens that are stored already, by an earlier, interrupted run or by other ranks."""
+        return read_manifest(self.path).tokens if (self.path / MANIFEST).is_file() else 0
+
+
+def run(config: FeaturesConfig, rank: Rank) -> None:
+    """Make the stores, or this rank's share of them; what is there already is not made again."""
+    chat = load_tokenizer(config.target, config.revision, config.chat_template)
+    headers = make_headers(config, chat)
+    with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
+        missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
+        work = [encode(config, chat, split, headers[split]) for split in missing]
+        if not work:
+            return
+        check_disk(config, work)
+
+    @functools.cache
+    def target() -> TargetModel:
+        return load_target(config, rank)
+
+    for split in work:
+        manifest, tokens = write_store(target, split, config, rank)
+        if tokens.real:
+            print(f"{split.name}: {tokens.padding:.1%} of what the target ran on was padding")
+        if manifest.complete:
+            print(f"{split.name}: {describe(manifest)} -> {split.path}")
+        else:
+            print(
+                f"{split.name}: {rank.describe()} has written its share; {manifest.consumed:,} of "
+                f"{len(split.encoded.ids):,} dialogues are there. The rank that finishes last makes the store whole; "
+                "if none is running any more, run the same command again, with any number of ranks"
+            )
+
+
+def kept(config: FeaturesConfig) -> str:
+    """What a run that was interrupted leaves, and the command that goes on."""
+    stores = [Path(config.out) / split for split in config.splits]
+    dialogues = sum(read_manifest(store).consumed for store in stores if (store / MANIFEST).is_file())
+    if not dialogues:
+        return f"nothing was written yet; to start again: {command()}"
+    return f"{dialogues:,} dialogues are kept in {config.out}; to go on: {command()}"
+
+
+def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, StoreManifest]:
+    """Check the config against the files and the target's configuration; one manifest without counts per split.
+
+    Raises:
+        ValueError: a missing file, one file given for two splits, an exit layer the target does not have, a
+            ``max_length`` above its context, or a tokenizer with more tokens than the target.
+    """
+    digests = {split: source_digest(source) for split, source in config.splits.items()}
+    for (one, first), (other, second) in itertools.combinations(digests.items(), 2):
+        if first == second:
+            raise ValueError(f"splits {one!r} and {other!r} are the same data ({config.splits[one]}); give two files")
+    model = load_config_only(config.target, config.revision)
+    check_target(config, model, len(chat.tokenizer))
+    fingerprint = load_frozen_ends(config.target, device="meta", revision=config.revision).fingerprint
+    return {
+        split: StoreManifest(
+            target_name=config.target,
+            target_revision=config.revision,
+            target_fingerprint=fingerprint,
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+            target_dtype=config.dtype,
+            taps=config.exit_layers,
+            dtype=config.store_dtype or config.dtype,
+            tokenizer_hash=tokenizer_hash(chat.tokenizer),
+            template_hash=template_hash(chat.template),
+            chat_template=config.chat_template,
+            max_length=config.max_length,
+            limit=config.limit,
+            source=source,
+            source_digest=digests[split],
+            versions=library_versions("torch", "transformers", "tokenizers", "safetensors"),
+            commit=git_commit(Path(__file__).parent),
+        )
+        for split, source in config.splits.items()
+    }
+
+
+def load_target(config: FeaturesConfig, rank: Rank) -> TargetModel:
+    """The target of a config, on this rank's device or over all that ``device_map`` names.
+
+    Raises:
+        ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
+    """
+    device = rank.target_device(config.device, config.device_map)
+    return TargetModel.from_pretrained(
+        config.target, config.dtype, device, config.revision, device_map=config.device_map
+    )
+
+
+def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -> None:
+    """Raise ValueError where the config or the tokenizer (of ``tokens`` entries) does not fit the target."""
+    layers, context = model.num_hidden_layers, getattr(model, "max_position_embeddings", None)
+    wrong = [layer for layer in config.exit_layers if not 1 <= layer < layers]
+    if wrong:
+        raise ValueError(f"exit_layers {wrong}: {config.target} has {layers} layers; choose from 1 to {layers - 1}")
+    if context is not None and config.max_length > context:
+        raise ValueError(
+            f"max_length is {config.max_length}, but {config.target} was made for {context} tokens; set "
+            f"max_length={context}"
+        )
+    if tokens > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.target} has {tokens} tokens, the model {model.vocab_size}: one of them "
+            f"is another "
+            "model's; put the right tokenizer beside the weights"
+        )
+    resolve_device(config.device)
+
+
+def report_finished(path: Path, header: StoreManifest) -> bool:
+    """True, with one line printed, if the split's store is complete.
+
+    Raises:
+        ValueError: there is one made with other settings, or a damaged one.
+    """
+    if not (path / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(path)
+    check_same(path, manifest, header)
+    if manifest.complete:
+        FeatureStore.open(path)  # its files are there and of the right size
+        print(f"{path} is finished already: {describe(manifest)}")
+    return manifest.complete
+
+
+def verify_stores(config: FeaturesConfig) -> None:
+    """Read every byte of the config's stores and compare the checksums.
+
+    Raises:
+        ValueError: a store that is missing or half written, or shards whose content is not what was written.
+    """
+    problems = []
+    for split in config.splits:
+        try:
+            store = FeatureStore.open(Path(config.out) / split)
+            store.verify()
+        except ValueError as error:  # the other splits are worth knowing about, too
+            problems.append(str(error))
+        else:
+            print(f"{store.path} is as it was written: {describe(store.manifest)}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: StoreManifest) -> Work:
+    """Tokens and masks of a split, with its counts printed."""
+    encoded = encode_split(config.splits[split], chat, config.max_length, config.limit)
+    print(f"{split}: {config.splits[split]}: {encoded.counts.describe()}")
+    work = Work(split, Path(config.out) / split, header, encoded)
+    header.plan = ShardPlan.of(work.lengths, config.shard_tokens)
+    return work
+
+
+def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
+    """Raise ValueError if the stores will not fit on the disk."""
+    needed = sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
+    place, free = existing_folder(Path(config.out)), free_bytes(Path(config.out))
+    print(f"the features take {needed / 1e9:.2f} GB; {free / 1e9:.2f} GB are free at {place}")
+    if needed * 1.02 > free:
+        raise ValueError(
+            f"the features need {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free at {place}; give "
+            f"an `out` on "
+            "another disk, store_dtype int8, a `limit`, or fewer exit_layers"
+        )
+
+
+def write_store(
+    target: Callable[[], TargetModel], work: Work, config: FeaturesConfig, rank: Rank
+) -> tuple[StoreManifest, Tokens]:
+    """Run the target over this rank's shards of a split and write those that are not there yet.
+
+    ``target`` is called only if there are any. Returns the manifest, not ``complete`` while other ranks have shards to
+    write, and what the target was given.
+
+    Raises:
+        ValueError: see ``StoreWriter`` and ``dump.forward``.
+        OSError: the disk is full or cannot be written; what is finished stays.
+    """
+    tokens, counts = Tokens(), work.encoded.counts
+    with StoreWriter(work.path, work.header, rank) as writer:
+        report_found(work, writer, config)
+        lengths = work.lengths
+        missing = writer.missing(lengths)
+        sizes = [sum(lengths[first:last]) for _, first, last in missing]
+        if missing:
+            loaded = target()
+            buffers = Buffers(loaded, work.header, max(sizes))
+            progress = tqdm(
+                desc=f"{work.name} {rank.describe()}".strip(),
+                total=sum(sizes),
+                unit="tok",
+                unit_scale=True,
+                mininterval=1.0,
+                disable=rank.index > 0,
+            )
+            with progress, Background() as background:
+
+                def after_batch(real: int, padded: int) -> None:
+                    tokens.real += real
+                    tokens.padded += padded
+                    progress.update(real)
+                    background.check()
+
+                for number, first, last in missing:
+                    span = (first, last)
+                    computed = run_shard(
+                        loaded, work.header, work.encoded, span, config.batch_tokens, buffers, after_batch
+                    )
+                    background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
+        return writer.finish(counts.dropped, counts.changed), tokens
+
+
+def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buffers: Buffers) -> None:
+    try:
+        for lost in writer.write(computed.wait(), number):
+            tqdm.write(f"warning: {name}: left out, NaN or infinite: dialogue {lost}", file=sys.stderr)
+    finally:
+        buffers.give_back(computed.buffer)
+
+
+def report_found(work: Work, writer: StoreWriter, config: FeaturesConfig) -> None:
+    """Print what an earlier run left in the store's folder, where that is worth knowing."""
+    if writer.stale_writer:
+        print(f"{work.path}: {writer.stale_writer} died here; going on after its {len(writer.manifest.shards)} shards")
+    for problem in writer.damaged:
+        print(f"{problem}; that shard is made again")
+    plan = writer.manifest.plan
+    if plan is not None and plan.shard_tokens != config.shard_tokens and not writer.manifest.complete:
+        print(f"{work.path}: begun with shard_tokens={plan.shard_tokens}, and goes on with that")
+
+
+def describe(manifest: StoreManifest) -> str:
+    """One line: dialogues, tokens, size, and what was dropped."""
+    dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest.dropped.items()) or "none"
+    changed = "".join(f", {reason} {count:,}" for reason, count in manifest.changed.items())
+    share = manifest.response_tokens / max(manifest.tokens, 1)
+    return (
+        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens ({share:.0%} of them the assistant's), "
+        f"{len(manifest.shards)} shards, {manifest.size / 1e6:,.0f} MB of {manifest.dtype} (each token "
+        f"{manifest.token_bytes:,} bytes); dropped: {dropped}{changed}"
+    )

@@ -1,0 +1,265 @@
+"""What data_prep.regenerate does with its config."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from drafters import TargetModel, drafter_class, make_drafter
+from drafters.base import LearnedDrafter
+from drafters.checkpoint import drafter_type
+from drafters.decoding.frozen import load_frozen_ends
+from drafters.decoding.model_files import load_config_only, resolve_device
+from drafters.program import command
+from drafters.provenance import git_commit, library_versions, replace_text
+
+from .answer_journal import Batch, Conversation, Journal, check_identity, read_journals, replay
+from .dialogues import ReadCounts, read_dialogues, source_digest
+from .encoding import load_tokenizer, template_hash, tokenizer_hash
+from .endpoint_answers import EndpointAnswers
+from .loss_mask import ChatTokenizer
+from .ranks import Rank
+from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, sidecar, unfinished
+from .split import record
+from .store_lock import folder_lock
+from .target_answers import TargetAnswers
+from .writing import Writing
+
+
+def run(config: RegenerateConfig, rank: Rank) -> None:
+    """Answer this process's share, and put all parts together if they are there."""
+    if config.drafter is not None:
+        check_drafter(config.drafter)
+    check_target(config)
+    chat = None
+    if config.target is not None:
+        chat = load_tokenizer(config.target, config.revision, config.chat_template)
+    identity = make_identity(config, chat)
+    if report_finished(config, identity):
+        return
+    counts = ReadCounts()
+    dialogues = itertools.islice(read_dialogues(config.source, counts), config.limit)
+    conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]
+    print(f"{config.source}: {counts.describe()}")
+    folder = unfinished(config)
+    with Journal(folder, identity, rank.index, rank.count) as journal:
+        if report_finished(config, identity):  # by another process, meanwhile
+            return
+        replay(conversations, read_journals(folder), retry=config.endpoint is not None)
+        own = conversations[rank.index :: rank.count]
+        if any(not conversation.done for conversation in own):
+            answer_all(config, chat, own, journal, rank)
+    merge(config, identity, counts, conversations)
+
+
+def kept(config: RegenerateConfig) -> str:
+    """What a run that was interrupted leaves, and the command that goes on."""
+    if is_finished(config):
+        return f"{config.out} is whole"
+    answered = sum(len(batch.turns) for batch in read_journals(unfinished(config)))
+    if not answered:
+        return f"no answer was written yet; to start again: {command()}"
+    return f"{answered:,} answers are kept in {unfinished(config)}; to go on: {command()}"
+
+
+def check_drafter(options: DrafterOptions) -> None:
+    """Find out before the target is loaded what can be found out.
+
+    Raises:
+        ValueError: a lossy method, or no such checkpoint.
+    """
+    kind = drafter_class(options.drafter)
+    if not kind.lossless:
+        raise ValueError(
+            f"drafter {options.drafter!r} is lossy, so the answers would not be the target's own; use a lossless one"
+        )
+    checkpoint = (options.model_extra or {}).get("checkpoint")
+    if issubclass(kind, LearnedDrafter) and checkpoint is not None:
+        drafter_type(checkpoint)
+
+
+def check_target(config: RegenerateConfig) -> None:
+    """Raise ValueError where the config does not fit the target."""
+    if config.target is None:
+        return
+    resolve_device(config.device)
+    longest = getattr(load_config_only(config.target, config.revision), "max_position_embeddings", None)
+    if longest is None:
+        return
+    for key, value in (("max_new_tokens", config.max_new_tokens + 1), ("max_context", config.max_context or 0)):
+        if value > longest:
+            raise ValueError(
+                f"{key} is {getattr(config, key)}, but {config.target} was made for {longest} tokens, prompt included; "
+                "lower it"
+            )
+
+
+def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[str, Any]:
+    """All that the answers depend on. Answers of two identities never get into one file."""
+    values = {key: value for key, value in config.model_dump().items() if key not in FREE_ON_RESUME}
+    values["source_digest"] = source_digest(config.source)
+    if chat is not None:
+        assert config.target is not None
+        ends = load_frozen_ends(config.target, device="meta", revision=config.revision)
+        values["target_fingerprint"] = ends.fingerprint
+        values["tokenizer_hash"] = tokenizer_hash(chat.tokenizer)
+        values["chat_template"] = template_hash(chat.template)
+    if config.endpoint is not None:
+        values = {key: value for key, value in values.items() if key not in OF_A_TARGET}
+        values |= {"endpoint.model": config.endpoint.model, "endpoint.extra": config.endpoint.extra}
+    return values
+
+
+def is_finished(config: RegenerateConfig) -> bool:
+    """Whether the output is whole."""
+    return sidecar(config).is_file() and Path(config.out).is_file()
+
+
+def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
+    """True, with one line printed, if the output is there.
+
+    Raises:
+        ValueError: it was made with other settings.
+    """
+    if not is_finished(config):
+        return False
+    try:
+        facts = json.loads(sidecar(config).read_text())
+        before = facts["identity"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{sidecar(config)} is not what this program writes; give another `out`, or move it") from None
+    check_identity(Path(config.out), before, identity)
+    print(f"{config.out} is finished already: {describe(facts)}")
+    return True
+
+
+def answer_all(
+    config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: Journal, rank: Rank
+) -> None:
+    """Answer what is open of one process's share, and write it down batch by batch."""
+    answers = open_answers(config, chat, rank)
+    by_index = {conversation.index: conversation for conversation in own}
+    done = sum(conversation.done for conversation in own)
+    with tqdm(desc="regenerating", total=len(own), initial=done, unit=" dialogues", mininterval=1.0) as progress:
+        tokens = 0
+        for batch in answers.batches(own):
+            journal.write(batch)
+            for turn in batch.turns:
+                by_index[turn.index].take(turn)
+                tokens += turn.tokens
+                progress.update(by_index[turn.index].done)
+            elapsed = progress.format_dict["elapsed"]
+            progress.set_postfix_str(f"{tokens / max(elapsed, 1e-9):,.0f} tokens/s", refresh=False)
+
+
+def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Rank) -> TargetAnswers | EndpointAnswers:
+    """The target with its drafter, loaded; or the endpoint, found to answer.
+
+    Raises:
+        ValueError: they cannot be had, or do not fit together.
+    """
+    writing = Writing(
+        config.max_new_tokens,
+        config.max_context or 0,
+        config.truncated == "keep",
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.seed,
+    )
+    if config.endpoint is not None:
+        endpoint = EndpointAnswers(config.endpoint, writing)
+        endpoint.check()
+        return endpoint
+    assert config.target is not None and chat is not None
+    device = rank.target_device(config.device, config.device_map)
+    where = config.target, config.dtype, device, config.revision
+    target = TargetModel.from_pretrained(*where, device_map=config.device_map)
+    options = dict(config.drafter.model_extra or {}) if config.drafter else {}
+    drafter = make_drafter(config.drafter.drafter if config.drafter else "autoregressive", target, **options)
+    if not config.max_context:
+        writing = dataclasses.replace(writing, max_context=target.max_context)
+    return TargetAnswers(target, drafter, chat, writing, config.batch)
+
+
+def merge(
+    config: RegenerateConfig, identity: dict[str, Any], counts: ReadCounts, conversations: list[Conversation]
+) -> None:
+    """Write the output if every process's share is done; whoever finds that first does it, the others see it done.
+
+    Raises:
+        ValueError: no dialogue is left.
+    """
+    folder = unfinished(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder_lock(folder):
+        if is_finished(config):
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        conversations = [Conversation(one.index, one.dialogue) for one in conversations]
+        batches = read_journals(folder)
+        replay(conversations, batches, retry=False)
+        missing = sum(not conversation.done for conversation in conversations)
+        if missing:
+            print(f"this process's share is done; {missing:,} dialogues of other processes are not yet")
+            return
+        facts = summary(config, identity, counts, conversations, batches)
+        results = [result for conversation in conversations if (result := conversation.result()) is not None]
+        if not results:
+            raise ValueError(f"{config.source}: no dialogue is left: {describe(facts)}")
+        sidecar(config).unlink(missing_ok=True)  # of an output that was deleted; it would vouch for this one
+        replace_text(Path(config.out), "".join(json.dumps(record(result)) + "\n" for result in results))
+        replace_text(sidecar(config), json.dumps(facts, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{config.out}: {describe(facts)}")
+
+
+def summary(
+    config: RegenerateConfig,
+    identity: dict[str, Any],
+    counts: ReadCounts,
+    conversations: list[Conversation],
+    batches: list[Batch],
+) -> dict[str, Any]:
+    """What stands in ``<out>.json``.
+
+    ``tokens_per_second`` is of one process: all tokens over the seconds that the processes spent together. ``tau`` is
+    null for an endpoint.
+    """
+    dropped = Counter(one.dropped for one in conversations if one.dropped)
+    ended = Counter(one.ended for one in conversations if one.ended)
+    tokens = sum(turn.tokens for batch in batches for turn in batch.turns)
+    seconds, forwards = sum(batch.seconds for batch in batches), sum(batch.forwards for batch in batches)
+    return {
+        "config": config.model_dump(mode="json"),
+        "identity": identity,
+        "read": {"kept": len(conversations), "dropped": dict(counts.dropped), "changed": dict(counts.changed)},
+        "kept": sum(one.dropped is None for one in conversations),
+        "dropped": dict(dropped),
+        "ended_early": dict(ended),
+        "answers": sum(len(one.answers) for one in conversations if not one.dropped),
+        "truncated": sum(one.truncated for one in conversations if not one.dropped),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
+        "tau": round(sum(batch.committed for batch in batches) / forwards, 4) if forwards else None,
+        "commit": git_commit(Path(__file__).parent),
+        "versions": library_versions("torch", "transformers", "tokenizers"),
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """One line of a summary: what was kept, what was dropped, how fast it was."""
+    reasons = {**facts["dropped"], **{f"ended early: {reason}": n for reason, n in facts["ended_early"].items()}}
+    lost = "".join(f", {reason} {count:,}" for reason, count in reasons.items())
+    rate = f", {facts['tokens_per_second']:,.0f} tokens/s" if facts["tokens_per_second"] else ""
+    tau = f", tau {facts['tau']:.2f}" if facts["tau"] else ""
+    return (
+        f"{facts['kept']:,} of {facts['read']['kept']:,} dialogues, {facts['answers']:,} answers, {facts['tokens']:,} "
+        f"tokens, {facts['truncated']:,} answers cut at the limit{lost}{rate}{tau}"
+    )
