@@ -19,6 +19,13 @@ from eval.metrics import (
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 
+ABOUT_STOCK = (
+    "stock_generate_tokens_per_second",
+    "over_stock_generate",
+    "stock_generate_joules_per_token",
+    "stock_generate_exact_match",
+)
+
 
 def make_rows(
     runs: list[Run],
@@ -37,7 +44,7 @@ def make_rows(
     perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
     for temperature in dict.fromkeys(run.temperature for run in runs):
         plain = by_key[temperature, baseline_label]
-        baselines.append(_baseline(temperature, plain, by_key[temperature, STOCK]))
+        baselines.append(_baseline(temperature, plain, by_key.get((temperature, STOCK))))
         for label, known in described.items():
             if (temperature, label) in by_key:
                 rounds = by_key[temperature, label]
@@ -49,19 +56,19 @@ def make_rows(
     return {**baselines[0], "temperatures": baselines}, rows
 
 
-def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]]) -> dict[str, Any]:
+def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
+    """Plain decoding; of stock generate None where it was not measured."""
     typical = [typical_run(rounds) for rounds in plain]
-    return {
-        "temperature": temperature,
-        "tokens_per_second": tokens_per_second(typical),
-        "stock_generate_tokens_per_second": tokens_per_second([typical_run(rounds) for rounds in stock]),
-        "over_stock_generate": paired_speedup(plain, stock).total,
-        "stock_generate_joules_per_token": joules_per_token([r for rounds in stock for r in rounds])[
-            "joules_per_token"
-        ],
-        "stock_generate_exact_match": exact_share(stock, typical) if temperature == 0 else None,
-        "loop_share": len(_looping(typical)) / len(typical),
-    }
+    about: dict[str, Any] = dict.fromkeys(ABOUT_STOCK)
+    if stock is not None:
+        about |= {
+            "stock_generate_tokens_per_second": tokens_per_second([typical_run(rounds) for rounds in stock]),
+            "over_stock_generate": paired_speedup(plain, stock).total,
+            "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"],
+            "stock_generate_exact_match": exact_share(stock, typical) if temperature == 0 else None,
+        }
+    own = {"tokens_per_second": tokens_per_second(typical), "loop_share": len(_looping(typical)) / len(typical)}
+    return {"temperature": temperature, **own, **about}
 
 
 def _looping(runs: list[Run]) -> set[int]:
@@ -156,11 +163,11 @@ def statements(report: dict[str, Any]) -> list[str]:
     lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
     for baseline in report["baseline"]["temperatures"]:
         at = f"T = {baseline['temperature']:g}"
-        lines.append(
-            f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s, "
-            f"{number(baseline['over_stock_generate'], 2)} times stock generate's "
-            f"{number(baseline['stock_generate_tokens_per_second'], 1)}"
-        )
+        line = f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s"
+        if (ratio := baseline["over_stock_generate"]) is not None:
+            stock = number(baseline["stock_generate_tokens_per_second"], 1)
+            line += f", {number(ratio, 2)} times stock generate's {stock}"
+        lines.append(line)
         lines.append(
             f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
             "drafter; tau without them stands beside tau over all)"

@@ -44,6 +44,7 @@ class SpeedConfig(Config):
     prompts: PromptsConfig
     drafters: list[DrafterEntry] = Field(min_length=1, description="plain decoding is added where it is not among them")
     stock: list[StockEntry] = Field([], description="rows of transformers' accelerated generation")
+    stock_generate: bool = Field(True, description="also measure transformers' own generation, the slowest row of all")
     out: Path
     max_new_tokens: int = Field(128, ge=1)
     temperatures: list[float] = Field([0.0, 1.0], min_length=1, description="0 is greedy")

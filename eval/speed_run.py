@@ -139,7 +139,9 @@ def measure_all(
         methods = {name: drafter_method(target, drafter, temperature, limits) for name, drafter in drafters}
         for entry in config.stock:
             methods[entry.label] = stock_method(stock, temperature, limits, entry, assistants.get(entry.label))
-        return methods | {STOCK: stock_method(stock, temperature, limits)}
+        if config.stock_generate:
+            methods[STOCK] = stock_method(stock, temperature, limits)
+        return methods
 
     columns = [
         TextColumn("{task.description:<24}"),
@@ -169,7 +171,7 @@ def measure_all(
 def count_runs(config: SpeedConfig, prompts: PromptSet) -> int:
     """How many outputs there are to make, warm-up and stock ``generate`` included."""
     methods = sum(len(entry.temperatures or config.temperatures) for entry in config.entries)
-    methods += (len(config.stock) + 1) * len(config.temperatures)
+    methods += (len(config.stock) + config.stock_generate) * len(config.temperatures)
     return methods * config.rounds * (len(prompts.measured) + len(prompts.warmup))
 
 

@@ -23,6 +23,7 @@ from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.sampling import Sampling
 from drafters.environment import environment
 from eval.energy import Meter
+from eval.entries import STOCK
 from eval.report import warnings
 
 ROW_KEYS = {
@@ -102,6 +103,17 @@ def test_report_has_every_field(finished: tuple[Path, dict[str, Any]]) -> None:
     assert all(b["stock_generate_tokens_per_second"] > 0 for b in report["baseline"]["temperatures"])
     assert "draft model" in (out / "report.md").read_text()
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stock_generate_can_be_left_out(files: dict[str, Path], tmp_path: Path) -> None:
+    """Catches a row that takes the longest of all and that a search does not need, a bar that never fills, and a report
+    that fails for want of it or shows it as 0."""
+    out = tmp_path / "out"
+    assert run(config_for(files, out, stock_generate=False, rounds=1, temperatures=[0.0]), tmp_path) == 0
+    report = strict((out / "report.json").read_text())
+    assert report["baseline"]["over_stock_generate"] is None and report["baseline"]["tokens_per_second"] > 0
+    assert not any(json.loads(line).get("method") == STOCK for line in (out / "measurements.jsonl").open())
+    assert "stock generate's" not in (out / "report.md").read_text()
 
 
 def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path, dict[str, Any]]) -> None:
