@@ -4,6 +4,8 @@ import errno
 import shutil
 from pathlib import Path
 
+from drafters.wording import size_text
+
 
 def existing_folder(path: Path) -> Path:
     """``path``, made absolute, or the nearest of its parents that exists."""
@@ -20,6 +22,19 @@ def free_bytes(path: Path) -> int:
         OSError: the file system does not say.
     """
     return shutil.disk_usage(existing_folder(path)).free
+
+
+def check_room(place: Path, needed: float, what: str, fix: str) -> None:
+    """Raise ValueError unless there is room for ``needed`` bytes below ``place``.
+
+    Args:
+        what: that needs them, in the singular: "the run folder runs/eagle".
+        fix: what helps where there is too little.
+    """
+    free = free_bytes(place)
+    if needed > free:
+        where = existing_folder(place)
+        raise ValueError(f"{what} needs {size_text(needed)}, and {size_text(free)} are free at {where}; {fix}")
 
 
 def write_error(error: OSError, path: Path, kept: str) -> OSError:

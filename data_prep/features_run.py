@@ -16,9 +16,10 @@ from drafters.decoding.model_files import load_config_only, resolve_device
 from drafters.decoding.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
+from drafters.wording import size_text
 
 from .dialogues import source_digest
-from .disk import existing_folder, free_bytes
+from .disk import check_room, existing_folder, free_bytes
 from .dump import Background, Buffers, Computed, Tokens, run_shard
 from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .features import FeaturesConfig
@@ -203,15 +204,11 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
 
 def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
     """Raise ValueError if the stores will not fit on the disk."""
-    needed = sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
-    place, free = existing_folder(Path(config.out)), free_bytes(Path(config.out))
-    print(f"the features take {needed / 1e9:.2f} GB; {free / 1e9:.2f} GB are free at {place}")
-    if needed * 1.02 > free:
-        raise ValueError(
-            f"the features need {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free at {place}; give "
-            f"an `out` on "
-            "another disk, store_dtype int8, a `limit`, or fewer exit_layers"
-        )
+    out = Path(config.out)
+    needed = 1.02 * sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
+    fix = "give an `out` on another disk, store_dtype int8, a `limit`, or fewer exit_layers"
+    check_room(out, needed, f"out: {out}", fix)
+    print(f"the features take {size_text(needed)}; {size_text(free_bytes(out))} are free at {existing_folder(out)}")
 
 
 def write_store(
@@ -286,6 +283,6 @@ def describe(manifest: StoreManifest) -> str:
     share = manifest.response_tokens / max(manifest.tokens, 1)
     return (
         f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens ({share:.0%} of them the assistant's), "
-        f"{len(manifest.shards)} shards, {manifest.size / 1e6:,.0f} MB of {manifest.dtype} (each token "
+        f"{len(manifest.shards)} shards, {size_text(manifest.size)} of {manifest.dtype} (each token "
         f"{manifest.token_bytes:,} bytes); dropped: {dropped}{changed}"
     )

@@ -196,7 +196,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypat
     """Catches a dump that dies of a full disk after hours though its size was known from the start."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**6, 10**6 - 5_000, 5_000))
-    with pytest.raises(ValueError, match=r"features need .* GB, but only 0\.00 GB are free.*store_dtype int8"):
+    with pytest.raises(ValueError, match=r"out: .* needs \d+ kB, and 5\.00 kB are free at .*store_dtype int8"):
         run(write_config(tmp_path, target_folder))
     config = write_config(tmp_path, target_folder, store_dtype="int8")  # the estimate knows how much smaller that is
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**6, 0, 150_000))

@@ -33,9 +33,9 @@ from train.estimate import (
     meta_task,
     parameters,
     pass_memory,
-    run_folder_bytes,
     target_parameters,
 )
+from train.run_files import run_folder_bytes
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 

@@ -199,7 +199,7 @@ def test_bad_input_is_refused_before_anything_starts(settings: dict[str, Any], t
         load_config(EagleConfig, file, ["steps=null"])
     with pytest.raises(ValueError, match=r"no feature store at .*nowhere"):
         tiny_run.train_here("eagle", {**settings, "features": str(tmp_path / "nowhere")})
-    with pytest.raises(ValueError, match="--resume: .* holds no checkpoint"):
+    with pytest.raises(ValueError, match="--resume: there is no run at .*; start without"):
         tiny_run.train_here("eagle", settings, resume=True)
     out = Path(settings["out"])
     out.mkdir()
@@ -208,6 +208,7 @@ def test_bad_input_is_refused_before_anything_starts(settings: dict[str, Any], t
         tiny_run.train_here("eagle", settings)
     (out / "state").mkdir()
     (out / "state" / "latest").write_text("step-00000001")
+    (out / "run.json").write_text('{"drafter": "eagle", "config": {}}')
     with pytest.raises(ValueError, match=r"is not empty: pass --resume .* or another out="):
         tiny_run.train_here("eagle", settings)
 

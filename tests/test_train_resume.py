@@ -222,7 +222,7 @@ def test_a_latest_that_names_nothing(settings: dict[str, Any], tmp_path: Path, t
     """A power cut's empty file taken for an old format, or for a run without states."""
     for step in (2, 4):
         (tmp_path / "state" / StateFolder.tag(step)).mkdir(parents=True)
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text('{"drafter": "eagle", "config": {}}')
     if text is not None:
         (tmp_path / "state" / "latest").write_text(text)
     config = validate(EagleConfig, {**settings, "out": str(tmp_path)}, source="test")

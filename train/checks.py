@@ -17,12 +17,12 @@ from data_prep.encoding import encode_split, load_tokenizer
 from data_prep.features_run import make_headers
 from data_prep.store import FeatureStore
 from drafters.decoding.model_files import load_config_only
+from drafters.wording import size_text
 from train.config import OnlineData, TrainConfig
 from train.online import OnlineFeatures, as_features_config
 from train.setup import open_inputs
 from train.workload import SAMPLE
 
-GB = 1e9
 LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
 Found = TypeVar("Found")
 
@@ -118,10 +118,9 @@ def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
 
     def described(store: FeatureStore) -> str:
         manifest = store.manifest
-        size = sum(shard.bytes for shard in manifest.shards) / GB
         return (
-            f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size:.2f} GB in {manifest.dtype}, of "
-            f"{manifest.target_name} ({manifest.target_fingerprint})"
+            f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
+            f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint})"
         )
 
     store: FeatureStore | None = report.check(split, lambda: FeatureStore.open(path), described)

@@ -9,8 +9,9 @@ from typing import Any
 from data_prep.ranks import find_rank
 from train import runtime
 from train.config import TrainConfig
+from train.endings import farewell, finished_at
 from train.loop import TrainingDiverged, TrainRun
-from train.setup import open_inputs, read_config
+from train.setup import check_run_disk, open_inputs, read_config
 from train.tasks import Task
 
 
@@ -39,9 +40,17 @@ def main(description: str | None, schema: type[TrainConfig], make: type[Task], a
     config = read_config(schema, arguments.config, arguments.overrides, arguments.resume)
     runtime.check_devices(config)
     inputs = open_inputs(config, getattr(config, "exit_layer", None))
+    if arguments.resume and (step := finished_at(config, inputs.train)) is not None:
+        if find_rank(None, None).index == 0:
+            print(farewell(config, step, inputs.heldout, inputs.ends, already=True))
+        return 0
+    task = make(config, inputs.ends)
+    check_run_disk(config.out, task.module)
     ranks = runtime.start(config)
-    run = TrainRun(make(config, inputs.ends), inputs, ranks, arguments.resume, sys.argv[1:])
+    run = TrainRun(task, inputs, ranks, arguments.resume, sys.argv[1:])
     run.train()
+    if ranks.is_first:
+        print(farewell(config, run.progress.step, inputs.heldout, inputs.ends))
     runtime.stop()
     return 0
 

@@ -1,7 +1,7 @@
 """The run configurations of train/eagle.py and train/kangaroo.py, and DeepSpeed's, derived from them."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -31,6 +31,7 @@ class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+    drafter: ClassVar[str]  # what it trains; also the name of its script in train/
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")
@@ -136,6 +137,8 @@ class TrainConfig(Config):
 class EagleConfig(TrainConfig):
     """train/eagle.py."""
 
+    drafter: ClassVar[str] = "eagle"
+
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
     noise: Literal["paper", "code", "none"] = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
@@ -143,6 +146,8 @@ class EagleConfig(TrainConfig):
 
 class KangarooConfig(TrainConfig):
     """train/kangaroo.py."""
+
+    drafter: ClassVar[str] = "kangaroo"
 
     exit_layer: int = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from data_prep.disk import existing_folder, free_bytes
+from data_prep.disk import check_room
 from data_prep.quantise import token_bytes
 from data_prep.store import FeatureStore
 from drafters.decoding.kv_cache import head_sizes
 from drafters.decoding.model_files import free_memory, resolve_device, resolve_dtype
+from drafters.wording import size_text
 from train.checks import (
-    GB,
     LIBRARIES,
     Report,
     check_dialogues,
@@ -39,12 +39,12 @@ from train.estimate import (
     meta_task,
     parameters,
     pass_memory,
-    run_folder_bytes,
     target_parameters,
 )
 from train.flops import peak_tflops, training_cost
 from train.microbench import measured_rate
-from train.run_files import check_run_folder
+from train.run_files import check_run_folder, run_folder_bytes
+from train.setup import check_run_disk
 from train.tasks import Task
 from train.tau import held_out_prompts
 from train.workload import Workload, estimate_workload, store_workload
@@ -103,7 +103,7 @@ def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumpti
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
         return report
     workload = _workload(report, local or config, train, given)
-    _estimate(report, make, config, target, workload, train, given, resume)
+    _estimate(report, make, config, target, workload, train, given)
     return report
 
 
@@ -134,7 +134,6 @@ def _estimate(
     workload: Workload | None,
     store: FeatureStore | None,
     given: Assumptions,
-    resume: bool,
 ) -> None:
     task = meta_task(make, config, meta_ends(target))
     count = parameters(task.module)
@@ -150,10 +149,10 @@ def _estimate(
         f"of {micro.length:,} tokens",
     )
     memory = _memory(report, make, config, target, micro, given)
-    run_disk = run_folder_bytes(count)
-    report.check("disk: run folder", lambda: _check_disk(config.out, 0 if resume else run_disk), f"{_gb(run_disk)}")
-    parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {memory / GB:.1f} GB a rank"]
-    parts.append(f"run folder {_gb(run_disk)}")
+    run_disk = size_text(run_folder_bytes(count))
+    report.check("disk: run folder", lambda: check_run_disk(config.out, task.module), run_disk)
+    parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
+    parts.append(f"run folder {run_disk}")
     if workload:
         parts += _data_disk(report, config, target, workload, store, len(task.taps))
         parts += _time(report, task, config, target, workload, store, micro, given)
@@ -181,23 +180,25 @@ def _memory(
         parts["target, for tau"] = target_parameters(target)[0] * config.dtype.itemsize
     total = sum(parts.values())
     report.memory = parts
-    report.add("memory of a rank", f"{_gb(total)}, and the CUDA context (about half a GB)")
+    report.add("memory of a rank", f"{size_text(total)}, and the CUDA context (about half a GB)")
     for name, size in parts.items():
-        report.add(f"  {name}", _gb(size))
+        report.add(f"  {name}", size_text(size))
     report.lines[len(report.lines) - len(parts) + list(parts).index("forward and backward")] += (
-        f" (of it the loss's rows of logits {_gb(passes['loss'])}, the batch {_gb(passes['batch'])}; with activation "
-        f"checkpointing {_gb(less)})"
+        f" (of it the loss's rows of logits {size_text(passes['loss'])}, the batch {size_text(passes['batch'])}; with "
+        f"activation checkpointing {size_text(less)})"
     )
     stages = []
     for stage in (0, 1, 2, 3):
         changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
         other = memory_parts(make, changed, target, given.ranks)
-        stages.append(f"{stage}: {_gb(total + sum(other.values()) - sum(parts[name] for name in other))}")
+        stages.append(f"{stage}: {size_text(total + sum(other.values()) - sum(parts[name] for name in other))}")
     report.add("  by ZeRO stage", ", ".join(stages))
     device = resolve_device()
     if given.device is None and total > free_memory(device):
-        report.problems.append(f"memory: {_gb(total)} needed, {_gb(free_memory(device))} free on {device}")
-        report.add("  PROBLEM", f"{_gb(free_memory(device))} free on {device}; lower batch_tokens or loss_chunk_rows")
+        report.problems.append(f"memory: {size_text(total)} needed, {size_text(free_memory(device))} free on {device}")
+        report.add(
+            "  PROBLEM", f"{size_text(free_memory(device))} free on {device}; lower batch_tokens or loss_chunk_rows"
+        )
     return total
 
 
@@ -211,15 +212,16 @@ def _data_disk(
 ) -> list[str]:
     if store is not None:
         size = sum(shard.bytes for shard in store.manifest.shards)
-        report.add("disk: features", f"{_gb(size)}, there already")
-        return [f"features {_gb(size)}"]
+        report.add("disk: features", f"{size_text(size)}, there already")
+        return [f"features {size_text(size)}"]
     if isinstance(config.features, str):
         report.add("disk: features", "none: features: online")
         return ["no features on disk"]
     sizes = [workload.tokens * token_bytes(target.hidden_size, taps, kind) for kind in ("bfloat16", "int8")]
-    text = f"{_gb(sizes[0])} in bf16, {_gb(sizes[1])} in int8"
+    text = f"{size_text(sizes[0])} in bf16, {size_text(sizes[1])} in int8"
     folder = config.features
-    report.check("disk: features", lambda: _check_disk(folder, sizes[1]), text)
+    fix = "give `features` a folder on another disk"
+    report.check("disk: features", lambda: check_room(folder, sizes[1], "the folder of features in int8", fix), text)
     return [f"features {text}"]
 
 
@@ -267,16 +269,6 @@ def _time(
         report.add("time: features", f"{text} of {passes}, {share}")
         found.append(f"{text} for the features")
     return found
-
-
-def _check_disk(path: Path, needed: int) -> None:
-    free = free_bytes(path)
-    if needed > free:
-        raise ValueError(f"{_gb(needed)} needed, {_gb(free)} free at {existing_folder(path)}; give another folder")
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:,.2f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
 
 
 def _hours(hours: float) -> str:

@@ -24,7 +24,6 @@ from train import attention
 from train.config import TrainConfig, deepspeed_config
 from train.data import Batch, Span
 from train.losses import default_chunk_rows
-from train.run_files import KEPT_STATES
 from train.setup import checkpoint_activations
 from train.tasks import Task
 
@@ -214,14 +213,3 @@ def _fake_batch(task: Task, size: MicroBatch, hidden: int, dtype: torch.dtype) -
         segments=torch.zeros(shape, dtype=torch.int64),
         spans=size.spans,
     )
-
-
-# ------------------------------------------------------------------------------------------- disk
-
-
-def run_folder_bytes(count: int) -> int:
-    """Of a drafter of ``count`` parameters: the states that are kept, one more while it is written, and the export.
-
-    A state is weights and two moments in float32; the export is bf16, and another is written beside the last one.
-    """
-    return (KEPT_STATES + 1) * 12 * count + 2 * 2 * count

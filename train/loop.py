@@ -20,6 +20,7 @@ from tqdm import tqdm
 from drafters import checkpoint
 from drafters.provenance import replace_text
 from train.data import Batch, Position, StepData, TrainData
+from train.endings import step_limit
 from train.flops import training_cost
 from train.heldout import Heldout
 from train.meter import Meter
@@ -84,7 +85,7 @@ class TrainRun:
         self.tau: HeldoutTau | None = None
         if self.config.tau_every and ranks.is_first:
             self.tau = HeldoutTau(self.config, task, inputs.heldout, self.engine.device, inputs.target)
-        self.last_step = self._step_limit()
+        self.last_step = step_limit(self.config, self.data)
         self.progress = Progress()
         self._clock = time.monotonic()
         data = {"train": describe_data(inputs.train.manifest)}
@@ -112,11 +113,13 @@ class TrainRun:
         self._clock = time.monotonic() - progress.seconds
         bar = tqdm(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, mininterval=1)
         steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
-        finished = self._finished()
+        finished = progress.step > 0 and self._finished()  # however short `minutes` are, there is one step
         if finished:
-            bar.write(f"{config.out} is already finished at step {progress.step}; a higher limit continues it")
-            self._export()  # the run may have been killed between its last save and its export
-        elif progress.step == 0:
+            bar.write(f"{config.out} was killed at its end, after step {progress.step:,}: what is missing is written")
+            self._export()
+        elif progress.step:
+            bar.write(f"{config.out}: going on after step {progress.step:,}{self._of_limit()}")
+        else:
             self._evaluate(bar)  # what does not fit into memory, or is not there, fails now
             self._measure_tau(bar)
         ended = "finished"
@@ -214,11 +217,13 @@ class TrainRun:
             by_clock = float(self.ranks.total(self._tensor([by_clock], torch.float64))[0]) / self.ranks.count
         return min(1.0, max(0.0, by_step, by_clock))
 
-    def _step_limit(self) -> int | None:
-        limits = [self.config.steps] if self.config.steps else []
-        if self.config.epochs:
-            limits.append(self.data.steps_in(self.config.epochs))
-        return min(limits) if limits else None
+    def _of_limit(self) -> str:
+        """Of how many steps or minutes, as far as that is known."""
+        steps = f" of {self.last_step:,}" if self.last_step is not None else ""
+        minutes = (
+            f", {self.progress.seconds / 60:.1f} of {self.config.minutes:g} minutes" if self.config.minutes else ""
+        )
+        return steps + minutes
 
     def _finished(self) -> bool:
         if self.last_step is not None and self.progress.step >= self.last_step:
@@ -226,7 +231,10 @@ class TrainRun:
         if self.config.minutes is None:
             return False
         late = self._tensor([float(time.monotonic() - self._clock >= 60 * self.config.minutes)])
-        return bool(self.ranks.total(late)[0] > 0)  # one rank's clock decides for all
+        ended = bool(self.ranks.total(late)[0] > 0)  # one rank's clock decides for all
+        if ended:  # as the state has to say, or a resumed run would take one step more
+            self.progress.seconds = max(self.progress.seconds, 60 * self.config.minutes)
+        return ended
 
     # ------------------------------------------------------------------------------------------- figures
 

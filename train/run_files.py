@@ -32,6 +32,7 @@ from drafters.provenance import (
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
+OWN_KEYS = {"eagle": "classification_weight", "kangaroo": "exit_layer"}  # of a config, that no other drafter's has
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 # What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
@@ -114,24 +115,71 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
     run, states = config.out, StateFolder(config.out)
     if _is_held(run / METRICS):
         raise ValueError(f"another process is training in {run}: wait until it ends, or give another out=")
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"out: {run} is a file; give a folder")
     if not resume:
         if not run.exists() or not any(run.iterdir()) or _is_dead(run):
             return
-        if states.latest() is None:
+        _check_drafter(config)
+        if states.latest() is None or not (run / "run.json").is_file():
             states.check()
             raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
         raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
+    _check_drafter(config)
     states.check()
-    if not (run / "run.json").is_file() or states.latest() is None:
-        raise ValueError(f"--resume: {run} holds no checkpoint; delete it if it exists, and start without --resume")
+    if states.latest() is None:
+        raise ValueError(f"--resume: {_nothing_to_resume(run)}")
     now = _by_key(config.model_dump(mode="json"))
     now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
-    before = _by_key(json.loads((run / "run.json").read_text())["config"])
+    before = _by_key(read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
     if changed := changes(before, now):
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
+
+
+def read_info(run: Path) -> dict[str, Any]:
+    """What a run's run.json says.
+
+    Raises:
+        ValueError: there is none, or it is not what a training run writes.
+    """
+    file = run / "run.json"
+    try:
+        info = json.loads(file.read_text())
+        if not isinstance(info, dict) or not isinstance(info["config"], dict):
+            raise ValueError("it holds no config")
+    except FileNotFoundError:
+        raise ValueError(f"{run} holds no training run: it has no run.json; give the `out` of one") from None
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"{file} is damaged ({error}); restore it, or train anew with another out=") from None
+    return info
+
+
+def _check_drafter(config: TrainConfig) -> None:
+    """Raise ValueError if the run in ``out`` trains another drafter than ``config``."""
+    run = config.out
+    if not (run / "run.json").is_file():
+        return
+    info = read_info(run)
+    there = info.get("drafter")
+    if there is None:  # of a version that did not write it down
+        there = next((name for name, key in OWN_KEYS.items() if key in info["config"]), None)
+    if there != config.drafter:
+        what = f"a run of train/{there}.py" if there else "a run that is no drafter's training"
+        fix = f"continue that one with train/{there}.py --resume, or" if there else "so"
+        raise ValueError(f"out: {run} holds {what}, and this is train/{config.drafter}.py; {fix} give another out=")
+
+
+def _nothing_to_resume(run: Path) -> str:
+    if not run.exists():
+        return f"there is no run at {run}; start without --resume"
+    if not (run / "run.json").is_file():
+        return f"{run} holds no training run; start without --resume, with an out= that is new or empty"
+    if _is_dead(run):
+        return f"the run in {run} ended before its first state was saved; start it again without --resume"
+    return f"the run in {run} ended before its first state was saved; empty the folder and start without --resume"
 
 
 def clear_dead_run(run: Path) -> None:
@@ -177,7 +225,7 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
 
     Its position in the data would point at others, some of which it has seen already.
     """
-    before = json.loads((run / "run.json").read_text()).get("data", {})
+    before = read_info(run).get("data", {})
     for split, now in data.items():
         if split in before and before[split] != now:
             raise ValueError(
@@ -189,6 +237,7 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
 def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
     """What it takes to run it again."""
     return {
+        "drafter": config.drafter,
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
         "ranks": ranks,
@@ -200,6 +249,14 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
         "commit": git_commit(Path(__file__).resolve().parent),
         "versions": library_versions("torch", "transformers", "deepspeed", "safetensors"),
     }
+
+
+def run_folder_bytes(count: int) -> int:
+    """Of a drafter of ``count`` parameters: the states that are kept, one more while it is written, and the export.
+
+    A state is weights and two moments in float32; the export is bf16, and another is written beside the last one.
+    """
+    return (KEPT_STATES + 1) * 12 * count + 2 * 2 * count
 
 
 class Metrics:

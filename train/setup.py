@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from data_prep.disk import check_room
 from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.manifest import MANIFEST, StoreManifest
 from data_prep.store import FeatureStore
@@ -18,10 +19,11 @@ from drafters.checkpoint import make_config
 from drafters.config import load_config
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
 from drafters.decoding.target import TargetModel
+from drafters.wording import size_text
 from train.config import ConfigT, TrainConfig, deepspeed_config
 from train.data import Source
 from train.online import OnlineFeatures, load_target, open_online
-from train.run_files import check_run_folder
+from train.run_files import check_run_folder, run_folder_bytes
 from train.runtime import local_ranks
 from train.tasks import Task
 from train.update import buffers_of, restore_buffers
@@ -110,6 +112,7 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str 
     """
     if isinstance(config.features, str):
         texts = open_online(config, exit_layer)
+        check_batch_tokens(config, texts[0])
         return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
     check_splits(config.features)
     train = FeatureStore.open(config.features / "train")
@@ -126,7 +129,26 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str 
                 f"({here} and {there}); make both again with one data_prep.features config"
             )
     check_tokenizer(config, train.manifest)
+    check_batch_tokens(config, train)
     return Inputs(ends, train, heldout)
+
+
+def check_batch_tokens(config: TrainConfig, train: Source) -> None:
+    """Raise ValueError where a batch of one dialogue can be larger than ``batch_tokens`` says."""
+    longest = int(train.lengths.max())
+    if longest > config.batch_tokens:
+        raise ValueError(
+            f"batch_tokens is {config.batch_tokens:,}, and the longest training dialogue has {longest:,} tokens; set "
+            f"batch_tokens={longest} or more, or a smaller max_length where the dialogues are read"
+        )
+
+
+def check_run_disk(run: Path, module: nn.Module) -> None:
+    """Raise ValueError unless the states and exports of ``module`` fit beside what the run folder holds already."""
+    count = sum(weights.numel() for weights in module.parameters())
+    there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
+    what = f"the run folder {run} (states and exports of {count:,} parameters)"
+    check_room(run, run_folder_bytes(count) - there, what, "give an `out` on another disk, or make room")
 
 
 def check_splits(features: Path) -> None:
@@ -269,6 +291,6 @@ def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:
     free = psutil.virtual_memory().available
     if need > free:
         raise ValueError(
-            f"offload: {config.offload} keeps {need / 1e9:.1f} GB of {count:,} weights' state in this host's memory, "
-            f"which has {free / 1e9:.1f} GB free; use more hosts, or offload: none with a higher zero_stage"
+            f"offload: {config.offload} keeps {size_text(need)} of {count:,} weights' state in this host's memory, "
+            f"which has {size_text(free)} free; use more hosts, or offload: none with a higher zero_stage"
         )

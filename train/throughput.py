@@ -24,6 +24,7 @@ from tqdm import tqdm
 from drafters.environment import load_average
 from drafters.program import run_program
 from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
+from drafters.wording import size_text
 from train import runtime
 from train.formulations import Side, from_config, from_shape
 
@@ -74,7 +75,7 @@ def describe(result: dict[str, Any]) -> str:
         if side["padding"] is not None:
             line += f", {side['padding']:.0%} padding"
         if side["peak_bytes"]:
-            line += f", peak {side['peak_bytes'] / 1e9:.2f} GB"
+            line += f", peak {size_text(side['peak_bytes'])}"
         lines.append(line)
     if result["ratio"]:
         line = f"ratio  {result['ratio']:.2f} times the tokens/s (median of {len(result['plain']['rounds'])} rounds)"

@@ -1,0 +1,169 @@
+"""How training runs end: what they say, what they leave, and what --resume then does."""
+
+import json
+import re
+import shlex
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+from test_features import write_config
+
+from data_prep import disk
+from data_prep.features import main as make_features
+from drafters import TargetModel
+from drafters.config import load_config, validate
+from drafters.decoding.frozen import load_frozen_ends
+from eval.speed import SpeedConfig
+from eval.speed import check as check_speed
+from train import runtime
+from train.cli import main
+from train.config import EagleConfig, KangarooConfig
+from train.endings import measure_command, what_is_kept
+from train.run_files import check_run_folder
+from train.tasks import EagleTask, KangarooTask
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
+    return tiny_run.settings(target.name, features, tmp_path / "run")
+
+
+def train(folder: Path, values: dict[str, Any], *arguments: str) -> int:
+    """What ``python train/eagle.py`` does with the command line."""
+    return main(None, EagleConfig, EagleTask, tiny_run.command("eagle", folder, values, *arguments)[2:])
+
+
+def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("limit", [{"steps": 3}, {"steps": None, "epochs": 1}, {"steps": None, "minutes": 1e-9}])
+def test_resuming_a_finished_run_changes_nothing(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: dict[str, Any]
+) -> None:
+    """Catches a --resume in a script that rewrites a finished drafter, or leaves another TensorBoard file each time."""
+    values = {**settings, **limit}
+    assert train(tmp_path, values) == 0
+    first = capsys.readouterr().out
+    out = Path(values["out"])
+    step = json.loads((out / "config.json").read_text())["training"]["steps"]
+    assert step >= 1  # also where `minutes` are too short for one
+    assert f"{out} finished at step {step}\nThe drafter: {out}\nMeasure it" in first
+    before = files(out)
+    assert train(tmp_path, values, "--resume") == 0
+    assert files(out) == before
+    again = capsys.readouterr().out
+    assert again.startswith(f"{out} is already finished at step {step}; nothing was changed. A higher limit")
+    assert again.splitlines()[1:] == first.splitlines()[-3:]
+
+
+def test_what_a_kill_at_the_end_left_undone_is_done(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a run that counts as finished though its last export or its summary is missing."""
+    out = Path(settings["out"])
+    values = {**settings, "steps": 2}
+    assert train(tmp_path, values) == 0
+    for name in ("model.safetensors", "summary.json", "config.json"):
+        (out / name).unlink()
+        assert train(tmp_path, values, "--resume") == 0
+        assert (out / name).is_file(), name
+
+
+def test_resume_says_from_where(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a resumed run of which nobody can tell whether it goes on or began anew."""
+    train(tmp_path, {**settings, "steps": 2})
+    assert "going on" not in capsys.readouterr().out
+    assert train(tmp_path, {**settings, "steps": 5}, "--resume") == 0
+    assert f"{settings['out']}: going on after step 2 of 5" in capsys.readouterr().out
+
+
+def test_another_drafters_run_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches Kangaroo asked to go on in an EAGLE run's folder, which came out as a change of some config key."""
+    train(tmp_path, {**settings, "steps": 1})
+    out = Path(settings["out"])
+    kangaroo = validate(KangarooConfig, {**settings, "exit_layer": tiny_run.TAP}, source="test")
+    said = r"out: .*run holds a run of train/eagle\.py, and this is train/kangaroo\.py; continue that one with "
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=said + r"train/eagle\.py --resume, or give another out="):
+            check_run_folder(kangaroo, resume)
+    info = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({"config": info["config"]}))  # as it was written before
+    with pytest.raises(ValueError, match=said):
+        check_run_folder(kangaroo, resume=True)
+    check_run_folder(validate(EagleConfig, settings, source="test"), resume=True)
+    (out / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        check_run_folder(kangaroo, resume=True)
+    with pytest.raises(ValueError, match="out: .*run.json is a file; give a folder"):
+        check_run_folder(kangaroo.model_copy(update={"out": out / "run.json"}), resume=False)
+
+
+def test_the_measuring_command_works(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a command at the end of a training that eval.speed refuses, as a path with a space in it may bring."""
+    monkeypatch.setattr(runtime, "stop", lambda: None)
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    make_features(["--config", str(write_config(folder, target_folder, exit_layers=[tiny_run.TAP]))])
+    values = tiny_run.settings(str(target_folder), folder / "out", folder / "head", steps=1, batch_tokens=512)
+    line = tiny_run.command("kangaroo", tmp_path, {**values, "exit_layer": tiny_run.TAP})
+    assert main(None, KangarooConfig, KangarooTask, line[2:]) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(printed)
+    assert words[:4] == ["python", "-m", "eval.speed", "--config"]
+    config = load_config(SpeedConfig, words[4], words[5:])
+    check_speed(config)
+    assert [entry.drafter for entry in config.entries] == ["autoregressive", "prompt_lookup", "lookahead", "kangaroo"]
+    assert (config.target.path, config.target.dtype) == (str(target_folder), "float32")
+    assert config.prompts.files == [folder / "heldout.jsonl"]
+    assert config.out == folder / "head-speed"
+
+
+def test_without_a_file_of_prompts_the_command_asks_for_one(settings: dict[str, Any]) -> None:
+    """Catches a command that names a Hub dataset, or a file of another machine, as the prompts."""
+    config = validate(EagleConfig, settings, source="test")
+    ends = load_frozen_ends(config.target, dtype="float32")
+    line, here = measure_command(config, "owner/dataset", "bfloat16", ends)
+    assert not here
+    assert "prompts.file=FILE" in shlex.split(line)
+
+
+def test_advice_after_a_kill_is_true(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches "--resume continues" said of a run that --resume then refuses."""
+    out = Path(settings["out"])
+    config = validate(EagleConfig, {**settings, "steps": 5}, source="test")
+    assert what_is_kept(out, "A", "R") == "no state was saved yet, so nothing is kept; to start again: A"
+    tiny_run.train_here("eagle", {**settings, "steps": 2})
+    said = what_is_kept(out, "A", "R")
+    assert said == f"the state after step 2 is kept in {out}; to go on from there: R"
+    check_run_folder(config, resume=True)
+    for path in (out / "state").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    said = what_is_kept(out, "A", "R")
+    assert re.fullmatch(rf"no state was saved yet, only the drafter as it was, in {out}; delete that and .*: A", said)
+
+
+def test_a_full_disk_is_refused_at_the_start(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a training that dies of a full disk at its first state, hours after it could have known."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**9, 10**9 - 50_000, 50_000))
+    with pytest.raises(ValueError, match=r"the run folder .*run .*needs .* [kM]B, and 50\.0 kB are free at .*another"):
+        train(tmp_path, settings)
+    assert not Path(settings["out"]).exists()
+
+
+def test_batches_smaller_than_a_dialogue_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches batch_tokens that every step silently exceeds."""
+    longest = max(tiny_run.LENGTHS["train"])
+    for wrong in (1, longest - 1):
+        with pytest.raises(ValueError, match=rf"batch_tokens is {wrong}, .* longest .* {longest} tokens; set"):
+            train(tmp_path, {**settings, "batch_tokens": wrong})
+    assert not Path(settings["out"]).exists()
+    assert train(tmp_path, {**settings, "batch_tokens": longest, "steps": 1}) == 0
