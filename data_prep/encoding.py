@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from drafters.text_files import read_text
 
 from .dialogues import Dialogue, DroppedError, ReadCounts, read_dialogues
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
+from .progress import Bar
 
 CHUNK = 256  # dialogues tokenized in one call
 FIRST_WITHOUT_ANSWER = 32  # so many dialogues without a printed answer, and none with one: it is the template
@@ -74,7 +74,7 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
     counts = split.counts
     stream = read_dialogues(source, counts)
     details: dict[str, str] = {}  # of the last dialogue dropped for each reason
-    with tqdm(desc=f"tokenizing {source}", unit=" dialogues", mininterval=1.0, leave=False) as progress:
+    with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
         while chunk := _take(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids))):
             for dialogue, result in zip(chunk, chat.encode([item.messages for item in chunk]), strict=True):
                 try:

@@ -25,6 +25,7 @@ from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash,
 from .features import FeaturesConfig
 from .loss_mask import ChatTokenizer
 from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
+from .progress import Bar
 from .ranks import Rank
 from .store import FeatureStore
 from .store_writer import StoreWriter
@@ -232,12 +233,11 @@ def write_store(
         if missing:
             loaded = target()
             buffers = Buffers(loaded, work.header, max(sizes))
-            progress = tqdm(
+            progress = Bar(
                 desc=f"{work.name} {rank.describe()}".strip(),
                 total=sum(sizes),
                 unit="tok",
                 unit_scale=True,
-                mininterval=1.0,
                 disable=rank.index > 0,
             )
             with progress, Background() as background:

@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from .encoding import tokenizer_hash
 from .manifest import StoreManifest, read_manifest
+from .progress import Bar
 from .store import FeatureStore, StoredDialogue, broken_shards, size_problem
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
@@ -45,7 +45,7 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
     console.rule(Text(str(folder)), align="left")
     console.print(facts_table(manifest))
     if options.verify:
-        with tqdm(total=manifest.size, unit="B", unit_scale=True, desc="reading", leave=False) as progress:
+        with Bar(total=manifest.size, unit="B", unit_scale=True, desc="reading", leave=False) as progress:
             problems = broken_shards(folder, manifest, progress.update)
     else:
         problems = [problem for entry in manifest.shards if (problem := size_problem(folder, entry))]

@@ -8,8 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from drafters import TargetModel, drafter_class, make_drafter
 from drafters.base import LearnedDrafter
 from drafters.checkpoint import drafter_type
@@ -23,6 +21,7 @@ from .dialogues import ReadCounts, read_dialogues, source_digest
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers
 from .loss_mask import ChatTokenizer
+from .progress import Bar
 from .ranks import Rank
 from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, sidecar, unfinished
 from .split import record
@@ -145,7 +144,7 @@ def answer_all(
     answers = open_answers(config, chat, rank)
     by_index = {conversation.index: conversation for conversation in own}
     done = sum(conversation.done for conversation in own)
-    with tqdm(desc="regenerating", total=len(own), initial=done, unit=" dialogues", mininterval=1.0) as progress:
+    with Bar(desc="regenerating", total=len(own), initial=done, unit=" dialogues") as progress:
         tokens = 0
         for batch in answers.batches(own):
             journal.write(batch)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
 from drafters.provenance import replace_text
 from train.data import Batch, Position, StepData, TrainData
@@ -111,7 +112,8 @@ class TrainRun:
         """
         config, progress = self.config, self.progress
         self._clock = time.monotonic() - progress.seconds
-        bar = tqdm(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, mininterval=1)
+        form = None if self.last_step is None else WITHOUT_TIME_LEFT
+        bar = Bar(total=self.last_step, initial=progress.step, disable=not self.ranks.is_first, bar_format=form)
         steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
         finished = progress.step > 0 and self._finished()  # however short `minutes` are, there is one step
         if finished:

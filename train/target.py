@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data_prep.progress import Bar
 from drafters.config import load_config
 from train.run_files import Metrics, read_metrics
 from train.target_config import TargetConfig
@@ -104,7 +105,7 @@ class TargetRun:
             raise ValueError(f"the run is already at step {progress.step}, past steps={config.steps}")
         saved = exported = time.monotonic()
         source = batches(self.documents, config, progress.position)
-        for _ in tqdm(range(progress.step, config.steps), initial=progress.step, total=config.steps, mininterval=5):
+        for _ in Bar(range(progress.step, config.steps), initial=progress.step, total=config.steps):
             began = time.monotonic()
             batch, progress.position = next(source)
             loss, norm = self.train_step(batch)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from data_prep.progress import Bar
 from drafters.environment import load_average
 from drafters.program import run_program
 from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         bench, what = from_config(arguments, Path(folder)) if arguments.config else from_shape(arguments)
-        with tqdm(total=2 * (arguments.rounds + 1), unit="round") as progress:
+        with Bar(total=2 * (arguments.rounds + 1), unit="round") as progress:
             sides = bench.run(arguments.rounds, progress)
     result = report(sides, what, bench.device)
     print(describe(result))
