@@ -13,7 +13,7 @@ from drafters import TargetModel, generate, make_drafter
 from drafters.decoding import loading
 from drafters.decoding.graphs import Graphs
 from drafters.decoding.kv_cache import KVCache, cache_bytes
-from drafters.decoding.self_check import graphs_agree
+from drafters.decoding.self_check import check_layers_agree, graphs_agree
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
 
@@ -108,7 +108,8 @@ def test_over_two_gpus(saved: str) -> None:
 def test_graphs_that_give_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches garbage decoded where a driver replays wrongly, or where a replay keeps the values of its capture."""
     target = TargetModel(tiny.build("llama"), engine="fused")
-    assert graphs_agree(target, Graphs(target.device)) is None
+    bounds = check_layers_agree(target)
+    assert graphs_agree(target, Graphs(target.device), bounds) is None
     run = Graphs.run
 
     def stale(self: Graphs, *arguments: Any, **options: Any) -> Any:
@@ -117,9 +118,9 @@ def test_graphs_that_give_something_else_are_not_used(monkeypatch: pytest.Monkey
         return kept.setdefault(key, run(self, *arguments, **options))
 
     monkeypatch.setattr(Graphs, "run", stale)
-    assert "differs by" in (graphs_agree(target, Graphs(target.device)) or "")
+    assert "differs by" in (graphs_agree(target, Graphs(target.device), bounds) or "")
     with pytest.raises(ValueError, match="engine 'graphs' cannot run .* differs by"):
         TargetModel(tiny.build("llama"), engine="graphs")
     broken = Graphs(target.device)
     broken.broken = "no capturing here"
-    assert graphs_agree(target, broken) == "no capturing here"
+    assert graphs_agree(target, broken, bounds) == "no capturing here"

@@ -89,8 +89,8 @@ class TargetModel:
         self._fused = self._fuse(engine)
         self._devices = layer_devices(self.model)
         self._graphs: Graphs | None = None
-        check_layers_agree(self)
-        self._graphs = self._capture(engine)
+        bounds = check_layers_agree(self)
+        self._graphs = self._capture(engine, bounds)
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
         self.quantize = quantize
@@ -309,7 +309,8 @@ class TargetModel:
             return FeatureOutput(*found)
         with model_time():
             positions, upto = row_positions(lengths, depths, offset, rows, given.device)
-            masks = self._masks(lengths, see, depths, positions, offset, rows)
+            dtype = self.dtype if hidden is None else hidden.dtype
+            masks = self._masks(lengths, see, depths, positions, offset, rows, dtype)
             rope = self.rope(positions, upto, consecutive=depths is None and uniform(lengths))
             if self._fused is not None:
                 rope = signed(rope)
@@ -354,6 +355,7 @@ class TargetModel:
         positions: torch.Tensor,
         offset: int,
         rows: int,
+        dtype: torch.dtype,
     ) -> dict[int | None, torch.Tensor | None]:
         """What each layer's attention is given, for each sliding-window size in use (None: full attention)."""
         masks: dict[int | None, torch.Tensor | None] = {}
@@ -362,12 +364,12 @@ class TargetModel:
             limit = None if seen else window
             if self._fused is not None:
                 groups = self._fused[0].attention.groups
-                masks[window] = attention_bias(lengths, see, depths, positions, offset, rows, limit, groups, self.dtype)
+                masks[window] = attention_bias(lengths, see, depths, positions, offset, rows, limit, groups, dtype)
                 continue
             mask = attention_mask(lengths, see, depths, positions, offset, rows, limit, self._eager)
             # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
             if mask is not None and self._eager:
-                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
             masks[window] = mask
         return masks
 
@@ -388,8 +390,11 @@ class TargetModel:
         logging.getLogger(__name__).warning("%s runs on transformers' own layers, more slowly: %s", self.name, reason)
         return None
 
-    def _capture(self, engine: Engine | None) -> Graphs | None:
-        """What captures forwards as graphs, where they are asked for, or there is a GPU and they prove right on it."""
+    def _capture(self, engine: Engine | None, bounds: list[float]) -> Graphs | None:
+        """What captures forwards as graphs, where they are asked for, or there is a GPU and they prove right on it.
+
+        ``bounds``: of each layer, as ``check_layers_agree`` found them.
+        """
         asked = engine == "graphs"
         if not asked and (engine is not None or self.device.type != "cuda"):
             return None
@@ -401,7 +406,7 @@ class TargetModel:
         elif self._devices is not None:
             reason = "it spans several devices"
         else:
-            reason = graphs_agree(self, Graphs(self.device))
+            reason = graphs_agree(self, Graphs(self.device), bounds)
             if reason is None:
                 return Graphs(self.device)  # another: the trial's caches are no use to anybody
             if asked:

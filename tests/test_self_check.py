@@ -1,0 +1,320 @@
+"""What loading refuses and what it does not: wrong layers of every kind, and right ones of trained models."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from massive import CHANNEL, HEIGHT, IDS, massive
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
+
+from drafters import TargetModel, generate, make_drafter
+from drafters.decoding import fused, target
+from drafters.decoding.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from drafters.decoding.product import Product
+
+DTYPES = ["bfloat16", "float16", "float32"]
+DEEP = 16
+
+
+def load(model: PreTrainedModel, dtype: str, engine: Any = "fused") -> TargetModel:
+    return TargetModel(model.to(getattr(torch, dtype)), name="it", engine=engine)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------- right, and must load
+
+
+@pytest.mark.parametrize("engine", ["eager", "fused", "graphs"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding", "deep"])
+def test_massive_activations_load(family: str, dtype: str, engine: str) -> None:
+    """Catches the first trained model refused: two right forwards in bf16 part by more than half of the logits here."""
+    model = massive("llama", num_hidden_layers=DEEP) if family == "deep" else massive(family)
+    found = load(model, dtype, engine)
+    assert found.engine == engine
+    taps = found.features(IDS, taps=(2,)).taps[2].float()
+    assert taps[0, 0, CHANNEL] > 0.9 * HEIGHT and taps[0, 1:].abs().max() < HEIGHT / 50
+
+
+@pytest.mark.parametrize("engine", ["eager", "fused"])
+def test_a_layer_that_adds_nothing_loads(engine: str) -> None:
+    """Catches a division by a contribution of zero: layers that were put in to be trained later add nothing."""
+    model: Any = tiny.build("llama")
+    for projection in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
+        projection.weight.data.zero_()
+    for dtype in ("float32", "bfloat16"):
+        load(model, dtype, engine)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Catches weights that stay in float32, hooks that stay, and windows and settings that stay cut."""
+    model = tiny.build("mistral-sliding").to(torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = TargetModel(model)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.config.sliding_window == tiny.SLIDING_WINDOW and set(found._windows) == {tiny.SLIDING_WINDOW}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# ------------------------------------------------------------------------- ours is wrong (the engine, or how it is run)
+
+
+def _changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Replaces ``owner.name`` by what ``change`` makes of it."""
+    return lambda patch: patch.setattr(owner, name, change(getattr(owner, name)))
+
+
+def _after_init(change: Callable[[Any, Any], None]) -> Callable[[Any], Any]:
+    """An ``__init__`` that does ``change(self, first argument)`` at its end."""
+
+    def wrap(init: Any) -> Any:
+        def changed(self: Any, module: Any) -> None:
+            init(self, module)
+            change(self, module)
+
+        return changed
+
+    return wrap
+
+
+def _layer_norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden if self.weight is None else F.layer_norm(hidden, self.weight.shape, self.weight, None, self.eps)
+
+
+def _no_norms(self: Any, layer: Any) -> None:
+    self.mlp_norm.weight = None
+
+
+def _other_heads(self: Any, attention: Any) -> None:
+    weight = attention.o_proj.weight
+    self.out = Product(weight.view(len(weight), -1, self.head_dim).flip(1).reshape(weight.shape))
+
+
+def _one_layer(self: Any, layer: Any) -> None:
+    if layer.self_attn.layer_idx == DEEP // 2:
+        self.attention.scale *= 1.5
+
+
+def _interleaved(signed: Any) -> Any:
+    def changed(rope: Any) -> Any:
+        cos, sin = (part[..., : part.shape[-1] // 2].repeat_interleave(2, dim=-1) for part in rope)
+        return signed((cos, sin))
+
+    return changed
+
+
+OURS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "eps": _changed(FusedNorm, "__init__", _after_init(lambda self, norm: setattr(self, "eps", 0.1))),
+    "layer norm": _changed(FusedNorm, "__call__", lambda call: _layer_norm),
+    "a norm left out": _changed(FusedLayer, "__init__", _after_init(_no_norms)),
+    "interleaved rope": _changed(target, "signed", _interleaved),
+    "rope's frequencies": _changed(
+        TargetModel, "rope_table", lambda table: lambda self, upto: [x[::2] for x in table(self, 2 * upto)]
+    ),
+    "attention scale": _changed(
+        FusedAttention, "__init__", _after_init(lambda self, attention: setattr(self, "scale", 1.2 * self.scale))
+    ),
+    "permuted heads": _changed(FusedAttention, "__init__", _after_init(_other_heads)),
+    "biases left out": _changed(Product, "__init__", lambda init: lambda self, weight, bias=None: init(self, weight)),
+    "norms of heads left out": _changed(
+        FusedAttention, "__init__", _after_init(lambda self, attention: setattr(self, "head_norm", None))
+    ),
+    "activation": _changed(FusedMLP, "__init__", _after_init(lambda self, mlp: setattr(self, "activation", F.gelu))),
+    "residual multiplier": _changed(FusedMLP, "__call__", lambda call: lambda self, hidden: 0.9 * call(self, hidden)),
+    "windows left out": _changed(target, "sliding_windows", lambda _: lambda config: [None] * 4),
+    "one layer of many": _changed(FusedLayer, "__init__", _after_init(_one_layer)),
+}
+SHOWN_BY = {
+    "biases left out": "biased",
+    "norms of heads left out": "qwen3",
+    "windows left out": "mistral-sliding",
+    "one layer of many": "deep",
+}
+
+
+def build(family: str, with_massive: bool) -> PreTrainedModel:
+    """A tiny model; "deep" and "biased" are Llamas."""
+    make = massive if with_massive else tiny.build
+    if family == "deep":
+        return make("llama", num_hidden_layers=DEEP)
+    if family == "biased":
+        model = make("llama", attention_bias=True)
+        for name, parameter in model.named_parameters():
+            if name.endswith("proj.bias") and "o_proj" not in name:
+                parameter.data.normal_()
+        return model
+    return make(family)
+
+
+@pytest.mark.parametrize("with_massive", [False, True], ids=["plain", "massive"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", OURS)
+def test_wrong_layers_are_refused(wrong: str, dtype: str, with_massive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a tolerance so wide, or a scale so large (a massive activation's), that a wrong layer passes."""
+    model = build(SHOWN_BY.get(wrong, "llama"), with_massive)
+    load(copy.deepcopy(model), dtype)
+    OURS[wrong](monkeypatch)
+    where = rf"layer {DEEP // 2} of {DEEP}" if wrong == "one layer of many" else "layer 0 of 4|its final norm"
+    with pytest.raises(ValueError, match=rf"it \(\w+\) run layer by layer is not the model: ({where}).*off by"):
+        load(model, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", ["rope's frequencies", "windows left out"])
+def test_wrong_rows_are_refused_on_stock_layers(wrong: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check of the engine "eager" that only compares transformers' layers with themselves."""
+    OURS[wrong](monkeypatch)
+    with pytest.raises(ValueError, match="layer 0 of 4 .* adds something else"):
+        load(build(SHOWN_BY.get(wrong, "llama"), False), dtype, "eager")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("with_massive", [False, True], ids=["plain", "massive"])
+def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches weights of one layer that were laid out wrongly, which a layer made anew in float32 does not show; and a
+    kernel that is wrong for single rows alone."""
+    model = build("deep", with_massive)
+    fuse = TargetModel._fuse
+
+    def damaged(self: TargetModel, engine: Any) -> Any:
+        layers: Any = fuse(self, engine)
+        layers[5].attention.out = Product(layers[5].attention.out.weight.flip(0))
+        return layers
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetModel, "_fuse", damaged)
+        with pytest.raises(ValueError, match=rf"layer 5 of {DEEP} .*in {dtype} and from the same input"):
+            load(copy.deepcopy(model), dtype)
+    call = FusedAttention.__call__
+
+    def single(self: Any, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = call(self, hidden, *rest)
+        return out.roll(1, -1) if hidden.shape[1] == 1 and hidden.dtype != torch.float32 else out
+
+    monkeypatch.setattr(FusedAttention, "__call__", single)
+    with pytest.raises(ValueError, match="row 8 in most layers"):
+        load(model, dtype)
+
+
+# --------------------------------------------------------------------------- the model does more than we know of
+
+
+def _scaled_embedding(model: Any) -> None:
+    body, forward = model.model, model.model.forward
+
+    def scaled(input_ids: torch.Tensor, inputs_embeds: None, **rest: Any) -> Any:
+        return forward(inputs_embeds=1.5 * body.embed_tokens(input_ids), **rest)
+
+    body.forward = scaled
+
+
+def _of_output(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    """What a module gives out is changed after it."""
+
+    def apply(model: Any) -> None:
+        module = model.model if name == "last_hidden_state" else model
+        forward = module.forward
+
+        def changed(*given: Any, **named: Any) -> Any:
+            output = forward(*given, **named)
+            output[name] = change(output[name])
+            return output
+
+        module.forward = changed
+
+    return apply
+
+
+def _scaled_head(model: Any) -> None:
+    head = model.lm_head
+
+    class Other(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 1.2 * super().forward(hidden)
+
+    head.__class__ = Other
+
+
+def _between(model: Any) -> None:
+    class Layers(nn.ModuleList):
+        """Multiplies what goes from one layer to the next: the model gets other layers than are there to be run."""
+
+        def __getitem__(self, index: Any) -> Any:
+            if not isinstance(index, slice):
+                return super().__getitem__(index)
+            return [lambda hidden, layer=layer, **named: 0.5 * layer(hidden, **named) for layer in self]
+
+    model.model.layers.__class__ = Layers
+
+
+THEIRS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "scaled embedding": (_scaled_embedding, "its first layer gets something else than its embedding gives"),
+    "capped logits": (_of_output("logits", lambda x: 30 * (x / 30).tanh()), "its logits are not what its LM head"),
+    "scaled logits": (_of_output("logits", lambda x: x / 8), "its logits are not what its LM head gives"),
+    "scaled features": (_of_output("last_hidden_state", lambda x: x / 8), "its LM head gets something else"),
+    "scaled between layers": (_between, "layer 1 of 4 gets something else than layer 0 gives"),
+    "another LM head": (_scaled_head, "its LM head gives something else"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_massive", [False, True], ids=["plain", "massive"])
+@pytest.mark.parametrize("wrong", THEIRS)
+def test_models_that_do_more_are_refused(wrong: str, with_massive: bool, dtype: str) -> None:
+    """Catches scales and caps of other families decoded as Llama's; the cap although small logits hardly show it."""
+    change, message = THEIRS[wrong]
+    for engine in ("eager", "fused"):
+        model = build("llama", with_massive)
+        change(model)
+        if wrong == "another LM head" and engine == "eager":  # which calls the model's own
+            load(model, dtype, engine)
+            continue
+        with pytest.raises(ValueError, match=message):
+            load(model, dtype, engine)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_familys_layers_are_refused(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a family that was taken for Llama's: Granite multiplies what its branches add."""
+    monkeypatch.setattr(fused, "FAMILIES", fused.FAMILIES | {"granite"})
+    common = tiny.tiny_config("llama", hidden_size=64).to_dict()
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys += ("num_key_value_heads", "initializer_range")
+    config = GraniteConfig(**{key: common[key] for key in keys}, residual_multiplier=0.5)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    load(copy.deepcopy(model), dtype, "eager")
+    with pytest.raises(ValueError, match=r"layer 0 of 4 \(GraniteDecoderLayer\) adds something else"):
+        load(model, dtype)
+
+
+def test_values_that_overflow_are_said_to() -> None:
+    """Catches "off by nan" where the dtype is too small for the model itself."""
+    model: Any = tiny.build("llama")
+    model.model.layers[2].mlp.down_proj.weight.data *= 1e6
+    with pytest.raises(ValueError, match="infinite values by itself, in float16 from layer 2 of 4 on; load it with"):
+        load(model, "float16")
+
+
+# ------------------------------------------------------------------------------------------------- a trained model
+
+
+@pytest.mark.skipif("DRAFTERS_LLM" not in os.environ, reason="DRAFTERS_LLM names no folder of a pretrained model")
+@pytest.mark.parametrize("engine", ["eager", "fused", "graphs"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pretrained_model_loads(dtype: str, engine: Any) -> None:
+    """Catches whatever random weights do not show."""
+    found = TargetModel.from_pretrained(os.environ["DRAFTERS_LLM"], dtype, engine=engine)
+    assert found.engine == engine and Path(found.name).is_dir()
+    generate(found, make_drafter("prompt_lookup", found), IDS, max_new_tokens=8)
