@@ -49,28 +49,29 @@ class Lineup:
 
     def __init__(self, entries: list[DrafterEntry], models: Models) -> None:
         self._entries, self._models = entries, models
-        self._unused: dict[str, Drafter] = {}
+        self._unused: dict[int, Drafter] = {}  # by their entry's place: entries of other temperatures may share a name
         problems = []
-        for entry in entries:
+        for place, entry in enumerate(entries):
             try:
-                self._unused[entry.name] = self._build(entry)
+                self._unused[place] = self._build(entry)
             except ValueError as error:
                 problems.append(f"{entry.name}: {error}")
         if problems:
             raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
-        self._lossless = {name: drafter.lossless for name, drafter in self._unused.items()}
+        self._lossless = [self._unused[place].lossless for place in range(len(entries))]
 
     def fresh(self, temperature: float) -> dict[str, Drafter]:
         """The drafters of a temperature by their names in the report; none has seen a prompt."""
-        wanted = [e for e in self._entries if e.temperatures is None or temperature in e.temperatures]
-        return {e.name: self._unused.pop(e.name) if e.name in self._unused else self._build(e) for e in wanted}
+        numbered = enumerate(self._entries)
+        wanted = [(n, e) for n, e in numbered if e.temperatures is None or temperature in e.temperatures]
+        return {e.name: self._unused.pop(n) if n in self._unused else self._build(e) for n, e in wanted}
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """By name, what the report's rows say of each drafter beside what is measured."""
         return {
-            e.name: {"lossless": self._lossless[e.name], "stock": False, "entry": e.base, "grid": e.knobs or None}
-            for e in self._entries
+            e.name: {"lossless": lossless, "stock": False, "entry": e.base, "grid": e.knobs or None}
+            for e, lossless in zip(self._entries, self._lossless, strict=True)
         }
 
     def _build(self, entry: DrafterEntry) -> Drafter:

@@ -57,10 +57,15 @@ class SpeedConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [entry.name for entry in self.entries] + [entry.label for entry in self.stock]
-        repeated = sorted({name for name in names if names.count(name) > 1} | ({STOCK} & set(names)))
-        if repeated:
-            raise ValueError(f"rows need names of their own, {repeated} are taken twice; set label: on the entries")
+        for temperature in self.temperatures:
+            here = [e for e in self.entries if e.temperatures is None or temperature in e.temperatures]
+            names = [entry.name for entry in here] + [entry.label for entry in self.stock]
+            repeated = sorted({name for name in names if names.count(name) > 1} | ({STOCK} & set(names)))
+            if repeated:
+                raise ValueError(f"rows need names of their own, {repeated} are taken twice; set label: on the entries")
+        methods = {(entry.name, entry.drafter) for entry in self.entries}
+        if mixed := sorted({a for a, method in methods for b, other in methods if a == b and method != other}):
+            raise ValueError(f"{mixed} name one method at one temperature and another at another; set other labels")
         if len(set(self.temperatures)) < len(self.temperatures) or min(self.temperatures) < 0:
             raise ValueError(f"temperatures must be different and none below 0, found {self.temperatures}")
         if self.rounds % 2 == 0:

@@ -1,14 +1,19 @@
 """Search a drafter's knobs one after the other: Ouroboros' heuristic search (Appendix B.2, Algorithm 1) for any method.
 
     python -m eval.tune --config configs/tune/ouroboros.yaml [key=value ...]
+    python -m eval.tune --config configs/tune [key=value ...]
 
 The config is a speed config with one drafter, one temperature and ``knobs: {option: [values]}``. The knobs are searched
 in the order given, all values of one side by side in one alternating run while the others keep the value found, or, not
 yet searched, one drawn at the start. ``out`` gets best.yaml (an entry for a speed config), tune.json and tune.md, and a
-speed report for every knob. Run again, a search goes on where it stopped.
+speed report for every knob. Of a folder all configs are searched, one after the other, and tuned.yaml, in the folder
+that holds their ``out``, lists what was found. Run again, a search goes on where it stopped.
+
+Tune on prompts that are not measured afterwards. Lossy methods buy speed with quality: ``max_perplexity`` is the bound.
 """
 
 import argparse
+import os
 import random
 import sys
 from pathlib import Path
@@ -30,6 +35,10 @@ class TuneConfig(speed.SpeedConfig):
     objective: Literal["speed", "perplexity"] = Field(
         "speed", description="what is best: tokens/s, or for lossy methods the outputs' perplexity under the target"
     )
+    max_perplexity: float | None = Field(
+        None, gt=0, description="of a lossy method: most perplexity of its outputs, in times plain decoding's"
+    )
+    stock_generate: bool = Field(False, description="also measure transformers' own generation; nothing hangs on it")
     passes: int = Field(1, ge=1, description="times all knobs are searched; Algorithm 1 has one")
 
     @model_validator(mode="after")
@@ -38,6 +47,11 @@ class TuneConfig(speed.SpeedConfig):
             raise ValueError(
                 f"one drafter without a grid and one temperature are tuned at a time, found {len(self.drafters)} and "
                 f"temperatures {self.temperatures}; give a config to each"
+            )
+        if self.max_perplexity is not None and self.objective != "speed":
+            raise ValueError(
+                f"max_perplexity is {self.max_perplexity:g} and objective {self.objective}: a bound is for the search "
+                "for speed; leave one of the two out"
             )
         if alien := sorted(set(self.start) - set(self.knobs)):
             raise ValueError(f"start: {alien} are not among the knobs {sorted(self.knobs)}")
@@ -70,6 +84,7 @@ class TuneConfig(speed.SpeedConfig):
         own = set(TuneConfig.model_fields) - set(speed.SpeedConfig.model_fields)
         data = self.model_dump(mode="json", exclude=own, exclude_unset=True)
         data |= {"drafters": [entry | {"grid": grid}], "out": str(self.out / f"{number}-{knob}")}
+        data["stock_generate"] = self.stock_generate
         return validate(speed.SpeedConfig, data, source=f"knobs: {knob}")
 
 
@@ -80,21 +95,45 @@ def check(config: TuneConfig) -> None:
         speed.check(one)
 
 
+def load_configs(path: Path, overrides: list[str]) -> dict[Path, TuneConfig]:
+    """The config of a file, or all of a folder and the folders in it, by their files in order.
+
+    Raises:
+        ValueError: no config there, one that is wrong, or two with one ``out``.
+    """
+    files = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"--config {path} is a folder without .yaml files; name a config, or a folder of them")
+    configs = {file: load_config(TuneConfig, file, overrides) for file in files}
+    taken: dict[Path, Path] = {}
+    for file, config in configs.items():
+        if (other := taken.setdefault(config.out, file)) != file:
+            raise ValueError(f"{other} and {file} both write to {config.out}: give each an out of its own")
+    return configs
+
+
+def common_folder(configs: dict[Path, TuneConfig]) -> Path:
+    """The folder of one search, or the one that holds those of several."""
+    return Path(os.path.commonpath([config.out for config in configs.values()]))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m eval.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, type=Path, help="YAML, see TuneConfig")
+    parser.add_argument("--config", required=True, type=Path, help="YAML, see TuneConfig; or a folder of such files")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example prompts.count=8")
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(given)
-    config = load_config(TuneConfig, parsed.config, parsed.overrides)
-    check(config)
+    configs = load_configs(parsed.config, parsed.overrides)
+    for config in configs.values():
+        check(config)
 
     from eval.speed_run import make_console
-    from eval.tune_run import run
+    from eval.tune_run import run_all
 
-    with keeping(lambda: f"the knobs searched are kept in {config.out}; to go on: {command()}"):
-        run(config, ["python", "-m", "eval.tune", *given], make_console())
+    where = common_folder(configs)
+    with keeping(lambda: f"the knobs searched are kept in {where}; to go on: {command()}"):
+        run_all(configs, parsed.overrides, make_console())
 
 
 if __name__ == "__main__":

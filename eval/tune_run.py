@@ -1,6 +1,7 @@
 """What eval.tune does with its config."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,32 +15,54 @@ from eval.output import PictureError
 from eval.page import number, setting, speedup_with_interval
 from eval.speed import SpeedConfig
 from eval.sweep_run import finished_report
-from eval.tune import TuneConfig
+from eval.tune import TuneConfig, common_folder
 
-BEST, DATA, PAGE = "best.yaml", "tune.json", "tune.md"
+BEST, DATA, PAGE, ALL = "best.yaml", "tune.json", "tune.md", "tuned.yaml"
 
 
-def run(config: TuneConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Search, writing what is known so far after every knob; returns what tune.json holds.
+def run_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Console) -> None:
+    """Search with one config after the other, by their files; of several, tuned.yaml lists what was found.
 
     Raises:
         ValueError: something configured is missing or does not fit; found before anything is measured.
+        MeasurementError: a method failed while it was measured; what was found before is kept.
+        OSError: a file could not be written.
+    """
+    loaded: dict[str, Models] = {}
+    for config in configs.values():
+        key = config.target.model_dump_json()
+        loaded[key] = loaded.get(key) or speed_run.load_models(config.target)
+        for one in config.planned():
+            Lineup(one.entries, loaded[key])  # a value that the last knob cannot have is found now
+    found: list[str] = []
+    for place, (file, config) in enumerate(configs.items(), start=1):
+        if len(configs) > 1:
+            console.rule(f"{file} ({place} of {len(configs)})")
+        argv = ["python", "-m", "eval.tune", "--config", str(file), *overrides]
+        best = run(config, argv, console, loaded[config.target.model_dump_json()])
+        found.append(_listed(config, best, file))
+        if len(configs) > 1:
+            replace_text(common_folder(configs) / ALL, "\n".join(found))
+    console.print("\n".join(found), markup=False, highlight=False)
+
+
+def run(config: TuneConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
+    """Search, writing what is known so far after every knob; returns what tune.json holds.
+
+    Raises:
         MeasurementError: a method failed while it was measured; the knobs before are kept.
         OSError: a file could not be written.
     """
     chosen = config.first_values()
-    models = speed_run.load_models(config.target)
-    for one in config.planned():
-        Lineup(one.entries, models)  # a value that the last knob cannot have is found now
     stages: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     for turn in range(config.passes):
         before = dict(chosen)
         for knob in config.knobs:
             one = config.stage(len(stages) + 1, knob, chosen)
-            console.rule(f"{knob} in {config.knobs[knob]}")
+            console.rule(f"{config.drafters[0].base}: {knob} in {config.knobs[knob]}")
             report = measured(one, argv, console, models)
-            stage = summarise(knob, dict(chosen), one, report, config.objective)
+            stage = summarise(knob, dict(chosen), one, report, config)
             chosen[knob] = stage["best"]
             stages.append(stage)
             found = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}
@@ -49,6 +72,24 @@ def run(config: TuneConfig, argv: list[str], console: Console) -> dict[str, Any]
             break
     console.print(f"{config.out / BEST}", markup=False, highlight=False)
     return found
+
+
+def best_entry(config: TuneConfig, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a speed config with the values found."""
+    entry = config.drafters[0].model_copy(update={"grid": {knob: [value] for knob, value in chosen.items()}})
+    return {"drafter": entry.drafter} | ({"label": entry.label} if entry.label else {}) | entry.options
+
+
+def _listed(config: TuneConfig, found: dict[str, Any], file: Path) -> str:
+    """An entry for a speed config as one line of YAML, below a comment with what it is worth."""
+    last = found["stages"][-1]
+    row = next(row for row in last["values"] if row["value"] == last["best"])
+    worth = f"{number(row['tokens_per_second'], 1)} tokens/s, {speedup_with_interval(row)}, tau {number(row['tau'], 2)}"
+    if not row["lossless"]:
+        worth += f", perplexity {number(row['perplexity'], 2)} (plain decoding {number(last['plain_perplexity'], 2)})"
+    entry = best_entry(config, found["best"]) | {"temperatures": config.temperatures}
+    line = yaml.safe_dump([entry], sort_keys=False, default_flow_style=True, width=10**6).strip()
+    return f"# {file}: {worth}\n- {line.removeprefix('[').removesuffix(']')}"
 
 
 def measured(one: SpeedConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
@@ -65,24 +106,32 @@ def measured(one: SpeedConfig, argv: list[str], console: Console, models: Models
 
 
 def summarise(
-    knob: str, chosen: dict[str, Any], one: SpeedConfig, report: dict[str, Any], objective: str
+    knob: str, chosen: dict[str, Any], one: SpeedConfig, report: dict[str, Any], config: TuneConfig
 ) -> dict[str, Any]:
-    """One knob's figures and its best value."""
+    """One knob's figures and its best value.
+
+    Where a bound is given and no value keeps it, the best is the one of least perplexity: the knobs after it may.
+    """
+    plain = next(row["perplexity"] for row in report["rows"] if row["grid"] is None)
     rows = [row for row in report["rows"] if row["grid"] is not None]
     kept = ("tokens_per_second", "speedup", "speedup_ci", "tau", "perplexity", "lossless")
     values = [{"value": row["grid"][knob]} | {name: row[name] for name in kept} for row in rows]
     usable = [row for row in values if row["tokens_per_second"] is not None and row["perplexity"] is not None]
     if not usable:
         raise MeasurementError(f"no value of {knob} could be measured; see {one.out}")
-    if objective == "speed":
-        best = max(usable, key=lambda row: row["tokens_per_second"])
+    bound = None if config.max_perplexity is None or plain is None else config.max_perplexity * plain
+    allowed = [row for row in usable if bound is None or row["perplexity"] <= bound]
+    if config.objective == "speed" and allowed:
+        best = max(allowed, key=lambda row: row["tokens_per_second"])
     else:
         best = min(usable, key=lambda row: row["perplexity"])
     others = {other: value for other, value in chosen.items() if other != knob}
     # Within each other's intervals: more prompts might choose another one.
-    close = [row["value"] for row in usable if row is not best and _overlap(row["speedup_ci"], best["speedup_ci"])]
+    close = [
+        row["value"] for row in allowed or usable if row is not best and _overlap(row["speedup_ci"], best["speedup_ci"])
+    ]
     return {"knob": knob, "others": others, "values": values, "best": best["value"], "not_told_apart": close,
-            "folder": one.out.name}  # fmt: skip
+            "plain_perplexity": plain, "bound": bound, "folder": one.out.name}  # fmt: skip
 
 
 def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
@@ -92,12 +141,14 @@ def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
 def write(config: TuneConfig, found: dict[str, Any], report: dict[str, Any]) -> None:
     """best.yaml, tune.json and tune.md."""
     config.out.mkdir(parents=True, exist_ok=True)
-    entry = config.drafters[0].model_copy(update={"grid": {knob: [value] for knob, value in found["best"].items()}})
-    best = {"drafter": entry.drafter} | ({"label": entry.label} if entry.label else {}) | entry.options
+    best = best_entry(config, found["best"])
     command = " ".join(found["argv"])
     replace_text(config.out / BEST, f"# Found by: {command}\n" + yaml.safe_dump([best], sort_keys=False))
     replace_text(config.out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
-    lines = [f"# Tuning {entry.base} for {found['objective']}", "", *setting(report), ""]
+    what = found["objective"]
+    if config.max_perplexity is not None:
+        what += f", with at most {config.max_perplexity:g} times the perplexity of plain decoding's outputs"
+    lines = [f"# Tuning {config.drafters[0].base} for {what}, T = {config.temperatures[0]:g}", "", *setting(report), ""]
     for stage in found["stages"]:
         lines += _page_of(stage)
     lines += ["## Found", "", "```yaml", yaml.safe_dump([best], sort_keys=False).rstrip(), "```", ""]
@@ -115,6 +166,10 @@ def _page_of(stage: dict[str, Any]) -> list[str]:
             f"| {row['value']}{mark} | {number(row['tokens_per_second'], 1)} | {speedup_with_interval(row)} | "
             f"{number(row['tau'], 2)} | {number(row['perplexity'], 2)} |"
         )
+    if (bound := stage["bound"]) is not None:
+        lines += ["", f"At most {bound:.2f} (plain decoding: {stage['plain_perplexity']:.2f})"]
+        if all(row["perplexity"] is None or row["perplexity"] > bound for row in stage["values"]):
+            lines[-1] += "; no value keeps that, so the one of least perplexity is taken"
     if stage["not_told_apart"]:
         shown = ", ".join(map(str, stage["not_told_apart"]))
         lines += ["", f"Not told apart from the best by these prompts (intervals overlap): {shown}"]

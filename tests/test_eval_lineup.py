@@ -14,6 +14,7 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import Config
 from eval.entries import DrafterEntry, check_entries
 from eval.lineup import Lineup, Models
+from eval.speed import SpeedConfig
 
 
 def entries(*given: dict[str, Any]) -> list[DrafterEntry]:
@@ -177,3 +178,25 @@ def test_a_knob_that_the_drafter_does_not_have_is_named(
     given = {"drafter": "speculative", "draft_model": str(tiny_checkpoint("llama", 1)), "grid": {"gama": [3, 4]}}
     with pytest.raises(ValueError, match="speculative gama=4: .*unknown key 'gama'; did you mean 'gamma'"):
         Lineup(entries(given)[0].expand(), Models(target))
+
+
+def test_a_name_may_stand_for_other_settings_at_another_temperature(target: TargetModel) -> None:
+    """Catches the settings of one temperature measured at the other, where each was tuned for its own."""
+    chosen = entries(
+        {"label": "lookup", "drafter": "prompt_lookup", "gamma": 7, "temperatures": [0.0]},
+        {"label": "lookup", "drafter": "prompt_lookup", "gamma": 3, "temperatures": [1.0]},
+    )
+    lineup = Lineup(chosen, Models(target))
+    for _ in range(2):  # the drafters that were built at the start, and those of a later round
+        assert [lineup.fresh(t)["lookup"].max_draft for t in (0.0, 1.0)] == [7, 3]
+    values = {"target": {"path": "t"}, "prompts": {"file": "p"}, "out": "o", "temperatures": [0.0, 1.0]}
+
+    def config(*drafters: dict[str, Any]) -> SpeedConfig:
+        return SpeedConfig.model_validate(values | {"drafters": list(drafters)})
+
+    first, second = (entry.model_dump(exclude_unset=True) for entry in chosen)
+    assert len(config(first, second).entries) == 3
+    with pytest.raises(ValueError, match="'lookup'.*taken twice"):
+        config(first, second | {"temperatures": [0.0, 1.0]})
+    with pytest.raises(ValueError, match="'lookup'.*one method at one temperature and another"):
+        config(first, {"label": "lookup", "drafter": "lookahead", "temperatures": [1.0]})

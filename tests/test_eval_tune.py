@@ -50,7 +50,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, figures: Callable[[dict[str, Any]],
     asked = []
 
     def measured(one: speed.SpeedConfig, *arguments: Any) -> dict[str, Any]:
-        rows = []
+        rows: list[dict[str, Any]] = [{"grid": None, "perplexity": 4.0}]  # plain decoding
         for entry in one.entries[1:]:
             rate, perplexity = figures(entry.options)
             row = {"grid": entry.knobs, "tokens_per_second": rate, "perplexity": perplexity, "tau": 2.0}
@@ -93,9 +93,56 @@ def test_perplexity_as_objective(config: dict[str, Any], tmp_path: Path, monkeyp
     assert yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())[0]["gamma"] == 2
 
 
+def test_a_bound_on_perplexity(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a lossy method tuned for speed at any price, a bound that is absolute, and a search that ends where the
+    first knob alone cannot keep the bound."""
+    # gamma: the faster the worse, and with window 3 none of them good enough; window 2 makes up for it.
+    pretend(monkeypatch, lambda o: (o["gamma"], 4.0 + o["gamma"] / 10 + (o["window"] == 3)))
+    assert run(config, tmp_path, "max_perplexity=1.06") == 0
+    found = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert found["best"] == {"gamma": 1, "window": 2}
+    assert [stage["bound"] for stage in found["stages"]] == [pytest.approx(4.24)] * 2
+    page = (tmp_path / "out" / "tune.md").read_text()
+    assert page.count("no value keeps that") == 1 and "at most 1.06 times the perplexity" in page
+    assert run(config | {"start": {"window": 2}}, tmp_path, "max_perplexity=1.06", f"out={tmp_path / 'two'}") == 0
+    assert json.loads((tmp_path / "two" / "tune.json").read_text())["best"] == {"gamma": 2, "window": 2}
+    assert run(config, tmp_path, "max_perplexity=1.06", "objective=perplexity") == 1
+
+
+def test_a_folder_of_searches(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a second search that is forgotten, settings noted under the other's name, an override that reaches one of
+    them only, and two searches that overwrite each other."""
+    loads, load = [], speed_run.load_models
+    monkeypatch.setattr(speed_run, "load_models", lambda chosen: (loads.append(chosen), load(chosen))[1])
+    asked = pretend(monkeypatch, lambda o: (o["gamma"] if "k" in o else -o["gamma"], 5.0))
+    folder = tmp_path / "configs"
+    (folder / "sampled").mkdir(parents=True)
+    lookup = config | {"drafters": [{"drafter": "prompt_lookup"}], "temperatures": [1.0], "start": {}}
+    lookup |= {"knobs": {"gamma": [2, 5]}, "out": str(tmp_path / "out" / "lookup"), "seed": 7}
+    (folder / "sampled" / "b.yaml").write_text(yaml.safe_dump(lookup))
+    (folder / "a.yaml").write_text(yaml.safe_dump(config | {"out": str(tmp_path / "out" / "ouroboros"), "seed": 7}))
+    assert status(eval.tune.main, "--config", folder, "prompts.count=1") == 0
+    assert len(asked) == 3 and len(loads) == 1
+    assert yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text()) == [
+        config["drafters"][0] | {"gamma": 3, "window": 2, "temperatures": [0.0]},
+        {"drafter": "prompt_lookup", "gamma": 2, "temperatures": [1.0]},
+    ]
+    found = json.loads((tmp_path / "out" / "lookup" / "tune.json").read_text())
+    assert found["argv"][-2:] == [str(folder / "sampled" / "b.yaml"), "prompts.count=1"]
+    capsys.readouterr()
+    assert status(eval.tune.main, "--config", folder, "out=elsewhere") == 1
+    assert "both write to elsewhere" in capsys.readouterr().err
+    assert status(eval.tune.main, "--config", tmp_path / "out") == 1
+    assert len(asked) == 3
+
+
 def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a finished knob measured again; every figure comes from a real run here."""
+    """Catches a finished knob measured again, and time spent on stock generate; every figure is a real run's here."""
     assert run(config, tmp_path) == 0
+    report = json.loads((tmp_path / "out" / "1-gamma" / "report.json").read_text())
+    assert report["baseline"]["over_stock_generate"] is None
     first = json.loads((tmp_path / "out" / "tune.json").read_text())
     (tmp_path / "out" / "2-window" / "report.json").unlink()
     seen, measure = [], speed_run.run
