@@ -1,6 +1,6 @@
 """Dialogues -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
 
-A global batch is a run of dialogues of the epoch's shuffle that fits ``batch_tokens``. It is dealt to
+A global batch is a sample of the epoch's dialogues that all but fills ``batch_tokens``. It is dealt to
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
 ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
 To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/attention.py). Where a
@@ -8,6 +8,7 @@ mask is needed (held-out chains), rows are as long as the longest dialogue and s
 mask's square small.
 """
 
+import bisect
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -24,6 +25,7 @@ from train.attention import Dialogues
 # For a GPU a step's features (64 MB at 8,192 tokens of 4,096 values) are copied twice: out of the file, then into
 # page-locked memory. One thread may not do that as fast as the GPU takes steps.
 READERS = 4
+OPEN_BATCHES = 32  # that a dialogue may still be put into: more fill hardly better
 
 
 class Span(NamedTuple):
@@ -224,25 +226,50 @@ class Position:
 
 
 def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """The global batches of one epoch: consecutive dialogues of its shuffle, at most ``batch_tokens`` tokens each.
+    """The global batches of one epoch: every dialogue once, at most ``batch_tokens`` tokens a batch.
 
-    A longer dialogue is a batch of its own. The last, incomplete batch is left out (the next epoch's shuffle will use
-    its dialogues), unless it is the only one.
+    The epoch's shuffle is dealt dialogue by dialogue, each to the fullest open batch that it fits, so that a batch is a
+    random sample and still all but full. A dialogue longer than ``batch_tokens`` is a batch of its own.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
     batches: list[list[int]] = []
-    current: list[int] = []
-    tokens = 0
-    for index in order:
-        if current and tokens + lengths[index] > batch_tokens:
-            batches.append(current)
-            current, tokens = [], 0
-        current.append(index)
-        tokens += lengths[index]
-    if not batches or tokens >= batch_tokens:
-        batches.append(current)
-    return batches
+    free: list[tuple[int, int]] = []  # of the open batches, sorted: tokens that still fit, place in ``batches``
+    for index in torch.randperm(len(lengths), generator=generator).tolist():
+        at = bisect.bisect_left(free, (lengths[index], 0))
+        if at < len(free):
+            space, place = free.pop(at)
+            batches[place].append(index)
+        else:
+            space, place = max(batch_tokens, lengths[index]), len(batches)
+            batches.append([index])
+        if space > lengths[index]:
+            bisect.insort(free, (space - lengths[index], place))
+        if len(free) > OPEN_BATCHES:
+            free.pop(0)
+    fill_emptiest(batches, lengths)
+    # A batch that waited long for its last dialogue was begun early: not the order to train in.
+    return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def fill_emptiest(batches: list[list[int]], lengths: list[int]) -> None:
+    """Move dialogues from the fullest batches to the emptiest until it has nine tenths of their tokens.
+
+    An epoch's last batch would else be a step on a few tokens, each of which counts as much as dozens of the others'.
+    """
+    tokens = [sum(lengths[index] for index in batch) for batch in batches]
+    divisible = [place for place, batch in enumerate(batches) if len(batch) > 1]
+    while divisible:
+        empty, full = tokens.index(min(tokens)), max(divisible, key=tokens.__getitem__)
+        gap = tokens[full] - tokens[empty]
+        fitting = [index for index in batches[full] if lengths[index] < gap]
+        if gap <= 0.1 * tokens[full] or not fitting:
+            break
+        moved = min(fitting, key=lambda index: abs(gap - 2 * lengths[index]))
+        batches[full].remove(moved)
+        batches[empty].append(moved)
+        tokens[full] -= lengths[moved]
+        tokens[empty] += lengths[moved]
+        divisible = [place for place in divisible if len(batches[place]) > 1]
 
 
 def deal(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:

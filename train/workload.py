@@ -39,9 +39,10 @@ class Workload:
         """One line on the steps."""
         total = self.total_steps(config)
         limit = f"{total:,} in all" if total else ""
+        filled = f", filled to {self.tokens / (self.steps * config.batch_tokens):.1%}" if self.lengths else ""
         if config.minutes:
             limit += f"{' or ' if limit else ''}{config.minutes:g} minutes"
-        return f"{self.steps:,} an epoch of at most {config.batch_tokens:,} tokens, {limit}"
+        return f"{self.steps:,} an epoch of at most {config.batch_tokens:,} tokens{filled}, {limit}"
 
     def total_steps(self, config: TrainConfig) -> int | None:
         """Up to the limit that comes first; None if there is only one of time."""
