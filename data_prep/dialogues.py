@@ -217,8 +217,8 @@ def _dataset_records(name: str) -> Iterator[Any]:
     folder, colon, split = name.rpartition(":")
     repository, split = (folder, split) if colon else (name, "train")
     try:
-        rows = datasets.load_dataset(repository, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        rows = datasets.load_dataset(repository, split=split)  # from 4.0 on datasets runs no repository's script
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"no dataset {repository!r} with a split {split!r} could be loaded ({type(error).__name__}: {error})"
         ) from error

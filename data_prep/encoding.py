@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
+from drafters.decoding.model_files import load_bare_tokenizer
 from drafters.text_files import read_text
 
 from .dialogues import Dialogue, DroppedError, ReadCounts, read_dialogues
@@ -41,13 +40,7 @@ def load_tokenizer(name: str, revision: str | None = None, chat_template: str | 
         ValueError: no tokenizer or template there, or a tokenizer without a chat template where none is given.
     """
     template = _read_template(chat_template) if chat_template else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"no tokenizer could be loaded from {name!r}: it must be a folder or a Hub repository with tokenizer files "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+    tokenizer = load_bare_tokenizer(name, revision)
     if template is not None:
         tokenizer.chat_template = template
     return ChatTokenizer(tokenizer, name)

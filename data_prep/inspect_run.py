@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
+
+from drafters.decoding.model_files import load_bare_tokenizer
 
 from .encoding import tokenizer_hash
 from .manifest import StoreManifest, read_manifest
@@ -131,10 +132,9 @@ def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, conso
     name = tokenizer or store.manifest.target_name
     revision = None if tokenizer else store.manifest.target_revision
     try:
-        decoder: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        console.print(f"Not decoded: no tokenizer at {name!r} ({reason}); give one with --tokenizer", markup=False)
+        decoder: Any = load_bare_tokenizer(name, revision)
+    except ValueError as error:
+        console.print(f"Not decoded: {error}; give another with --tokenizer", markup=False)
         return
     if tokenizer_hash(decoder) != store.manifest.tokenizer_hash:
         console.print(f"{name!r} is another tokenizer than the store's: the text may be wrong", markup=False)

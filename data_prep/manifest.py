@@ -9,9 +9,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from drafters.sources import readable
+from drafters.wording import shortened
 
 MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
@@ -39,23 +42,30 @@ SAME = (
 NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
 
 
-class ShardEntry(BaseModel):
-    """One finished shard; ``bytes`` is the file's size."""
+Count = Annotated[int, Field(ge=0)]
 
-    file: str
-    dialogues: int
-    tokens: int
-    bytes: int
-    sha256: str
+
+class ShardEntry(BaseModel):
+    """One finished shard; ``bytes`` is the file's size.
+
+    ``file`` is a plain name, as ``shard_file`` makes it: a manifest may come from anywhere and must not point out of
+    the store. The file itself may be a link to another disk, which only whoever owns the folder can have put there.
+    """
+
+    file: str = Field(pattern=r"^shard-[0-9]{5,}\.safetensors$")
+    dialogues: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    bytes: int = Field(ge=1)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
 class ShardRecord(BaseModel):
     """What became of the ``consumed`` dialogues of the shard ``number``; without one finite dialogue it has no file."""
 
-    number: int
-    consumed: int
-    non_finite: int = 0
-    response_tokens: int = 0
+    number: Count
+    consumed: Count
+    non_finite: Count = 0
+    response_tokens: Count = 0
     entry: ShardEntry | None = None
 
 
@@ -66,9 +76,9 @@ class ShardPlan(BaseModel):
     one store. Each shard ends with the dialogue that reaches ``shard_tokens`` tokens.
     """
 
-    shard_tokens: int
-    dialogues: int
-    tokens: int
+    shard_tokens: Count
+    dialogues: Count
+    tokens: Count
     digest: str
 
     @classmethod
@@ -95,10 +105,10 @@ class StoreManifest(BaseModel):
     target_name: str
     target_revision: str | None = None
     target_fingerprint: str
-    hidden_size: int
-    vocab_size: int
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
     target_dtype: str
-    taps: list[int]
+    taps: list[Count]
     dtype: str
     tokenizer_hash: str
     template_hash: str
@@ -108,12 +118,12 @@ class StoreManifest(BaseModel):
     source: str
     source_digest: str
     plan: ShardPlan | None = None
-    consumed: int = 0
-    dialogues: int = 0
-    tokens: int = 0
-    response_tokens: int = 0
-    dropped: dict[str, int] = {}
-    changed: dict[str, int] = {}
+    consumed: Count = 0
+    dialogues: Count = 0
+    tokens: Count = 0
+    response_tokens: Count = 0
+    dropped: dict[str, Count] = {}
+    changed: dict[str, Count] = {}
     shards: list[ShardEntry] = []
     versions: dict[str, str] = {}
     commit: str | None = None
@@ -192,15 +202,40 @@ def read_header(folder: Path) -> StoreManifest:
             hint = f"its sub-folders {', '.join(splits)} are stores: give one of them"
         raise ValueError(f"no feature store at {folder}: it {what}; {hint}")
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads(readable(file).read_bytes())
         version = data.get("format_version") if isinstance(data, dict) else None
         if version not in READABLE_VERSIONS:
             known = " and ".join(map(str, READABLE_VERSIONS))
             raise ValueError(f"{file} has format version {version}, this code reads versions {known}; remake the store")
         data.setdefault("consumed", data.get("dialogues", 0))  # stores from before dialogues could be dropped
-        return StoreManifest(**data)
+        manifest = StoreManifest(**data)
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete {folder} and make the features again") from error
+        problem = _first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ValueError(f"{file} is damaged ({problem}); delete {folder} and make the features again") from error
+    if wrong := _wrong_counts(manifest):
+        raise ValueError(f"{file} is damaged ({wrong}); delete {folder} and make the features again")
+    return manifest
+
+
+def _first_problem(error: ValidationError) -> str:
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc']))} is {shortened(found['input'])}: {found['msg']}"
+
+
+def _wrong_counts(manifest: StoreManifest) -> str | None:
+    """What does not add up in a manifest by itself, if anything."""
+    shards = manifest.shards
+    if len({shard.file for shard in shards}) < len(shards):
+        return "a shard is listed twice"
+    if manifest.complete and not shards:
+        return "it is complete and lists no shards"
+    for what in ("dialogues", "tokens"):
+        said, listed = getattr(manifest, what), sum(getattr(shard, what) for shard in shards)
+        if said != listed:
+            return f"it says {said:,} {what}, its shards hold {listed:,}"
+    if manifest.response_tokens > manifest.tokens:
+        return f"it says {manifest.response_tokens:,} tokens of answers, and {manifest.tokens:,} tokens in all"
+    return None
 
 
 def read_records(folder: Path) -> list[ShardRecord]:
@@ -216,7 +251,8 @@ def read_records(folder: Path) -> list[ShardRecord]:
         except FileNotFoundError:
             continue
         except ValidationError as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it, and its shard is made again") from error
+            problem = _first_problem(error)
+            raise ValueError(f"{file} is damaged ({problem}); delete it, and its shard is made again") from error
     return sorted(records, key=lambda record: record.number)
 
 

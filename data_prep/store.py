@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from drafters.sources import readable
+
 from .manifest import ShardEntry, StoreManifest, read_manifest
 from .quantise import SCALED, from_storage, state_names, storage_dtype
 
@@ -161,7 +163,7 @@ class FeatureStore:
         if self.manifest.dtype in SCALED:
             expected |= {f"{name}_scale": ["F32", entry.tokens] for name in self._states}
         try:
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(readable(file), framework="pt") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 found = {name: [part.get_dtype(), *part.get_shape()] for name, part in slices.items()}
                 if found != expected:

@@ -5,18 +5,15 @@ What has no record does not exist: a run that died between the two writes that s
 the whole split, so that any number of processes can share the work, and another number can go on with it.
 """
 
-import errno
 import json
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from drafters.provenance import replace_text, sync_folder
+from drafters.tensor_files import save_tensors
 
 from .disk import write_error
 from .manifest import (
@@ -328,18 +325,3 @@ class StoreWriter:
 
 def _too_many(non_finite: int, consumed: int) -> bool:
     return non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file through to the disk.
-
-    Raises:
-        OSError: the disk is full or the file cannot be written.
-    """
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # it wraps the system's error in text
-        full = "No space left" in str(error) or f"os error {errno.ENOSPC}" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

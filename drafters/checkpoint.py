@@ -25,11 +25,13 @@ from huggingface_hub.errors import (
 )
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.config import Config, validate
 from drafters.model_card import model_card
+from drafters.sources import check_source
+from drafters.tensor_files import save_tensors
 from drafters.wording import with_article
 
 FORMAT_VERSION = 1
@@ -121,11 +123,10 @@ def save_checkpoint(
     new_weights = folder / f".{WEIGHTS_FILE}.tmp"
     new_config = folder / f".{CONFIG_FILE}.tmp"
     try:
-        save_file(weights, new_weights, metadata={"format": "pt"})
+        save_tensors(weights, new_weights, {"format": "pt"})
         text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
         new_config.write_text(text, encoding="utf-8")
-        for path in (new_weights, new_config):
-            _sync(path)
+        _sync(new_config)
         (folder / CONFIG_FILE).unlink(missing_ok=True)  # from here until the last line the folder does not load
         new_weights.replace(folder / WEIGHTS_FILE)
         new_config.replace(folder / CONFIG_FILE)
@@ -159,8 +160,7 @@ def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
 def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | None) -> Path:
     """The local folder of a checkpoint, downloaded if need be."""
     folder = Path(path_or_repo).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    check_source(folder, revision)
     return folder if folder.is_dir() else _download(str(path_or_repo), revision, token)
 
 
@@ -194,12 +194,13 @@ def parse_config(data: Any, source: str) -> CheckpointConfig:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "the checkpoint") -> None:
-    """Copy ``state`` into ``module``: every weight of the one is a weight of the other, with the same shape.
+    """Copy ``state`` into ``module``: every weight of the one is a weight of the other, of the same shape.
 
     The module keeps its dtype and device. On error it is left as it was.
 
     Raises:
-        ValueError: lists the missing, the unexpected and the differently shaped weights, or those holding NaN.
+        ValueError: lists the missing, the unexpected and the differently shaped weights, integers in place of floating
+            point, or those holding NaN.
     """
     own = module.state_dict()
     missing = sorted(own.keys() - state.keys())
@@ -209,6 +210,11 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
         for name in sorted(own.keys() & state.keys())
         if state[name].shape != own[name].shape
     ]
+    kinds = [
+        f"{name}: {_dtype(state[name])} in {source}, {_dtype(own[name])} in the drafter"
+        for name in sorted(own.keys() & state.keys())
+        if state[name].is_floating_point() != own[name].is_floating_point()
+    ]
     problems = []
     if missing:
         problems.append(f"missing weights: {', '.join(missing)}")
@@ -216,6 +222,8 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
         problems.append(f"unexpected weights: {', '.join(unexpected)}")
     if shapes:
         problems.append(f"shapes differ: {'; '.join(shapes)}")
+    if kinds:
+        problems.append(f"whole numbers in place of weights: {'; '.join(kinds)}")
     if problems:
         kind = type(module).__name__
         raise ValueError(
@@ -383,6 +391,10 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
             "check the gradient norm) or the file is damaged"
         )
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _count(weights: Mapping[str, Tensor]) -> int:

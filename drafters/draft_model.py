@@ -3,11 +3,11 @@
 from functools import lru_cache
 
 from pydantic import InstanceOf
-from transformers import AutoTokenizer
 
 from .base import Drafter
 from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState, padded
+from .decoding.model_files import load_bare_tokenizer
 from .decoding.target import TargetModel
 
 # An option of a method: where to load a draft model from, or a loaded one, so that several drafters share it.
@@ -66,8 +66,9 @@ def vocabulary(model: TargetModel) -> dict[str, int] | None:
 @lru_cache(maxsize=8)
 def _vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision or "main").get_vocab()
-    except (OSError, ValueError, KeyError):
+        vocabulary: dict[str, int] = load_bare_tokenizer(source, revision).get_vocab()
+        return vocabulary
+    except ValueError:
         return None  # token ids in, token ids out: a model may come without a tokenizer
 
 

@@ -13,6 +13,7 @@ from .decoding.target import TargetModel
 from .draft_model import vocabulary
 from .phrase_pool import PhrasePool
 from .provenance import sync_folder
+from .sources import readable
 
 CONTENT = "phrase pool"
 FORMAT_VERSION = "1"
@@ -68,7 +69,7 @@ def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -
     if not Path(path).is_file():
         raise ValueError(f"there is no phrase pool at {path}: write one with a drafter's save_pool(path)")
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(readable(Path(path)), framework="numpy") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:

@@ -18,7 +18,7 @@ def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
     """
     check_shape(shape)
     if shape in PUBLISHED:
-        config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"))
+        config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"), may_be_file=True)
         config.max_position_embeddings = max_positions
         return config
     hidden, intermediate, layers, heads, kv_heads, vocab = LLAMAS[shape]
@@ -54,5 +54,7 @@ def random_target(
     check_memory(shape, config, kind, [where], *cache_tokens)
     torch.manual_seed(seed)
     with torch.device(where):
-        model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=kind, attn_implementation="sdpa", trust_remote_code=False
+        )
     return TargetModel(model, name=f"{shape} (random weights)", engine=engine, quantize=quantize)

@@ -14,11 +14,12 @@ from chat_formats import dialogue
 from safetensors import SafetensorError
 from test_features import run, write_config
 
-from data_prep import features, features_run, store_writer
+from data_prep import features, features_run
 from data_prep.dump import IN_FLIGHT, Background, plan_batches
 from data_prep.manifest import plan_shards, read_manifest
 from data_prep.store import FeatureStore
 from data_prep.store_writer import StoreWriter
+from drafters import tensor_files
 from drafters.config import load_config
 
 
@@ -76,16 +77,16 @@ def test_an_error_reaches_the_caller_and_stops_the_rest() -> None:
 
 def disk_full_after(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk holds so many shards and half of another one."""
-    exact, written = store_writer.save_file, []
+    exact, written = tensor_files.save_file, []
 
-    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
         if len(written) == shards:
             Path(path).write_bytes(b"as much as fitted")
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         written.append(path)
         exact(tensors, path)
 
-    monkeypatch.setattr(store_writer, "save_file", save_file)
+    monkeypatch.setattr(tensor_files, "save_file", save_file)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_dump(

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from data_prep import store_writer
 from data_prep.manifest import StoreManifest
 from data_prep.store import FeatureStore
 from data_prep.store_writer import Shard, StoreWriter
+from drafters import tensor_files
 
 HIDDEN, TAPS = 6, [1, 3]
 NEWER = ("consumed", "chat_template", "plan")
@@ -318,13 +319,13 @@ def test_manifests_without_the_newer_fields_are_read(tmp_path: Path) -> None:
 def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a full disk that leaves a broken shard behind, or a message about serialization."""
 
-    def disk_full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def disk_full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
         Path(path).write_bytes(b"as much as fitted")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     with StoreWriter(tmp_path, header()) as writer:
         writer.write(make_shard(0))
-        monkeypatch.setattr(store_writer, "save_file", disk_full)
+        monkeypatch.setattr(tensor_files, "save_file", disk_full)
         with pytest.raises(
             OSError, match=r"disk is full; the 1 shards before it \(2 dialogues\) are kept.*same command"
         ) as error:
@@ -369,3 +370,50 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: P
     finally:
         holder.kill()
         holder.wait()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("file", "../../outside.safetensors", r"shards\.0\.file is '\.\./\.\./outside\.safetensors'"),
+        ("file", "/outside.safetensors", r"shards\.0\.file is '/outside\.safetensors'"),
+        ("file", "shard-00001.safetensors", "a shard is listed twice"),
+        ("dialogues", -2, r"shards\.0\.dialogues is -2: Input should be greater"),
+        ("tokens", 9, "it says 22 tokens, its shards hold 23"),
+        ("sha256", "", r"shards\.0\.sha256 is ''"),
+    ],
+)
+def test_a_manifest_does_not_point_elsewhere(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    """Catches a file out of the store that is read because a manifest names it, and counts that add up to nothing."""
+    folder = tmp_path / "a" / "store"
+    write_all(folder)
+    for outside in (tmp_path / "outside.safetensors", Path("/outside.safetensors")):
+        if key == "file" and outside.is_relative_to(tmp_path):
+            shutil.copy(folder / "shard-00000.safetensors", outside)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0][key] = value
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=rf"manifest\.json is damaged \({message}.*delete .* and make the features"):
+        FeatureStore.open(folder)
+
+
+def test_a_complete_store_holds_something(tmp_path: Path) -> None:
+    """Catches an index error where a manifest lists no shards, and counts below zero."""
+    write_all(tmp_path)
+    file = tmp_path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, "shards": [], "dialogues": 0, "tokens": 0, "response_tokens": 0}))
+    with pytest.raises(ValueError, match="it is complete and lists no shards"):
+        FeatureStore.open(tmp_path)
+    file.write_text(json.dumps({**manifest, "response_tokens": -1}))
+    with pytest.raises(ValueError, match="response_tokens is -1"):
+        FeatureStore.open(tmp_path)
+
+
+def test_a_shard_may_be_a_link(tmp_path: Path) -> None:
+    """Catches a store refused because its owner moved a shard to a larger disk and left a link."""
+    write_all(tmp_path / "store")
+    shard = tmp_path / "store" / "shard-00001.safetensors"
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    shard.symlink_to(tmp_path / "elsewhere.safetensors")
+    FeatureStore.open(tmp_path / "store").verify()

@@ -70,7 +70,9 @@ def check_target(report: Report, config: TrainConfig, instead: str | None) -> Pr
     where = "a folder" if Path(config.target).is_dir() else "in the Hub's cache"
     found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
     if instead:
-        found = report.check("target's shape", lambda: load_config_only(str(instead)), f"from {instead}")
+        found = report.check(
+            "target's shape", lambda: load_config_only(str(instead), may_be_file=True), f"from {instead}"
+        )
     return found
 
 
@@ -82,7 +84,7 @@ def _target_here(config: TrainConfig) -> PretrainedConfig:
             f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put the target there (the "
             "features have to be made with it anyway)"
         )
-    return load_config_only(local.target)
+    return load_config_only(local.target, local.revision)
 
 
 def here(config: TrainConfig) -> TrainConfig | None:

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data_prep.store import file_sha256
-from data_prep.store_writer import save_tensors
 from drafters.provenance import replace_text
+from drafters.sources import readable
+from drafters.tensor_files import save_tensors
 from train.run_files import StateFolder
 from train.runtime import Ranks
 
@@ -45,6 +46,8 @@ class SavedState:
                 f"{folder} holds no {PROGRESS}: an earlier version of this toolkit wrote it, in DeepSpeed's own "
                 "format; finish the run with that version, or train anew with another out="
             )
+        for kind in (WEIGHTS, *MOMENTS):
+            readable(folder / f"{kind}.safetensors")
         try:
             self.progress: dict[str, Any] = dict(json.loads((folder / PROGRESS).read_text()))
             written = dict(self.progress.pop("sha256", {}))

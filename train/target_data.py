@@ -80,7 +80,7 @@ def get_tokenizer(config: TargetConfig) -> PreTrainedTokenizerFast:
     if not folder.is_dir():
         tokenizer = train_tokenizer(read_dialogues(config.corpus / "train.jsonl"), config.model.vocab_size)
         replace_folder(folder, lambda temporary: tokenizer.save_pretrained(temporary))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     tokenizer.model_max_length = config.model.max_positions
     return tokenizer
 

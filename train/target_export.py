@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from drafters.tensor_files import keep_mode
 from train.target_config import TargetConfig
 from train.target_files import Progress, replace_folder
 from train.target_model import Optimizer, build_model
@@ -29,16 +30,19 @@ def export(folder: Path, optimizer: Optimizer, tokenizer: PreTrainedTokenizerFas
     def write(temporary: Path) -> None:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        for path in temporary.iterdir():
-            path.chmod(0o644)  # safetensors writes for the owner alone
+        mode = (temporary / "config.json").stat().st_mode
+        for path in temporary.glob("*.safetensors"):
+            keep_mode(path, mode)
 
     replace_folder(folder, write)
 
 
 def sample_continuations(folder: Path, prompts: list[str], new_tokens: int = 120) -> list[tuple[str, str]]:
     """Greedy answers of the exported model, loaded as a user would."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
+    ).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     samples = []
     for prompt in prompts:
         text = tokenizer.apply_chat_template(

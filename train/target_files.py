@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from drafters.provenance import git_commit, library_versions
+from drafters.tensor_files import save_tensors
 from train.target_config import TargetConfig
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def save_checkpoint(run_dir: Path, optimizer: Optimizer, progress: Progress) -> 
     """Write `checkpoint-<step>` under a temporary name, rename it, then remove the older ones."""
 
     def write(folder: Path) -> None:
-        save_file({n: p.detach().contiguous() for n, p in optimizer.master.items()}, folder / "model.safetensors")
+        save_tensors({n: p.detach() for n, p in optimizer.master.items()}, folder / "model.safetensors")
         torch.save([part.state_dict() for part in optimizer.parts], folder / "optimizer.pt")
         (folder / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)))
 

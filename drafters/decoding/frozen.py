@@ -11,7 +11,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from .model_files import load_config_only, model_fingerprint, resolve_dtype
+from drafters.sources import readable
+
+from .model_files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype
 
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -48,7 +50,9 @@ def load_frozen_ends(
         raise ValueError(f"{name}: no tensors named {missing} in its safetensors files; its names must be Llama's")
 
     def read(key: str) -> torch.Tensor:
-        with safe_open(_fetch(name, files[key], revision), framework="pt") as file:
+        path = _fetch(name, files[key], revision)
+        with safe_open(path, framework="pt") as file:
+            refuse_integers(path, key, file.get_slice(key).get_dtype())
             if str(device) == "meta" and key != NORM:
                 return torch.empty(file.get_slice(key).get_shape(), device="meta")
             return file.get_tensor(key)
@@ -85,5 +89,5 @@ def _fetch(name: str, file: str, revision: str | None) -> str:
         path = Path(name) / file
         if not path.is_file():
             raise EntryNotFoundError(f"{path} does not exist")
-        return str(path)
+        return str(readable(path))
     return hf_hub_download(name, file, revision=revision)

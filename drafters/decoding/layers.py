@@ -33,7 +33,7 @@ def layer_kind(config: PretrainedConfig) -> LayerKind:
     if getattr(own, "layer_types", None):
         own.layer_types = ["full_attention"]
     with torch.device("meta"):
-        body: Any = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa").model
+        body: Any = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", trust_remote_code=False).model
     layer = body.layers[0]
     dense = hasattr(layer, "mlp") and hasattr(layer.mlp, "down_proj") and isinstance(layer.mlp.down_proj, nn.Module)
     return LayerKind(

@@ -1,15 +1,17 @@
 """Loading a target's weights: how much memory they will need is known before they are read."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .kv_cache import cache_bytes
-from .model_files import free_memory, load_config_only, resolve_device, resolve_dtype
+from .model_files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype
 
 DeviceMap = str | dict[str, Any]
 _SMALL = 1 << 26  # bytes that nobody asks about
@@ -18,7 +20,7 @@ _SMALL = 1 << 26  # bytes that nobody asks about
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model of this configuration without contents, for the shapes of its weights."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     return model
 
 
@@ -70,8 +72,8 @@ def load_model(
         cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for, too.
 
     Raises:
-        ValueError: nothing loadable there, no such device, too little memory (found before the weights are read), or a
-            device map that leaves layers off the GPUs.
+        ValueError: nothing loadable there, no such device, too little memory (found before the weights are read),
+            weights that are no floating point, or a device map that leaves layers off the GPUs.
     """
     kind = resolve_dtype(dtype)
     where = resolve_device(device)
@@ -88,15 +90,19 @@ def load_model(
             str(name),
             dtype=kind,
             revision=revision or "main",
+            trust_remote_code=False,
             attn_implementation="sdpa",
             use_safetensors=True,
             **spread,
         )
     except (OSError, KeyError, SafetensorError) as error:
-        raise ValueError(
+        raise not_loaded(
+            error,
+            name,
             f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository "
-            f"with config.json and safetensors weights ({str(error).splitlines()[0]})"
+            "with config.json and safetensors weights",
         ) from error
+    check_floating(name, revision, config)
     if device_map is None:
         return model.to(where)  # type: ignore[arg-type]
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
@@ -106,6 +112,20 @@ def load_model(
             "where every step would fetch them; use more GPUs, a smaller dtype, or a map that names GPUs alone"
         )
     return model
+
+
+def check_floating(name: str, revision: str | None, config: PretrainedConfig) -> None:
+    """Raise ValueError if weights on the disk are whole numbers, which transformers casts without a word."""
+    if getattr(config, "quantization_config", None):  # it says how to read them
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(str(try_to_load_from_cache(name, "config.json", revision=revision))).parent
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                if key.endswith((".weight", ".bias")):  # a buffer may hold positions
+                    refuse_integers(path, key, file.get_slice(key).get_dtype())
 
 
 def layer_devices(model: Any) -> list[torch.device] | None:

@@ -1,10 +1,14 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
 import hashlib
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from drafters.sources import check_source
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -51,19 +55,59 @@ def model_fingerprint(config: PretrainedConfig, norm: torch.Tensor, projection_r
     return digest.hexdigest()[:16]
 
 
-def load_config_only(name: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's configuration without its weights.
+def load_config_only(name: str, revision: str | None = None, may_be_file: bool = False) -> PretrainedConfig:
+    """The model's configuration without its weights; ``may_be_file``: a config.json alone will do.
 
     Raises:
-        ValueError: nothing loadable there.
+        ValueError: nothing loadable there, or a model with code of its own.
     """
+    if not (may_be_file and Path(name).is_file()):
+        check_source(name, revision)
     try:
-        return AutoConfig.from_pretrained(str(name), revision=revision or "main")
+        return AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json "
-            f"({str(error).splitlines()[0]})"
+        raise not_loaded(
+            error,
+            name,
+            f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json",
         ) from error
+
+
+def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        ValueError: there is none, or one with code of its own.
+    """
+    check_source(name, revision)
+    try:
+        return AutoTokenizer.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
+    except (OSError, KeyError, ValueError) as error:
+        raise not_loaded(
+            error,
+            name,
+            f"no tokenizer could be loaded from {str(name)!r}: it must be a folder or a Hub repository with tokenizer "
+            "files",
+        ) from error
+
+
+def not_loaded(error: Exception, name: str, message: str) -> ValueError:
+    """What to say of transformers' ``error``: ``message`` with its first line, or that code would have to run."""
+    if "trust_remote_code" in str(error):  # transformers says to set it
+        return ValueError(
+            f"{str(name)!r} comes with code of its own (auto_map in its JSON files), and code that was downloaded is "
+            f"never run; choose a model of a family that transformers has, as {SUPPORTED}"
+        )
+    return ValueError(f"{message} ({str(error).splitlines()[0]})")
+
+
+def refuse_integers(path: str | Path, name: str, dtype: str) -> None:
+    """Raise ValueError if a tensor's dtype in a safetensors file is not a floating point one."""
+    if dtype[0] in "IU" or dtype == "BOOL":
+        raise ValueError(
+            f"{path}: {name} is stored as {dtype}, and weights must be floating point (F32, BF16 or F16); convert "
+            "them, or say in config.json how they are quantised (quantization_config)"
+        )
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,0 +1,148 @@
+"""drafters/sources.py and drafters/tensor_files.py: what may be opened, and who may read what was written."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import test_store
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from data_prep.encoding import load_tokenizer
+from data_prep.store import FeatureStore
+from drafters import TargetModel, load_drafter, load_frozen_ends
+from drafters.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
+from drafters.draft_model import load_draft_model
+from drafters.eagle import EagleHead
+from drafters.ouroboros import PhrasePool
+from drafters.pool_file import load_pool, save_pool
+from drafters.tensor_files import save_tensors
+
+OPENERS: dict[str, Callable[[str], object]] = {
+    "target": lambda path: TargetModel.from_pretrained(path, "float32", "cpu"),
+    "frozen ends": lambda path: load_frozen_ends(path),
+    "tokenizer": lambda path: load_tokenizer(path),
+    "draft model": lambda path: load_draft_model(TargetModel(tiny.build("llama"), name="tiny"), path),
+}
+
+
+@pytest.fixture
+def opened_up() -> Iterator[Path]:
+    """A folder that any user may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def as_somebody() -> Iterator[None]:
+    """Without root's right to read everything, where the tests run as root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin", "model.gguf"])
+def test_a_file_is_no_model(opener: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a file that reaches torch.load (pickle) because a model's path names it in place of its folder."""
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
+    tiny.build("llama").save_pretrained(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name}' is a file; give the folder that it lies in: '{tmp_path}'"):
+        OPENERS[opener](str(tmp_path / name))
+
+
+def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+    """Catches a run that names the revision it measured, of a folder that has one state only."""
+    tiny.build("llama").save_pretrained(tmp_path)
+    name = str(tmp_path)
+    target = TargetModel.from_pretrained(name, "float32", "cpu")
+    for load in (
+        lambda: TargetModel.from_pretrained(name, revision="v1"),
+        lambda: load_frozen_ends(name, revision="v1"),
+        lambda: load_tokenizer(name, "v1"),
+        lambda: load_checkpoint(name, revision="v1"),
+        lambda: load_drafter(name, target, revision="v1"),
+    ):
+        with pytest.raises(
+            ValueError, match="revision is 'v1', but .* is a local folder, which has no revisions; leave"
+        ):
+            load()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    """Catches shards and drafters that only the user who wrote them can read, on a disk that a group shares."""
+    before = os.umask(umask)
+    try:
+        test_store.write_all(tmp_path / "store")
+        target = TargetModel(tiny.build("llama"), name="tiny")
+        save_checkpoint(tmp_path / "head", EagleHead(target.config), make_config("eagle", {}, target))
+        save_pool(tmp_path / "pool.safetensors", PhrasePool(3, 4), target)
+        leftover = tmp_path / "state.safetensors"
+        leftover.touch(0o600)
+        save_tensors({"x": torch.zeros(1)}, leftover)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    assert len(files) == 4 + 2 + 1 + 1
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
+
+
+def test_what_may_not_be_read_is_said_to_be_there(opened_up: Path) -> None:
+    """Catches "No such file" for a file that is there, which sends its reader looking in the wrong place."""
+    target = TargetModel(tiny.build("llama"), name="tiny")
+    tiny.build("llama").save_pretrained(opened_up / "target")
+    save_checkpoint(opened_up / "head", EagleHead(target.config), make_config("eagle", {}, target))
+    save_pool(opened_up / "pool.safetensors", PhrasePool(3, 4), target)
+    test_store.write_all(opened_up / "store")
+    openers: dict[str, Callable[[], object]] = {
+        "target/model.safetensors": lambda: TargetModel.from_pretrained(str(opened_up / "target"), "float32", "cpu"),
+        "target/config.json": lambda: load_frozen_ends(str(opened_up / "target")),
+        "head/model.safetensors": lambda: load_checkpoint(opened_up / "head"),
+        "head/config.json": lambda: load_checkpoint(opened_up / "head"),
+        "pool.safetensors": lambda: load_pool(opened_up / "pool.safetensors", target, 3, 4),
+        "store/shard-00001.safetensors": lambda: FeatureStore.open(opened_up / "store"),
+        "store/manifest.json": lambda: FeatureStore.open(opened_up / "store"),
+        "head": lambda: load_checkpoint(opened_up / "head"),
+    }
+    for path in opened_up.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    for name in openers:
+        (opened_up / name).chmod(0)
+        message = rf"{name} may not be read \(permission denied\); .*chmod -R a\+rX"
+        with as_somebody(), pytest.raises(ValueError, match=message):
+            openers[name]()
+        (opened_up / name).chmod(0o755)
+
+
+def test_weights_are_no_whole_numbers(tmp_path: Path) -> None:
+    """Catches a drafter or a target whose weights lost their fractions: it loads, and drafts or answers rubbish."""
+    target = TargetModel(tiny.build("llama"), name="tiny")
+    save_checkpoint(tmp_path / "head", EagleHead(target.config), make_config("eagle", {}, target))
+    with pytest.raises(ValueError, match=r"fc\.weight: int8 in .*head.*, bfloat16 in the drafter") as caught:
+        cast(tmp_path / "head" / "model.safetensors", "fc.weight", torch.int8)
+        load_state(EagleHead(target.config).bfloat16(), load_checkpoint(tmp_path / "head")[1], str(tmp_path / "head"))
+    assert "layer" not in str(caught.value)  # one tensor alone
+    tiny.build("llama").save_pretrained(tmp_path / "target")
+    cast(tmp_path / "target" / "model.safetensors", "model.embed_tokens.weight", torch.int32)
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is stored as I32, and weights must be floating"):
+        TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is stored as I32"):
+        load_frozen_ends(str(tmp_path / "target"))
+
+
+def cast(file: Path, name: str, dtype: torch.dtype) -> None:
+    """Store the tensor ``name`` of a safetensors file in another dtype."""
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(dtype)}, file, {"format": "pt"})
