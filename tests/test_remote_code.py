@@ -1,0 +1,306 @@
+"""Models, tokenizers and checkpoints that come with code: no program runs it, whatever is typed at its questions."""
+
+import ast
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_run
+import yaml
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
+from test_repository import PACKAGES, ROOT, sources
+from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
+
+import data_prep.features
+import data_prep.inspect
+import data_prep.regenerate
+import data_prep.throughput
+import eval.batch_cost
+import eval.speed
+import eval.sweep
+import eval.tune
+import train.throughput
+from data_prep.dialogues import DroppedError
+from data_prep.loss_mask import ChatTokenizer
+from drafters import TargetModel
+from drafters.checkpoint import make_config, save_checkpoint
+from drafters.draft_model import vocabulary
+from drafters.eagle import EagleHead
+from train import cli
+from train.config import EagleConfig, KangarooConfig
+from train.tasks import EagleTask, KangarooTask
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Trap(LlamaConfig):
+    model_type = "trap"
+class TrapModel(LlamaForCausalLM):
+    config_class = Trap
+class TrapTokenizer(PreTrainedTokenizerFast):
+    pass
+def generate(model, *arguments, **options):
+    raise AssertionError("not transformers' own generate")
+"""
+MAPS = {
+    "AutoConfig": "trap.Trap",
+    "AutoModelForCausalLM": "trap.TrapModel",
+    "AutoTokenizer": [None, "trap.TrapTokenizer"],
+}
+REFUSED = "comes with code of its own"
+YES = "y\n" * 100
+
+
+class Trap:
+    """``strange``: a folder of a family that only its own code knows; ``known``: a Llama's, with code beside it.
+
+    Both have weights and a tokenizer, and hold everything that transformers would import.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.marker = root, root / "the-code-ran"
+        self.known, self.strange, self.clean = root / "known", root / "strange", root / "clean"
+        model = tiny.build("llama", vocab_size=CHAT_VOCAB)
+        model.save_pretrained(self.clean)
+        byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB).save_pretrained(self.clean)
+        for folder in (self.known, self.strange):
+            shutil.copytree(self.clean, folder)
+            code = CODE.format(marker=str(self.marker))
+            (folder / "trap.py").write_text(code)
+            (folder / "custom_generate").mkdir()
+            (folder / "custom_generate" / "generate.py").write_text(code)
+            change(folder / "config.json", auto_map=MAPS)
+            change(folder / "tokenizer_config.json", auto_map=MAPS)
+        change(self.strange / "config.json", model_type="trap", architectures=["TrapModel"])
+        change(self.strange / "tokenizer_config.json", tokenizer_class="TrapTokenizer")
+        lines = [json.dumps(dialogue(index)) + "\n" for index in range(6)]
+        self.data = root / "data.jsonl"
+        self.data.write_text("".join(lines))
+        target = TargetModel(model, name=str(self.clean))
+        self.features = tiny_run.write_stores(root / "features", target)
+        save_checkpoint(root / "head", EagleHead(target.config), make_config("eagle", {}, target))
+        for name in ("trap.py", "custom_generate"):
+            copy = shutil.copytree if (self.known / name).is_dir() else shutil.copy
+            copy(self.known / name, root / "head" / name)
+        change(root / "head" / "config.json", drafter={"auto_map": MAPS})
+
+
+def change(file: Path, **keys: Any) -> None:
+    """Set keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Trap:
+    return Trap(tmp_path_factory.mktemp("trap"))
+
+
+@pytest.fixture
+def said_yes(trap: Trap, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``yes |`` before every program; where code would be copied to and imported from."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(YES))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    trap.marker.unlink(missing_ok=True)
+
+
+def test_the_trap_works(trap: Trap, said_yes: None) -> None:
+    """Catches a trap that nothing could spring, with which the tests below would prove nothing."""
+    for load in (AutoConfig, AutoTokenizer):
+        load.from_pretrained(trap.strange)  # a user of transformers, who says yes
+        assert trap.marker.exists()
+        trap.marker.unlink()
+        sys.stdin = io.StringIO(YES)
+        for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+            del sys.modules[name]
+
+
+def speed(target: Path, trap: Trap, **changes: Any) -> dict[str, Any]:
+    return {
+        "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
+        "prompts": {"file": str(trap.data), "count": 2},
+        "drafters": [{"label": "D", "drafter": "speculative", "draft_model": str(trap.clean), "gamma": 2}],
+        "temperatures": [0.0],
+        "max_new_tokens": 3,
+        "rounds": 1,
+        "warmup": 1,
+        **changes,
+    }
+
+
+def drafter(path: Path) -> dict[str, Any]:
+    return {"drafters": [{"label": "D", "drafter": "speculative", "draft_model": str(path), "gamma": 2}]}
+
+
+def learned(path: Path) -> dict[str, Any]:
+    return {"drafters": [{"label": "D", "drafter": "eagle", "checkpoint": str(path)}]}
+
+
+def stock(path: Path) -> dict[str, Any]:
+    return {"stock": [{"label": "assisted", "assistant_model": str(path), "num_assistant_tokens": 2}]}
+
+
+def features(target: Path, trap: Trap) -> dict[str, Any]:
+    return {"target": str(target), "dtype": "float32", "device": "cpu", "splits": {"train": str(trap.data)}}
+
+
+def regenerate(target: Path, trap: Trap, **changes: Any) -> dict[str, Any]:
+    settings = {"source": str(trap.data), "target": str(target), "dtype": "float32", "device": "cpu"}
+    return {**settings, "max_new_tokens": 3, **changes}
+
+
+def training(target: Path, trap: Trap, **changes: Any) -> dict[str, Any]:
+    return tiny_run.settings(str(target), trap.features, Path("out"), steps=1, **changes)
+
+
+def online(target: Path, trap: Trap) -> dict[str, Any]:
+    data = {"train": str(trap.data), "heldout": str(trap.root / "heldout.jsonl"), "target_dtype": "float32"}
+    shutil.copy(trap.data, trap.root / "heldout.jsonl")
+    return {**training(target, trap), "features": "online", "data": data}
+
+
+def eagle(*more: str) -> Callable[[list[str]], int]:
+    return lambda given: cli.main(None, EagleConfig, EagleTask, [*given, *more])
+
+
+def kangaroo(given: list[str]) -> int:
+    return cli.main(None, KangarooConfig, KangarooTask, given)
+
+
+ANY_GAMMA = {"drafters": [{"label": "L", "drafter": "prompt_lookup"}]}
+Main = Callable[[list[str]], Any]
+# (program, its main, its config by the folder with the trap); what a program is given beside its config.
+CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
+    "data_prep/features.py": (data_prep.features.main, features),
+    "data_prep/throughput.py": (data_prep.throughput.main, features),
+    "data_prep/regenerate.py": (data_prep.regenerate.main, regenerate),
+    "data_prep/regenerate.py, draft model": (
+        data_prep.regenerate.main,
+        lambda path, trap: regenerate(
+            trap.clean, trap, drafter={"drafter": "speculative", "draft_model": str(path), "gamma": 2}
+        ),
+    ),
+    "train/eagle.py": (eagle(), training),
+    "train/eagle.py, online": (eagle(), online),
+    "train/eagle.py --dry-run": (eagle("--dry-run"), training),
+    "train/eagle.py --overfit": (eagle("--overfit", "2"), training),
+    "train/kangaroo.py": (kangaroo, lambda path, trap: training(path, trap, exit_layer=tiny_run.TAP)),
+    "train/throughput.py": (train.throughput.main, training),
+    "eval/speed.py": (eval.speed.main, speed),
+    "eval/speed.py, draft model": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **drafter(path))),
+    "eval/speed.py, checkpoint": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **learned(path))),
+    "eval/speed.py, assistant": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **stock(path))),
+    "eval/sweep.py": (eval.sweep.main, lambda path, trap: speed(path, trap, vary={"max_new_tokens": [2, 3]})),
+    "eval/tune.py": (
+        eval.tune.main,
+        lambda path, trap: speed(path, trap, **ANY_GAMMA, knobs={"gamma": [1, 2]}, start={"gamma": 1}),
+    ),
+    "eval/batch_cost.py": (
+        eval.batch_cost.main,
+        lambda path, trap: {"target": speed(path, trap)["target"], "batches": [1], "context": 4},
+    ),
+}
+# These load no model: text alone, shapes by their names, or a tokenizer that they trained themselves.
+WITHOUT_A_MODEL = {"data_prep/split.py", "data_prep/stdlib_corpus.py", "eval/roofline.py", "train/summary.py"}
+ELSEWHERE = {"data_prep/inspect.py", "train/target.py"}  # below
+
+
+def programs() -> set[str]:
+    """The files that can be run."""
+    found = set()
+    for path in sources(*PACKAGES):
+        tests = [ast.unparse(node.test) for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
+        if "__name__ == '__main__'" in tests:
+            found.add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_program_is_tried() -> None:
+    """Catches a new program that loads models and that no test below knows of."""
+    tried = {name.partition(",")[0].partition(" ")[0] for name in CASES}
+    assert tried | WITHOUT_A_MODEL | ELSEWHERE == programs()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_program_runs_a_models_code(
+    case: str, trap: Trap, said_yes: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches ``yes | program`` running code that a download brought, or the advice to set trust_remote_code."""
+    main, config_of = CASES[case]
+    path = trap.root / "head" if "checkpoint" in case else trap.strange
+    values = config_of(path, trap)
+    if "--dry-run" not in case and "train/throughput" not in case:
+        values["out"] = str(tmp_path / "out")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    said = ""
+    try:
+        main(["--config", str(tmp_path / "run.yaml")])
+    except (ValueError, OSError, SystemExit) as error:
+        said = str(error)
+    printed = capfd.readouterr()
+    said += printed.out + printed.err
+    assert not trap.marker.exists()
+    assert "trust_remote_code" not in said
+    assert (REFUSED if path == trap.strange else "auto_map") in said
+
+
+def test_code_beside_a_known_model_is_left_alone(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches generate() or a tokenizer taken from a folder whose model transformers knows itself."""
+    values = speed(trap.known, trap, out=str(tmp_path / "out"), **stock(trap.known))
+    values["drafters"][0]["draft_model"] = str(trap.known)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    assert eval.speed.main(["--config", str(tmp_path / "run.yaml")]) == 0
+    target = TargetModel.from_pretrained(str(trap.known), "float32", "cpu")
+    assert vocabulary(target)
+    assert not trap.marker.exists()
+
+
+def test_inspect_runs_no_tokenizers_code(trap: Trap, said_yes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a store that is looked at with a stranger's tokenizer."""
+    data_prep.inspect.main([str(trap.features / "train"), "--tokenizer", str(trap.strange)])
+    assert REFUSED in " ".join(capsys.readouterr().out.split())
+    assert not trap.marker.exists()
+
+
+def test_a_corpus_tokenizer_runs_no_code(trap: Trap, said_yes: None) -> None:
+    """Catches train/target.py asking for, or running, the code of a tokenizer that lies in its corpus."""
+    from types import SimpleNamespace
+
+    from train.target_data import get_tokenizer
+
+    corpus = trap.root / "corpus"
+    shutil.copytree(trap.known, corpus / f"tokenizer-{CHAT_VOCAB}")
+    shape = SimpleNamespace(vocab_size=CHAT_VOCAB, max_positions=64)
+    get_tokenizer(SimpleNamespace(corpus=corpus, model=shape))  # type: ignore[arg-type]
+    assert not trap.marker.exists()
+
+
+def test_a_template_runs_nothing(trap: Trap) -> None:
+    """Catches chat templates rendered outside of a sandbox: jinja reaches every module from any of its objects."""
+    tokenizer = AutoTokenizer.from_pretrained(trap.clean)
+    escape = "{{ cycler.__init__.__globals__.os.mknod('" + str(trap.marker) + "') }}"
+    tokenizer.chat_template = escape + "{% for message in messages %}{{ message.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (result,) = ChatTokenizer(tokenizer, "trap").encode([messages])
+    assert isinstance(result, DroppedError)
+    assert "unsafe" in str(result)
+    assert not trap.marker.exists()
+
+
+def test_a_real_pipe(trap: Trap, tmp_path: Path) -> None:
+    """Catches a question that is asked past sys.stdin, as in ``yes | python -m eval.speed``."""
+    values = speed(trap.strange, trap, out=str(tmp_path / "out"))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    line = [sys.executable, "-m", "eval.speed", "--config", str(tmp_path / "run.yaml")]
+    trap.marker.unlink(missing_ok=True)
+    done = subprocess.run(line, input=YES, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    assert done.returncode == 1
+    assert REFUSED in done.stderr.splitlines()[-1]
+    assert not trap.marker.exists()
