@@ -81,7 +81,7 @@ def check(config: FeaturesConfig) -> None:
     """Raise ValueError where a file or the target's folder is not there."""
     for source in config.splits.values():
         check_source(source)
-    check_model(config.target, "target")
+    check_model(config.target, "target", config.revision)
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ValueError(f"chat_template {config.chat_template} is no readable text file: it is not there")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafters.sources import readable
+from drafters.paths import readable
 from drafters.wording import shortened
 
 MANIFEST = "manifest.json"

@@ -102,7 +102,7 @@ def check(config: RegenerateConfig) -> None:
         check_model(path if isinstance(path, str) else None, "drafter.checkpoint")
     if config.endpoint is not None:
         config.endpoint.check()
-    check_model(config.target, "target")
+    check_model(config.target, "target", config.revision)
 
 
 def sidecar(config: RegenerateConfig) -> Path:

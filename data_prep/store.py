@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from drafters.sources import readable
+from drafters.paths import readable
 
 from .manifest import ShardEntry, StoreManifest, read_manifest
 from .quantise import SCALED, from_storage, state_names, storage_dtype

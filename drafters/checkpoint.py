@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from drafters.config import Config, validate
 from drafters.model_card import model_card
-from drafters.sources import check_source
+from drafters.paths import check_source
 from drafters.tensor_files import save_tensors
 from drafters.wording import with_article
 

@@ -1,6 +1,8 @@
-"""Which names of models are folders here, and which may be repositories on the Hub."""
+"""Which names of models are folders here, which may be repositories on the Hub, and which can be neither."""
 
 from pathlib import Path
+
+READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
 
 
 def is_missing_folder(name: str) -> bool:
@@ -14,7 +16,53 @@ def is_missing_folder(name: str) -> bool:
     return path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
 
 
-def check_model(name: str | None, key: str) -> None:
-    """Raise ValueError if ``name``, a config's ``key``, can only mean a folder that is not there."""
-    if name is not None and is_missing_folder(name):
+def check_model(name: str | None, key: str, revision: str | None = None) -> None:
+    """Raise ValueError if ``name``, a config's ``key``, is not there though it must be a folder, or is no source."""
+    if name is None:
+        return
+    if is_missing_folder(name):
         raise ValueError(f"{key}: there is no folder {name}; mend the path, or give a Hub repository as user/name")
+    try:
+        check_source(name, revision)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def check_source(name: str | Path, revision: str | None = None) -> None:
+    """Refuse what no model, tokenizer or drafter can be loaded from, before a library opens it and says less.
+
+    Raises:
+        ValueError: ``name`` is a file (torch would unpickle some), a folder and yet has a ``revision``, or a folder
+            whose files may not be read.
+    """
+    path = Path(name)
+    try:
+        if path.is_file():
+            raise ValueError(f"{str(name)!r} is a file; give the folder that it lies in: {str(path.parent)!r}")
+        if not path.is_dir():
+            return
+        files = sorted(file for file in path.iterdir() if file.suffix in READ and file.is_file())
+    except PermissionError:
+        raise ValueError(_denied(path)) from None
+    if revision is not None:
+        raise ValueError(
+            f"revision is {revision!r}, but {str(name)!r} is a local folder, which has no revisions; leave revision "
+            "out, or give the name of a Hub repository"
+        )
+    for file in files:
+        readable(file)
+
+
+def readable(path: Path) -> Path:
+    """``path``; a file that is there and may not be read is a ValueError (safetensors says "No such file" of it)."""
+    try:
+        path.open("rb").close()
+    except PermissionError:
+        raise ValueError(_denied(path)) from None
+    except OSError:
+        pass  # whoever reads it will tell
+    return path
+
+
+def _denied(path: Path) -> str:
+    return f"{path} may not be read (permission denied); let its owner allow it: chmod -R a+rX {path}"

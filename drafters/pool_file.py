@@ -11,9 +11,9 @@ from safetensors.numpy import save
 
 from .decoding.target import TargetModel
 from .draft_model import vocabulary
+from .paths import readable
 from .phrase_pool import PhrasePool
 from .provenance import sync_folder
-from .sources import readable
 
 CONTENT = "phrase pool"
 FORMAT_VERSION = "1"

@@ -256,7 +256,8 @@ def test_code_beside_a_known_model_is_left_alone(trap: Trap, said_yes: None, tmp
     values = speed(trap.known, trap, out=str(tmp_path / "out"), **stock(trap.known))
     values["drafters"][0]["draft_model"] = str(trap.known)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    assert eval.speed.main(["--config", str(tmp_path / "run.yaml")]) == 0
+    assert not eval.speed.main(["--config", str(tmp_path / "run.yaml")])
+    assert (tmp_path / "out" / "report.json").is_file()
     target = TargetModel.from_pretrained(str(trap.known), "float32", "cpu")
     assert vocabulary(target)
     assert not trap.marker.exists()

@@ -100,7 +100,7 @@ def test_zero_stages_equal_stage_0(settings: dict[str, Any], reference: Path, st
 @pytest.mark.slow
 def test_two_ranks_equal_one(settings: dict[str, Any], tmp_path: Path) -> None:
     """A mean of ranks' means instead of the mean over all tokens; ranks on the same data; a start that compiles."""
-    settings = {**settings, "steps": 20, "schedule": "constant", "heldout_tokens": 20}
+    settings = {**settings, "steps": 20, "learning_rate": 0.003, "schedule": "constant", "heldout_tokens": 20}
     alone = {**settings, "out": str(tmp_path / "alone")}
     tiny_run.train_here("eagle", alone)
     line = tiny_run.command("eagle", tmp_path, settings)

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data_prep.store import file_sha256
+from drafters.paths import readable
 from drafters.provenance import replace_text
-from drafters.sources import readable
 from drafters.tensor_files import save_tensors
 from train.run_files import StateFolder
 from train.runtime import Ranks

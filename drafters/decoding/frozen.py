@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
 
-from drafters.sources import readable
+from drafters.paths import readable
 
 from .model_files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype
 

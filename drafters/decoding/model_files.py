@@ -8,7 +8,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from drafters.sources import check_source
+from drafters.paths import check_source
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 

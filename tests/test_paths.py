@@ -1,4 +1,4 @@
-"""drafters/sources.py and drafters/tensor_files.py: what may be opened, and who may read what was written."""
+"""drafters/paths.py and drafters/tensor_files.py: what may be opened, and who may read what was written."""
 
 import contextlib
 import os
