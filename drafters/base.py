@@ -63,6 +63,11 @@ class Drafter:
         """Hidden states wanted from every target forward, by the number of layers before them."""
         return ()
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what one prompt taught serves the next (a pool that outlives it), as a fresh drafter would not."""
+        return False
+
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""
         return rule_for(sampling)

@@ -70,6 +70,10 @@ class CascadeDrafter(DraftModelDrafter):
     def max_context(self) -> int:
         return min(super().max_context, self.inner.max_context)
 
+    @property
+    def remembers(self) -> bool:
+        return self.inner.remembers
+
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
         self._state = DecodeState(

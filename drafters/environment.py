@@ -19,8 +19,6 @@ CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where
 
 def environment(target: TargetModel) -> dict[str, Any]:
     """Target, machine, libraries, commit and date. ``load_average`` tells whether other work disturbed the timing."""
-    commit, dirty = _commit()
-    device = target.device
     return {
         "target": {
             "name": target.name,
@@ -31,13 +29,20 @@ def environment(target: TargetModel) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "engine": target.engine,
         "quantize": target.quantize,
-        "device": str(device),
+        "device": str(target.device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": load_average(),
+    } | machine(target.device)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Processor, threads, libraries and commit."""
+    commit, dirty = _commit()
+    return {
         "cpu": cpu_name(),
         "cpu_cores": cpu_cores(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
-        "load_average": load_average(),
         "platform": platform.platform(),
         "versions": library_versions(*LIBRARIES),
         "commit": commit,

@@ -80,6 +80,10 @@ class LookaheadDrafter(Drafter):
     def max_draft(self) -> int:
         return self.guesses * self.pool.tail + self.window.most_tokens
 
+    @property
+    def remembers(self) -> bool:
+        return self.from_history
+
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if not self.from_history:
             self.pool = self._first_pool.copy()

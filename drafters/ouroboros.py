@@ -99,6 +99,10 @@ class OuroborosDrafter(DraftModelDrafter):
         # The forward that reaches gamma may accept a whole phrase and always adds one token of its own.
         return self.gamma - 1 + self.beta + self.k * (self.beta - 1)
 
+    @property
+    def remembers(self) -> bool:
+        return self.from_history
+
     def rule(self, sampling: Sampling) -> Rule:
         lossless = super().rule(sampling)
         if not self.from_verification:

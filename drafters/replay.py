@@ -74,6 +74,10 @@ class ReplayDrafter(Drafter):
         return self.inner.max_context
 
     @property
+    def remembers(self) -> bool:
+        return self.inner.remembers
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return self.inner.taps
 

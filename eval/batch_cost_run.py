@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from drafters import TargetModel
 from drafters.decoding.kv_cache import KVCache
@@ -19,6 +18,7 @@ from eval.batch_cost import BatchCostConfig
 from eval.energy import Meter
 from eval.page import machine_line, number, software_line, target_line
 from eval.report import about_energy
+from eval.screen import Bar
 from eval.speed_run import load_models
 
 DATA, PAGE = "batch_cost.json", "batch_cost.md"
@@ -78,17 +78,16 @@ def measure(target: TargetModel, config: BatchCostConfig, meter: Meter, console:
         _forwards(target, *ready[batch], config.warmup)
     shuffle = random.Random(config.seed)
     found = []
-    with Progress(console=console) as progress:
-        task = progress.add_task("", total=config.blocks * len(config.batches))
+    with Bar(console, config.blocks * len(config.batches), "blocks") as bar:
         for _ in range(config.blocks):
             for batch in shuffle.sample(config.batches, len(config.batches)):
-                progress.update(task, description=f"batch {batch}")
+                bar.doing(f"batch {batch}")
                 with meter.measure() as joules:
                     start = time.perf_counter()
                     _forwards(target, *ready[batch], config.runs)
                     seconds = time.perf_counter() - start
                 found.append(Block(batch, seconds, joules.device, joules.host))
-                progress.advance(task)
+                bar.advance()
     return found
 
 

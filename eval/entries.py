@@ -117,6 +117,12 @@ def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
             )
 
 
+def paths_of(entries: list[DrafterEntry]) -> list[str]:
+    """The models, checkpoints and files that the entries name."""
+    texts = (found for entry in entries for found in _texts(entry.options, "", ""))
+    return [text for _, key, text in texts if key in (*FOLDERS, *FILES)]
+
+
 def _texts(value: Any, key: str, place: str) -> Iterator[tuple[str, str, str]]:
     """(place, key, text) of every string among an entry's options, however deep; a list's items have its key."""
     if isinstance(value, str):
@@ -139,6 +145,11 @@ class StockEntry(Config):
     )
     prompt_lookup_num_tokens: int | None = Field(None, ge=1, description="tokens copied from the context every step")
     max_matching_ngram_size: int | None = Field(None, ge=1, description="of the lookup; None: transformers' default")
+
+    @property
+    def remembers(self) -> bool:
+        """Whether transformers adapts its drafts as it goes, from prompt to prompt."""
+        return self.assistant_model is not None and self.num_assistant_tokens is None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -42,6 +42,7 @@ class Lineup:
 
     Attributes:
         max_context: positions that every drafter was made for.
+        remembering: the names of those that carry something from prompt to prompt.
 
     Raises:
         ValueError: some cannot be built; one message names them all.
@@ -60,6 +61,7 @@ class Lineup:
             raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
         self._lossless = [self._unused[place].lossless for place in range(len(entries))]
+        self.remembering = {e.name for place, e in enumerate(entries) if self._unused[place].remembers}
 
     def fresh(self, temperature: float) -> dict[str, Drafter]:
         """The drafters of a temperature by their names in the report; none has seen a prompt."""

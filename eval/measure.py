@@ -6,7 +6,7 @@ No method's prefill, nor the first token, which the prefill gives, counts as dec
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from drafters import Drafter, TargetModel, generate
@@ -93,6 +93,8 @@ def measure(
     keep: Callable[[Run], None] = lambda run: None,
     on_run: Callable[[str], None] = lambda method: None,
     meter: Meter | None = None,
+    done: Sequence[Run] = (),
+    remembering: Collection[str] = (),
 ) -> list[Run]:
     """Run every method on every prompt, ``rounds`` times at each temperature.
 
@@ -104,15 +106,21 @@ def measure(
         keep: gets each run as soon as it is done.
         on_run: called before each run with its method's label.
         meter: of the energy; None measures none.
+        done: what was measured of this before a kill, whole prompts from the first on; the result begins with it.
+        remembering: methods that carry something from prompt to prompt. In a round that goes on, they decode the
+            prompts before once more, unmeasured, so that each comes to its next prompt as if nothing had happened.
 
     Raises:
         MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
     """
-    runs = []
+    runs = list(done)
     for temperature in temperatures:
         for round_ in range(rounds):
+            before = {run.prompt for run in done if (run.temperature, run.round) == (temperature, round_)}
+            if len(before) == len(prompts):
+                continue
             one_round = _Round(build(temperature), limits, temperature, round_, on_run, meter)
-            for run in one_round.runs(prompts, warmup):
+            for run in one_round.runs(prompts, warmup, len(before), remembering):
                 runs.append(run)
                 keep(run)
             del one_round  # its drafters, before the next round's are built
@@ -128,11 +136,17 @@ class _Round:
     on_run: Callable[[str], None]
     meter: Meter | None
 
-    def runs(self, prompts: list[Prompt], warmup: list[Prompt]) -> Iterator[Run]:
+    def runs(
+        self, prompts: list[Prompt], warmup: list[Prompt], done: int, remembering: Collection[str]
+    ) -> Iterator[Run]:
         for number, prompt in enumerate(warmup):
             for method in self.methods:
                 self._run(method, prompt, -1 - number)
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts[:done]):
+            for method in self.methods:
+                if method in remembering:
+                    self._run(method, prompt, index)
+        for index, prompt in enumerate(prompts[done:], start=done):
             for method in method_order(list(self.methods), index, self.limits.seed + self.number):
                 yield self._run(method, prompt, index)
 

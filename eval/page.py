@@ -130,7 +130,20 @@ def setting(report: dict[str, Any]) -> list[str]:
         f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
         software_line(facts),
+        *parts_line(facts),
     ]
+
+
+def parts_line(facts: dict[str, Any]) -> list[str]:
+    """Of a report that was interrupted: when each part of it was measured."""
+    parts = facts.get("parts", [])
+    if len(parts) < 2:
+        return []
+    *before, last = parts
+    told = ", ".join(
+        f"{part['runs']:,} runs from {part['date']} (load average {number(part['load_average'], 1)})" for part in before
+    )
+    return [f"- interrupted and resumed {len(before)} time(s): {told}, the rest from {last['date']}"]
 
 
 def target_line(facts: dict[str, Any]) -> str:

@@ -133,7 +133,7 @@ def load_prompts(
         )
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in config.files)).hexdigest()
+    digest = files_sha256(config.files)
     shown = ", ".join(dict.fromkeys(formats))
     return PromptSet(config, shown, digest, measured, spare, skipped, requested)
 
@@ -228,6 +228,14 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
     if len(kept) < len(records):
         skipped["other_category" if wanted else "no_category"] += len(records) - len(kept)
     return kept
+
+
+def files_sha256(files: list[Path]) -> str:
+    """Of all their bytes, one file after the other."""
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def check_prompt_file(file: Path) -> None:

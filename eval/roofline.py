@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_folder(config.out)
 
     from eval.roofline_run import run
-    from eval.speed_run import make_console
+    from eval.screen import make_console
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         run(parsed.shape, config, ["python", "-m", "eval.roofline", *given], make_console())

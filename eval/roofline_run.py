@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from drafters import TargetModel
 from drafters.environment import environment, load_average
@@ -38,13 +37,8 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     target = random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
     facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
     found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
-    with Progress(console=console) as progress:
-        task = progress.add_task("", total=None)
-
-        def about(what: str) -> None:
-            progress.update(task, description=what)
-
-        found |= measure(target, config, about)
+    with console.status("") as status:
+        found |= measure(target, config, status.update)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     found["environment"] = facts
     out.mkdir(parents=True, exist_ok=True)

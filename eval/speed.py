@@ -3,8 +3,9 @@
     python -m eval.speed --config configs/speed/stdlib.yaml [key=value ...]
 
 Writes report.json, report.md, speedup.png and measurements.jsonl (the environment, then every single run with its
-tokens and steps) into ``out``. They replace those of an earlier report when everything is measured; until then the runs
-so far are in measurements.unfinished.jsonl. ``eval.sweep`` does this for several values of one key.
+tokens and steps) into ``out``. They replace those of an earlier report when everything is measured. Until then the runs
+so far are in measurements.unfinished.*.jsonl, from which the same command goes on after a kill; runs of another config,
+commit or machine are never mixed in. ``eval.sweep`` does this for several values of one key.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pydantic import Field, model_validator
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, load_config
 from drafters.program import command, keeping, run_program
-from eval.entries import STOCK, DrafterEntry, StockEntry, check_entries, check_folder
+from eval.entries import STOCK, DrafterEntry, StockEntry, check_entries, check_folder, paths_of
 from eval.prompts import PromptsConfig, check_prompt_file
 
 BASELINE = "autoregressive"
@@ -89,6 +90,17 @@ class SpeedConfig(Config):
         others = [entry for entry in self.drafters if entry not in plain[:1]]
         return [entry for given in (first, *others) for entry in given.expand()]
 
+    def methods(self, temperature: float) -> list[str]:
+        """The labels of all that decodes at a temperature, stock ``generate`` last."""
+        own = [entry.name for entry in self.entries if entry.temperatures is None or temperature in entry.temperatures]
+        return [*own, *(entry.label for entry in self.stock), *([STOCK] if self.stock_generate else [])]
+
+    @property
+    def paths(self) -> list[str]:
+        """Everything that is loaded: models, checkpoints, phrase pools."""
+        assistants = [entry.assistant_model for entry in self.stock if entry.assistant_model]
+        return [self.target.path, *paths_of(self.entries), *assistants]
+
 
 def check(config: SpeedConfig) -> None:
     """What can be found out before the target is loaded.
@@ -116,10 +128,10 @@ def main(arguments: list[str] | None = None) -> None:
     config = load_config(SpeedConfig, parsed.config, parsed.overrides)
     check(config)
 
-    from eval.output import UNFINISHED
-    from eval.speed_run import make_console, run
+    from eval.screen import make_console
+    from eval.speed_run import run
 
-    with keeping(lambda: f"what was measured is in {config.out / UNFINISHED}; to start again: {command()}"):
+    with keeping(lambda: f"nothing was measured yet; to start again: {command()}"):
         run(config, ["python", "-m", "eval.speed", *given], make_console())
 
 

@@ -1,12 +1,10 @@
 """What eval.speed does with its config."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.encoding import load_tokenizer
@@ -15,16 +13,19 @@ from drafters.choices import Engine, Quantization
 from drafters.decoding.loop import eos_ids
 from drafters.draft_model import load_draft_model
 from drafters.environment import environment, load_average
+from drafters.program import keeping
 from drafters.provenance import peak_memory_bytes
 from eval.energy import Meter
 from eval.entries import STOCK, StockEntry
-from eval.journal import journal_line
+from eval.identity import Identity, conditions, digest
+from eval.journal import Journal
 from eval.lineup import Lineup, Models
 from eval.measure import Limits, Method, Run, drafter_method, measure
-from eval.output import PAGE, PICTURE, REPORT, draw_picture, open_journal, write_report
+from eval.output import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.page import print_table
 from eval.prompts import PromptSet, load_prompts
 from eval.report import make_rows, shortage_line, tolerance_note
+from eval.screen import Bar
 from eval.speed import SpeedConfig, TargetConfig
 from eval.stock import stock_method
 
@@ -79,22 +80,40 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
-    meter = Meter(target.device)
-    runs = measure_all(config, target, models.stock, lineup, assistants, prompts, facts, meter, console)
-    facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
-    facts["energy"] = meter.describe()
-    described = lineup.describe()
-    for entry in config.stock:
-        described[entry.label] = {"lossless": True, "stock": True, "entry": entry.label, "grid": None}
-    baseline, rows = make_rows(runs, described, config.entries[0].name, prompts.measured, target, config.seed)
-    report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
-    try:
-        write_report(report, config.out)
-    finally:
-        print_table(report, console)  # should the disk be full, the figures are at least on the screen
-    draw_picture(report, config.out)
+    with Journal(config.out, identity(facts, prompts), facts, config.methods) as journal, keeping(journal.kept):
+        for note in journal.notes:
+            console.print(note, markup=False, highlight=False)
+        meter = Meter(target.device)
+        measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter, console)
+        facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
+        facts["energy"] = meter.describe()
+        described = lineup.describe()
+        for entry in config.stock:
+            described[entry.label] = {"lossless": True, "stock": True, "entry": entry.label, "grid": None}
+        names = described, config.entries[0].name
+        baseline, rows = make_rows(journal.runs, *names, prompts.measured, target, config.seed)
+        report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
+        try:
+            write_report(report, config.out, journal)
+        finally:
+            print_table(report, console)  # should the disk be full, the figures are at least on the screen
+        draw_picture(report, config.out)
     console.print(f"{config.out / PAGE}, {config.out / REPORT}, {config.out / PICTURE}", markup=False, highlight=False)
     return report
+
+
+def identity(facts: dict[str, Any], prompts: PromptSet) -> Identity:
+    """What runs must share to stand in one report; see ``eval.identity``."""
+    config = {key: value for key, value in facts["config"].items() if key != "out"}
+    names = ("device", "engine", "commit", "cpu", "cpu_cores", "gpu", "platform", "versions", "threads")
+    kept = {name: facts[name] for name in (*names, "code", "host", "files")}
+    ids = [[prompt.ids for prompt in some] for some in (prompts.measured, prompts.warmup)]
+    return {"config": config, "weights": facts["target"]["fingerprint"], "prompt_tokens": digest(ids), **kept}
+
+
+def conditions_of(config: SpeedConfig) -> Identity:
+    """Code, commit, machine and files that it would be measured with now."""
+    return conditions(config.paths, config.target.device, config.threads)
 
 
 def load_assistants(entries: list[StockEntry], models: Models) -> dict[str, TargetModel]:
@@ -110,14 +129,18 @@ def load_assistants(entries: list[StockEntry], models: Models) -> dict[str, Targ
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:
     """The report's ``environment``."""
     limits = ("max_new_tokens", "temperatures", "top_k", "top_p", "rounds", "warmup", "seed")
-    return environment(target) | {
-        "batch": 1,
-        "prompt_set": prompts.describe(),
-        "limits": {name: getattr(config, name) for name in limits},
-        "divergence_tolerance": tolerance_note(target),
-        "config": config.model_dump(mode="json"),
-        "argv": argv,
-    }
+    return (
+        environment(target)
+        | conditions_of(config)
+        | {
+            "batch": 1,
+            "prompt_set": prompts.describe(),
+            "limits": {name: getattr(config, name) for name in limits},
+            "divergence_tolerance": tolerance_note(target),
+            "config": config.model_dump(mode="json"),
+            "argv": argv,
+        }
+    )
 
 
 def measure_all(
@@ -127,11 +150,11 @@ def measure_all(
     lineup: Lineup,
     assistants: dict[str, TargetModel],
     prompts: PromptSet,
-    facts: dict[str, Any],
+    journal: Journal,
     meter: Meter,
     console: Console,
-) -> list[Run]:
-    """Run everything, showing progress and journalling every run."""
+) -> None:
+    """Run what the journal does not hold yet, showing progress and journalling every run."""
     limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
 
     def build(temperature: float) -> Mapping[str, Method]:
@@ -143,39 +166,15 @@ def measure_all(
             methods[STOCK] = stock_method(stock, temperature, limits)
         return methods
 
-    columns = [
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-    ]
-    with (
-        open_journal(config.out, facts) as journal,
-        Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress,
-    ):
-        task = progress.add_task("", total=count_runs(config, prompts), rate="")
-
-        def on_run(method: str) -> None:
-            speed = progress.tasks[0].speed
-            progress.update(task, description=method, advance=1, rate=f"{speed:.1f} outputs/s" if speed else "")
+    measured, others = prompts.measured, prompts.warmup
+    total = sum(len(config.methods(t)) for t in config.temperatures) * config.rounds * len(measured)
+    remembering = lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
+    done = list(journal.runs)
+    with Bar(console, total, "outputs", len(done)) as bar:
 
         def keep(run: Run) -> None:
-            line = journal_line(run, prompts.measured[run.prompt])
-            journal.write(json.dumps(line, allow_nan=False) + "\n")
-            journal.flush()
+            journal.write(run, measured[run.prompt])
+            bar.advance()
 
-        measured, others = prompts.measured, prompts.warmup
-        return measure(build, measured, others, config.temperatures, config.rounds, limits, keep, on_run, meter)
-
-
-def count_runs(config: SpeedConfig, prompts: PromptSet) -> int:
-    """How many outputs there are to make, warm-up and stock ``generate`` included."""
-    methods = sum(len(entry.temperatures or config.temperatures) for entry in config.entries)
-    methods += (len(config.stock) + config.stock_generate) * len(config.temperatures)
-    return methods * config.rounds * (len(prompts.measured) + len(prompts.warmup))
-
-
-def make_console() -> Console:
-    """The screen, or a log file, where a row has a line to itself."""
-    console = Console()
-    return console if console.is_terminal else Console(width=170)
+        rounds = config.temperatures, config.rounds
+        measure(build, measured, others, *rounds, limits, keep, bar.doing, meter, done, remembering)

@@ -7,8 +7,8 @@ The config is a speed config and ``vary: {key: [values]}``, a dotted key such as
 
 Every value has its own plain decoding, over which its speedups are, and its own report in ``out/<key>=<value>/``;
 ``out`` gets sweep.json, sweep.md and sweep.png. The target and the draft models are loaded once, and anew only where
-``target`` itself varies. Run again, a sweep goes on where it stopped: a value that has a report, measured with the same
-config, is not measured again.
+``target`` itself varies. Run again, a sweep goes on where it stopped: a value that has a report of the same config,
+commit and machine is not measured again, and the one that was interrupted goes on after its last prompt.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = load_config(SweepConfig, parsed.config, parsed.overrides)
     check(config)
 
-    from eval.speed_run import make_console
+    from eval.screen import make_console
     from eval.sweep_run import run
 
     with keeping(lambda: f"the values measured are kept in {config.out}; to go on: {command()}"):

@@ -8,6 +8,7 @@ from rich.console import Console
 from eval import speed_run, sweep_report
 from eval.lineup import Models
 from eval.output import REPORT, PictureError
+from eval.prompts import files_sha256
 from eval.speed import SpeedConfig
 from eval.sweep import SweepConfig, folder_name
 
@@ -51,13 +52,16 @@ def run(config: SweepConfig, argv: list[str], console: Console) -> dict[str, Any
 
 
 def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
-    """The report in ``config.out``, if there is one and this very config was measured."""
+    """The report in ``config.out``, if this very config was measured with the same code, machine and files."""
     file = config.out / REPORT
     if not file.is_file():
         return None
     try:
         report = json.loads(file.read_text())
-        same = report["environment"]["config"] == config.model_dump(mode="json")
+        facts = report["environment"]
+        same = facts["config"] == config.model_dump(mode="json")
+        same = same and facts["prompt_set"]["sha256"] == files_sha256(config.prompts.files)
+        same = same and all(facts[name] == value for name, value in speed_run.conditions_of(config).items())
     except (ValueError, KeyError, TypeError):
         return None  # another program's, or another version's: measured again and replaced
     return report if same else None

@@ -208,9 +208,10 @@ class Conformance:
         assert seen.accepted > 0 or self.accepts in (None, "none") or temperature > 0
 
     def test_no_state_leaks_between_prompts(self) -> None:
-        """Catches a drafter's cache, features or path of the first prompt surviving into the second."""
+        """Catches a drafter's cache, features or path of the first prompt surviving into the second, undeclared."""
         target = self.target()
         used = self.make(target)
+        assert used.remembers == self.remembers  # a speed test that goes on after a kill relies on it
         for seed, temperature in ((0, 0.0), (1, 0.0), (2, 1.0), (0, 0.0)):
             ids = prompt(8 + 3 * seed, seed)
             again, fresh = (self.run(target, ids, d, temperature=temperature) for d in (used, self.make(target)))

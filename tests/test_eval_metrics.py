@@ -12,13 +12,13 @@ from tiny import VOCAB_SIZE, build
 from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
 from eval.divergence import find_divergences
+from eval.entries import STOCK
 from eval.journal import journal_line, run_from_line
 from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
 from eval.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
 from eval.perplexity import OutputPerplexity
 from eval.prompts import Prompt
 from eval.report import make_rows
-from eval.stock import STOCK
 
 PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
 

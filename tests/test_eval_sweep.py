@@ -82,7 +82,7 @@ def test_every_value_has_its_report_and_the_sweep_compares_them(
 def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
     config: dict[str, Any], tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches hours measured twice after a stop, and an old report passed off as one of the changed config."""
+    """Catches hours measured twice after a stop, and an old report passed off as one of another config or commit."""
     measured: list[str] = []
     plain = eval.sweep_run.speed_run.run
 
@@ -103,6 +103,11 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
     loads.clear()
     assert run(config, tmp_path) == 0
     assert (len(measured), loads) == (3, [])
+    with monkeypatch.context() as patch:
+        patch.setattr("drafters.environment._commit", lambda: ("0" * 40, False))
+        assert run(config, tmp_path, 'vary={"max_new_tokens": [3]}') == 0
+    assert measured[3:] == ["max_new_tokens=3"]
+    measured.pop()
     assert run(config, tmp_path, "seed=1", 'vary={"max_new_tokens": [6]}') == 0
     assert measured[3:] == ["max_new_tokens=6"]
 
