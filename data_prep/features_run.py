@@ -25,7 +25,7 @@ from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash,
 from .features import FeaturesConfig
 from .loss_mask import ChatTokenizer
 from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
-from .progress import Bar
+from .progress import Bar, quiet_in_log_files
 from .ranks import Rank
 from .store import FeatureStore
 from .store_writer import StoreWriter
@@ -133,6 +133,7 @@ def load_target(config: FeaturesConfig, rank: Rank) -> TargetModel:
     Raises:
         ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
     """
+    quiet_in_log_files()
     device = rank.target_device(config.device, config.device_map)
     return TargetModel.from_pretrained(
         config.target, config.dtype, device, config.revision, device_map=config.device_map

@@ -4,7 +4,7 @@
 
 Counts and sizes come from the manifest and the shards' headers, statistics of the features from a sample of dialogues
 spread over the store, and one dialogue is decoded with the tokens that are trained on in colour. --verify reads every
-byte; the exit status is 1 if anything is not as it was written.
+byte. The last line is the verdict; the exit status is 1 if anything is not as it was written.
 """
 
 import argparse

@@ -18,26 +18,34 @@ from .progress import Bar
 from .store import FeatureStore, StoredDialogue, broken_shards, size_problem
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
-
-
 TRAINED = "bold green"  # colour of the tokens that the loss counts
-
-
 MARKS = ("[[", "]]")  # around them where there is no colour
-
-
 MOST_TOKENS = 600  # of the decoded dialogue
 
 
 def run(stores: list[Path], options: argparse.Namespace) -> int:
-    """Print all stores; 1 if something in them is damaged."""
+    """Print all stores, and the verdict on them in the last line; 1 if something in them is damaged."""
     console = Console(highlight=False, soft_wrap=True)
     problems = []
     for folder in stores:
         problems += inspect(folder, options, console)
+    sys.stdout.flush()
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    console.print(verdict(stores, problems, options.verify), markup=False)
     return 1 if problems else 0
+
+
+def verdict(stores: list[Path], problems: list[str], verified: bool) -> str:
+    """One line: whether the stores can be trained on, and how closely that was looked at."""
+    if problems:
+        more = f", and {len(problems) - 1} more, named above" if len(problems) > 1 else ""
+        return f"Result: NOT fine: {problems[0]}{more}"
+    looked = "every byte is as it was written" if verified else "files and sizes are right; --verify reads every byte"
+    half = [str(folder) for folder in stores if not read_manifest(folder).complete]
+    if half:
+        return f"Result: fine as far as it goes ({looked}), but not finished: {', '.join(half)}"
+    return f"Result: fine ({looked})"
 
 
 def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list[str]:
@@ -63,12 +71,15 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
         return [str(error)]
     console.print(lengths_table(store.lengths))
     sample = spread(len(store), options.sample)
-    console.print(states_table(store, sample))
+    sums = state_sums(store, sample)
+    console.print(states_table(sums, len(sample)))
+    bad = [name for name, values in sums.items() if not values.isfinite().all()]
+    problems = [f"{folder}: NaN or infinite values in {' and '.join(bad)}; make the features again"] if bad else []
     index = options.dialogue
     if not 0 <= index < len(store):
-        return [f"--dialogue {index}: {folder} holds dialogues 0 to {len(store) - 1:,}"]
+        return [*problems, f"--dialogue {index}: {folder} holds dialogues 0 to {len(store) - 1:,}"]
     print_dialogue(store, index, options.tokenizer, console)
-    return []
+    return problems
 
 
 def facts_table(manifest: StoreManifest) -> Table:
@@ -105,9 +116,12 @@ def lengths_table(lengths: torch.Tensor) -> Table:
     return table
 
 
-def states_table(store: FeatureStore, sample: list[int]) -> Table:
-    """Size of the features and of each tap over the tokens of the dialogues in ``sample``."""
-    sums: dict[str, torch.Tensor] = {}  # absolute values, zeros, values; and the largest
+def state_sums(store: FeatureStore, sample: list[int]) -> dict[str, torch.Tensor]:
+    """Of the features and of each tap of the dialogues in ``sample``: absolute values, zeros, values; and the largest.
+
+    float64 ``[4]`` each.
+    """
+    sums: dict[str, torch.Tensor] = {}
     for index in sample:
         dialogue = store[index]
         for name, values in {"features": dialogue.features, **_named(dialogue)}.items():
@@ -115,7 +129,12 @@ def states_table(store: FeatureStore, sample: list[int]) -> Table:
             found = torch.tensor([size.double().sum(), (size == 0).sum(), size.numel(), size.max()]).double()
             before = sums.get(name, torch.zeros(4, dtype=torch.float64))
             sums[name] = torch.cat([before[:3] + found[:3], torch.maximum(before[3:], found[3:])])
-    table = Table(f"states of {len(sample):,} dialogues", "mean |x|", "max |x|", "zeros", box=None)
+    return sums
+
+
+def states_table(sums: dict[str, torch.Tensor], dialogues: int) -> Table:
+    """Size of the features and of each tap over the tokens of so many dialogues."""
+    table = Table(f"states of {dialogues:,} dialogues", "mean |x|", "max |x|", "zeros", box=None)
     for name, (total, zeros, count, largest) in ((name, values.tolist()) for name, values in sums.items()):
         table.add_row(name, f"{total / count:.4g}", f"{largest:.4g}", f"{zeros / count:.2%}")
     return table

@@ -54,3 +54,11 @@ class Bar(tqdm):
     def _write_line(self) -> None:
         self._last_line = time.monotonic()
         print(self, file=self.fp, flush=True)
+
+
+def quiet_in_log_files() -> None:
+    """Let transformers draw its bars (one for every model that is loaded) on terminals alone."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()

@@ -21,7 +21,7 @@ from .dialogues import ReadCounts, read_dialogues, source_digest
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers
 from .loss_mask import ChatTokenizer
-from .progress import Bar
+from .progress import Bar, quiet_in_log_files
 from .ranks import Rank
 from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, sidecar, unfinished
 from .split import record
@@ -176,6 +176,7 @@ def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Ran
         endpoint.check()
         return endpoint
     assert config.target is not None and chat is not None
+    quiet_in_log_files()
     device = rank.target_device(config.device, config.device_map)
     where = config.target, config.dtype, device, config.revision
     target = TargetModel.from_pretrained(*where, device_map=config.device_map)

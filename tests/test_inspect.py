@@ -1,11 +1,13 @@
 """python -m data_prep.inspect: what it says of whole, half-written and damaged stores, and how it marks the mask."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 from test_store_ranks import LENGTHS, work
 from transformers import AutoTokenizer
@@ -46,12 +48,25 @@ def test_what_is_in_a_folder_of_splits(
     ):
         assert expected in printed
     assert "\x1b" not in printed
+    assert printed.splitlines()[-1] == "Result: fine (every byte is as it was written)"
+
+
+def test_features_that_are_not_finite(tmp_path: Path, features: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a store with NaN in it, as another program may write one, that is found fine."""
+    shutil.copytree(features / "train", tmp_path / "train")
+    shard = tmp_path / "train" / "shard-00000.safetensors"
+    tensors = load_file(shard)
+    tensors["tap_2"][40, 7] = torch.nan
+    save_file(tensors, shard)
+    assert inspect.main([str(tmp_path / "train"), "--sample", "1000"]) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"Result: NOT fine: {tmp_path / 'train'}: NaN or infinite values in tap 2; make the features again"
 
 
 def test_statistics_of_the_states(made: Path) -> None:
     """Catches a mean over dialogues in place of tokens, a largest value without the negative ones, and taps swapped."""
     store = FeatureStore.open(made / "train")
-    table = inspect_run.states_table(store, list(range(len(store))))
+    table = inspect_run.states_table(inspect_run.state_sums(store, list(range(len(store)))), len(store))
     cells = {name: column for name, *column in zip(*(column.cells for column in table.columns), strict=True)}
     for name, values in (
         ("features", torch.cat([dialogue.features for dialogue in store]).double()),
@@ -73,8 +88,13 @@ def test_a_flipped_byte(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (made / split / name).write_bytes(data)
     capsys.readouterr()
     assert inspect.main([str(made)]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "Result: fine (files and sizes are right; --verify reads every byte)"
     assert inspect.main([str(made), "--verify"]) == 1
-    errors = capsys.readouterr().err
+    printed, errors = capsys.readouterr()
+    said = printed.splitlines()[-1]
+    assert said.startswith(f"Result: NOT fine: {made / 'heldout'}: the content of shard-00000.safetensors is not what")
+    assert said.endswith(", and 1 more, named above")
     for split, name in (("train", "shard-00001"), ("heldout", "shard-00000")):
         assert f"error: {made / split}: the content of {name}.safetensors is not what was written" in errors
 
@@ -102,6 +122,8 @@ def test_a_half_written_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert inspect.main([str(path), "--verify"]) == 0
     printed = capsys.readouterr().out
     there = read_manifest(path).dialogues
+    said = printed.splitlines()[-1]
+    assert said == f"Result: fine as far as it goes (every byte is as it was written), but not finished: {path}"
     assert f"half written: {there} of {len(LENGTHS)} dialogues so far" in " ".join(printed.split())
     assert "Not decoded: no tokenizer could be loaded from 'some/target'" in " ".join(printed.split())
     empty = tmp_path / "empty"

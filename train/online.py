@@ -17,6 +17,7 @@ from tqdm import tqdm
 from data_prep.encoding import EncodedSplit, encode_split, load_tokenizer
 from data_prep.features import FeaturesConfig
 from data_prep.features_run import make_headers
+from data_prep.progress import quiet_in_log_files
 from data_prep.ranks import find_rank, refuse_shared_map
 from data_prep.store import StoredDialogue, StoreManifest
 from drafters.config import validate
@@ -204,6 +205,7 @@ def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
     """
     data = config.data
     assert data is not None
+    quiet_in_log_files()
     place: dict[str, Any] = {"device": device}
     if data.target_device_map:
         place = {"device_map": data.target_device_map}
