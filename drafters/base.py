@@ -11,6 +11,7 @@ from . import checkpoint
 from .config import Config, validate
 from .decoding.acceptance import Rule, Verdict, rule_for
 from .decoding.draft_tree import DraftTree
+from .decoding.loop import check_loaded
 from .decoding.sampling import Sampling
 from .decoding.target import FeatureOutput, TargetModel
 
@@ -45,6 +46,7 @@ class Drafter:
         Raises:
             ValueError: an unknown or wrong option.
         """
+        check_loaded(target)
         checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
         return cls(target, **checked.model_dump())
 
@@ -118,6 +120,7 @@ class LearnedDrafter(Drafter):
         Raises:
             ValueError: nothing loadable there, another method's checkpoint, one of another target, or wrong options.
         """
+        check_loaded(target)
         config, state = checkpoint.load_checkpoint(path, revision=revision)
         if config["drafter_type"] != cls.name:
             raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")

@@ -32,7 +32,7 @@ from drafters.config import Config, validate
 from drafters.model_card import model_card
 from drafters.paths import check_source
 from drafters.tensor_files import save_tensors
-from drafters.wording import with_article
+from drafters.wording import shortened, with_article
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -159,6 +159,8 @@ def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
 
 def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | None) -> Path:
     """The local folder of a checkpoint, downloaded if need be."""
+    if not isinstance(path_or_repo, str | Path):
+        raise ValueError(f"a drafter is named by its folder or Hub repository, found {shortened(path_or_repo)}")
     folder = Path(path_or_repo).expanduser()
     check_source(folder, revision)
     return folder if folder.is_dir() else _download(str(path_or_repo), revision, token)

@@ -20,7 +20,7 @@ def check_method(name: str) -> None:
     """Raise ValueError if there is no method of that name; the message lists those there are."""
     known = method_names()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(str(name), known, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"there is no drafter {name!r}; {meant}known: {', '.join(known)}")
 

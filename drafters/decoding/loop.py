@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
+from ..wording import shortened, with_article
 from .acceptance import Rule, Verdict
 from .draft_tree import DraftTree
 from .kv_cache import KVCache
@@ -129,6 +130,7 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
+    _check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = _prompts(input_ids, prompt_lengths)
     max_new_tokens, seed = _whole(max_new_tokens, "max_new_tokens"), _whole(seed, "seed")
@@ -287,6 +289,8 @@ def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int
     except TypeError as error:
         raise ValueError(f"input_ids must be whole numbers, [batch, tokens]; found something else ({error})") from None
     if prompt_lengths is not None:
+        if isinstance(prompt_lengths, int):
+            raise ValueError(f"prompt_lengths is a list with the length of each row, found {prompt_lengths}")
         if len(prompt_lengths) != len(rows):
             raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one a row")
         lengths = [_whole(length, "prompt_lengths") for length in prompt_lengths]
@@ -307,6 +311,22 @@ def _whole(value: object, name: str) -> int:
         return operator.index(value)
     except TypeError:  # a tensor of a float has the method, too
         raise ValueError(f"{name} must be a whole number, found {value!r}") from None
+
+
+def check_loaded(target: object) -> None:
+    """Raise ValueError where a target is something else: a name, or transformers' own model."""
+    if not isinstance(target, TargetModel):
+        found = with_article(type(target).__name__)
+        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}")
+
+
+def _check_types(target: object, drafter: object, on_tokens: object) -> None:
+    check_loaded(target)
+    if not hasattr(drafter, "propose"):
+        found = with_article(type(drafter).__name__)
+        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
+    if on_tokens is not None and not callable(on_tokens):
+        raise ValueError(f"on_tokens is called with (row, new ids), found {shortened(on_tokens)}; give a function")
 
 
 def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int, seed: int) -> None:
