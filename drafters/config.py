@@ -42,8 +42,7 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} must hold a mapping of keys to values, found {type(data).__name__}")
-    for override in overrides or []:
-        _apply_override(data, override)
+    _apply_overrides(data, overrides or [])
     return validate(schema, data, source=str(file))
 
 
@@ -54,8 +53,7 @@ def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
         ValueError: a key or value is wrong.
     """
     data: dict[str, Any] = {}
-    for override in overrides:
-        _apply_override(data, override)
+    _apply_overrides(data, overrides)
     return validate(schema, data, source="the command line")
 
 
@@ -66,6 +64,18 @@ def validate(schema: type[ConfigT], data: dict[str, Any], source: str) -> Config
     except ValidationError as error:
         lines = [_describe(schema, item) for item in error.errors()]
         raise ValueError(f"{source}: " + "; ".join(lines)) from None
+
+
+def _apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
+    """Set every ``key=value``; one that would undo another, by the same key or a group around it, is a ValueError."""
+    given: dict[str, str] = {}
+    for override in overrides:
+        _apply_override(data, override)
+        key = override.partition("=")[0]
+        for other, before in given.items():
+            if f"{other}.".startswith(f"{key}."):
+                raise ValueError(f"overrides {before} and {override}: the second would undo the first; give one")
+        given[key] = override
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

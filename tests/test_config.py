@@ -1,5 +1,6 @@
 """Run configurations: what is wrong in a YAML is said at once, with the key and the fix."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,17 @@ def test_anchors_and_merges_are_no_duplicates(tmp_path: Path) -> None:
         "out: a\nschedule: &s {warmup_steps: 5}\nsuites:\n  - *s\n  - {<<: *s, warmup_steps: 6}\n  - {<<: *s}\n"
     )
     assert [suite.warmup_steps for suite in load_config(Run, path).suites] == [5, 6, 5]
+
+
+def test_a_repeated_override_is_refused(file: Path) -> None:
+    """Catches a value on the command line that another one there replaces without a word."""
+    for first, second in (("steps=1", "steps=2"), ("schedule.warmup_steps=8", "schedule={}")):
+        with pytest.raises(
+            ValueError, match=f"overrides {re.escape(first)} and {re.escape(second)}: the second would undo the first"
+        ):
+            load_config(Run, file, [first, second])
+    run = load_config(Run, file, ["schedule={}", "schedule.warmup_steps=8"])
+    assert run.schedule.warmup_steps == 8  # which undoes nothing
 
 
 def test_an_override_with_a_key_twice_is_refused(file: Path) -> None:

@@ -1,0 +1,142 @@
+"""What every program does with a mistyped command line, and how it ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drafters.methods import method_names
+
+ROOT = Path(__file__).parents[1]
+
+TARGET = "checkpoints/stdlib-target"
+SPEED: dict[str, Any] = {
+    "target": {"path": TARGET},
+    "prompts": {"file": "prompts.jsonl"},
+    "drafters": [{"drafter": "prompt_lookup"}],
+    "out": "out",
+}
+FEATURES = {"target": TARGET, "splits": {"train": "prompts.jsonl"}, "out": "out"}
+TRAIN = {"target": TARGET, "features": "features", "out": "out", "steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}
+TARGET_RUN = {"name": "x", "run_dir": "run", "final_dir": "final", "steps": 2, "corpus": "."}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "eval.speed": SPEED,
+    "eval.sweep": SPEED | {"vary": {"max_new_tokens": [4, 8]}},
+    "eval.tune": SPEED | {"temperatures": [0.0], "knobs": {"max_draft": [2, 4]}},
+    "eval.batch_cost": {"target": {"path": TARGET}, "out": "out"},
+    "data_prep.features": FEATURES,
+    "data_prep.throughput": FEATURES,
+    "data_prep.regenerate": {"target": TARGET, "source": "prompts.jsonl", "out": "new.jsonl"},
+    "train/eagle.py": TRAIN,
+    "train/kangaroo.py": TRAIN | {"exit_layer": 2},
+    "train.throughput": TRAIN,
+    "train/target.py": TARGET_RUN,
+}
+NO_FOLDER = "there is no folder|folders do not exist"
+# A program's arguments, besides those that all configs share, and what the last line says.
+MISTAKES: dict[str, list[tuple[list[str], str]]] = {
+    "eval.speed": [
+        (["target.path=./none"], NO_FOLDER),
+        (["prompts.file=none.jsonl"], "no prompt file at none.jsonl"),
+        (["max_new_tokens=many"], "max_new_tokens: .*found 'many'"),
+        (['drafters=[{"drafter": "ouroborus"}]'], "did you mean 'ouroboros'"),
+        (['drafters=[{"drafter": "eagle", "checkpoint": "./none"}]'], NO_FOLDER),
+        (["seed=1", "seed=2"], "overrides seed=1 and seed=2: the second would undo the first"),
+    ],
+    "eval.sweep": [(["target.path=./none"], NO_FOLDER), (['vary={"seeed": [1]}'], "did you mean 'seed'")],
+    "eval.tune": [(["prompts.file=none.jsonl"], "no prompt file")],
+    "eval.batch_cost": [(["target.path=../none/x"], NO_FOLDER)],
+    "eval.roofline": [
+        (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
+        (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
+        (["--shape", "llama-5m", "rounds=2"], "rounds is 2"),
+        (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
+    ],
+    "data_prep.features": [
+        (["target=./none"], NO_FOLDER),
+        (["splits.train=none.jsonl"], "no data file at none.jsonl"),
+        (["dtype=int4"], "dtype: .*found 'int4'"),
+    ],
+    "data_prep.throughput": [(["target=/none/x"], NO_FOLDER), (["--rounds", "0"], "--rounds must be at least 1")],
+    "data_prep.regenerate": [
+        (["source=none.jsonl"], "no data file"),
+        (["target=./none"], NO_FOLDER),
+        (["drafter.drafter=eagel"], "did you mean 'eagle'"),
+        (["drafter.drafter=eagle", "drafter.checkpoint=./none"], NO_FOLDER),
+    ],
+    "data_prep.split": [(["none.jsonl", "--out", "x"], "no data file at none.jsonl")],
+    "data_prep.inspect": [(["none"], "none"), (["none", "--sample", "0"], "--sample must be at least 1")],
+    "data_prep.stdlib_corpus": [(["--out", "prompts.jsonl"], "prompts.jsonl is a file")],
+    "train/eagle.py": [
+        (["target=./none"], NO_FOLDER),
+        (["features=./none"], "none"),
+        (["--resume"], "--resume: out holds no checkpoint"),
+        (["precision=int8"], "precision: .*found 'int8'"),
+    ],
+    "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
+    "train.throughput": [(["features=./none"], "none"), (["--rounds", "none"], "rounds")],
+    "train/target.py": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
+    "train.summary": [(["none"], "no training run to sum up in none")],
+}
+
+
+@pytest.mark.parametrize("program", MISTAKES)
+def test_mistakes_are_found_without_torch(program: str, tmp_path: Path) -> None:
+    """Catches a mistyped key or path that is named only after 20 seconds of imports, or as a stack trace."""
+    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    for split in ("train", "heldout"):
+        (tmp_path / "features" / split).mkdir(parents=True)
+    cases, config = [(["--help"], "usage: ")], []
+    if program in CONFIGS:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIGS[program]))
+        config = ["--config", "run.yaml"]
+        cases.append((["--config", "rum.yaml"], "no config file at rum.yaml; did you mean run.yaml"))
+        key = next(iter(CONFIGS[program]))
+        cases.append(([*config, f"{key}s=1"], f"unknown key '{key}s'; did you mean '{key}'"))
+    cases += [([*config, *arguments], message) for arguments, message in MISTAKES[program]]
+    path = str(ROOT / program) if program.endswith(".py") else program
+    command = [sys.executable, str(ROOT / "tests" / "without_torch.py"), path, json.dumps([case for case, _ in cases])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for (arguments, message), said in zip(cases, json.loads(done.stdout), strict=True):
+        last = said.splitlines()[-1] if message != "usage: " else said
+        assert re.search(message, last), f"{program} {arguments}: {said}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        {"prompts.jsonl", "checkpoints", "features", *(["run.yaml"] if config else [])}
+    )  # nothing was made on the way
+
+
+def test_every_program_is_held_to_it() -> None:
+    """Catches a new program that is left out above."""
+    programs = set()
+    for folder in ("data_prep", "train", "eval"):
+        for file in (ROOT / folder).glob("*.py"):
+            if '__name__ == "__main__"' in file.read_text():
+                programs.add(file.stem if folder == "train" else f"{folder}.{file.stem}")
+    assert programs == {name.removesuffix(".py").replace("train/", "").replace("train.", "") for name in MISTAKES}
+
+
+def test_names_of_methods_are_those_of_the_classes() -> None:
+    """Catches a method that the list of names misses, or a file in it that holds none; `import drafters` is fast."""
+    import importlib
+    import pkgutil
+
+    import drafters
+
+    classes = []
+    for module in pkgutil.iter_modules(drafters.__path__):
+        members = vars(importlib.import_module(f"drafters.{module.name}")).values()
+        if any(isinstance(v, type) and issubclass(v, drafters.Drafter) and v.name == module.name for v in members):
+            classes.append(module.name)
+    assert method_names() == sorted(classes)
+    assert {"TargetModel", "generate", "load_drafter"} <= set(dir(drafters))
+    with pytest.raises(AttributeError, match="no attribute 'Targetmodel'"):
+        drafters.Targetmodel  # noqa: B018
