@@ -79,7 +79,13 @@ def command(*more: str) -> str:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with ``status``: what ``sys.exit`` does, without waiting for threads."""
+    """End this process with ``status``: what ``sys.exit`` does, without waiting for threads or taking Python apart.
+
+    Gloo's threads drop the tensors of their last collectives a moment after those are done, which takes the
+    interpreter; where that is being taken apart the process aborts ("terminate called without an active exception"),
+    and a run that went well ends as a failed one. DeepSpeed's globals keep the group, and so its threads, alive through
+    ``destroy_process_group``.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

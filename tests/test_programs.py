@@ -76,11 +76,14 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/eagle.py": [
         (["target=./none"], NO_FOLDER),
         (["features=./none"], "none"),
-        (["--resume"], "--resume: out holds no checkpoint"),
+        (["--resume"], "--resume: there is no run at out"),
         (["precision=int8"], "precision: .*found 'int8'"),
     ],
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
-    "train.throughput": [(["features=./none"], "none"), (["--rounds", "none"], "rounds")],
+    "train.throughput": [
+        (["features=./none"], "none"),
+        (["--rounds", "none"], "--rounds: must be a whole number, found .none."),
+    ],
     "train/target.py": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }

@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
 from drafters.config import load_config
-from train import target, target_model
-from train.target import TargetConfig, lr_scale, pack_rows
+from train import target_model, target_run
+from train.target_config import TargetConfig
+from train.target_data import pack_rows
+from train.target_model import lr_scale
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "target"
 SHAPE = {"vocab_size": 400, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -45,21 +47,21 @@ class KilledError(Exception):
 def test_a_killed_run_resumes_bit_for_bit(corpus, tmp_path, monkeypatch, precision):
     """Catches optimiser state, data position, masters or metrics lost between a checkpoint and its resumption."""
     whole = tiny(corpus, tmp_path / "whole", precision=precision)
-    target.TargetRun(whole, False, []).train()
+    target_run.TargetRun(whole, False, []).train()
     cut = tiny(corpus, tmp_path / "cut", precision=precision, save_minutes=0)
-    run, step = target.TargetRun(cut, False, []), target.TargetRun.train_step
+    run, step = target_run.TargetRun(cut, False, []), target_run.TargetRun.train_step
 
     def dies(self, batch):
         if self.progress.step == 3:
             raise KilledError
         return step(self, batch)
 
-    monkeypatch.setattr(target.TargetRun, "train_step", dies)
+    monkeypatch.setattr(target_run.TargetRun, "train_step", dies)
     with pytest.raises(KilledError):
         run.train()
     monkeypatch.undo()
     (cut.run_dir / "checkpoint-00000009.tmp").mkdir()  # half-written when the kill came
-    target.TargetRun(cut, True, []).train()
+    target_run.TargetRun(cut, True, []).train()
     assert losses(cut) == losses(whole)
     assert sorted(losses(cut)) == [1, 2, 3, 4, 5, 6]
 
@@ -67,17 +69,17 @@ def test_a_killed_run_resumes_bit_for_bit(corpus, tmp_path, monkeypatch, precisi
 def test_a_second_run_does_not_overwrite_the_first(corpus, tmp_path):
     """Catches a long run lost to a forgotten --resume."""
     config = tiny(corpus, tmp_path, steps=1)
-    target.TargetRun(config, False, []).train()
+    target_run.TargetRun(config, False, []).train()
     with pytest.raises(ValueError, match="--resume"):
-        target.TargetRun(config, False, [])
+        target_run.TargetRun(config, False, [])
     with pytest.raises(ValueError, match="no checkpoint"):
-        target.TargetRun(tiny(corpus, tmp_path / "other"), True, [])
+        target_run.TargetRun(tiny(corpus, tmp_path / "other"), True, [])
 
 
 def test_export_loads_with_stock_classes_and_has_a_card(corpus, tmp_path):
     """Catches an export that only this repository can read, or one that computes something else."""
     config = tiny(corpus, tmp_path, steps=3)
-    run = target.TargetRun(config, False, [])
+    run = target_run.TargetRun(config, False, [])
     run.train()
     run.finish(new_tokens=5)
     model = AutoModelForCausalLM.from_pretrained(config.final_dir)
@@ -87,7 +89,7 @@ def test_export_loads_with_stock_classes_and_has_a_card(corpus, tmp_path):
     rows = run.heldout_rows[:2]
     with torch.no_grad():
         logits = model(rows[:, :-1]).logits.float()
-        ours = float(target.next_token_loss(run.model, rows, "bf16"))
+        ours = float(target_run.next_token_loss(run.model, rows, "bf16"))
     stock = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
     assert abs(stock - ours) < 0.02
     card = (config.final_dir / "README.md").read_text()
@@ -97,7 +99,7 @@ def test_export_loads_with_stock_classes_and_has_a_card(corpus, tmp_path):
 
 def test_chat_template(corpus, tmp_path):
     """Catches a template whose special tokens are split, or that loses a system message."""
-    tokenizer = target.get_tokenizer(tiny(corpus, tmp_path))
+    tokenizer = target_run.get_tokenizer(tiny(corpus, tmp_path))
     chat = [{"role": "user", "content": "What is os.walk?"}, {"role": "assistant", "content": "A\n    généra→tor."}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     assert text == "<|user|>What is os.walk?<|assistant|>A\n    généra→tor.<|end|>"
@@ -144,10 +146,10 @@ def test_schedule_decays_only_at_the_end(corpus, tmp_path):
 def test_bundled_configs_fit_their_budget(corpus, tmp_path, name):
     """Catches a shape change that makes a bundled checkpoint too large for the repository."""
     config = load_config(TargetConfig, CONFIGS / name, [f"corpus={corpus}", f"run_dir={tmp_path}"])
-    tokenizer = target.get_tokenizer(tiny(corpus, tmp_path))
-    target.build_model(config, tokenizer)
+    tokenizer = target_run.get_tokenizer(tiny(corpus, tmp_path))
+    target_run.build_model(config, tokenizer)
     with pytest.raises(ValueError, match="max_bytes"):
-        target.build_model(config.model_copy(update={"max_bytes": 1000}), tokenizer)
+        target_run.build_model(config.model_copy(update={"max_bytes": 1000}), tokenizer)
 
 
 def test_config_errors_name_the_key():
@@ -162,8 +164,8 @@ def test_config_errors_name_the_key():
 def test_optimizer_covers_every_parameter(corpus, tmp_path):
     """Catches a parameter that neither optimiser updates, or that both do."""
     config = tiny(corpus, tmp_path)
-    model = target.build_model(config, target.get_tokenizer(config))
+    model = target_run.build_model(config, target_run.get_tokenizer(config))
     with ThreadPoolExecutor(1) as pool:
-        optimizer = target.Optimizer(model, config, pool)
+        optimizer = target_run.Optimizer(model, config, pool)
     held = [id(p) for part in optimizer.parts for group in part.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())

@@ -60,7 +60,7 @@ import sys
 from train.cli import main
 from train.config import EagleConfig
 from train.tasks import EagleTask
-status = main(None, EagleConfig, EagleTask, sys.argv[1:])
+status = main(None, EagleConfig, lambda: EagleTask, sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)
 """
@@ -78,7 +78,7 @@ def test_all_problems_at_once(settings: dict[str, Any], tmp_path: Path, capsys: 
     (out / "notes.txt").write_text("mine")
     tiny_run.command("eagle", tmp_path, {**settings, "features": str(tmp_path / "nowhere")})
     config = str(tmp_path / "run.yaml")
-    assert main(None, EagleConfig, EagleTask, ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
+    assert main(None, EagleConfig, lambda: EagleTask, ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
     text = capsys.readouterr().out
     assert "run folder" in text
     assert "is not empty and holds no state" in text

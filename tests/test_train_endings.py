@@ -34,7 +34,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path, monkeypatch: p
 
 def train(folder: Path, values: dict[str, Any], *arguments: str) -> int:
     """What ``python train/eagle.py`` does with the command line."""
-    return main(None, EagleConfig, EagleTask, tiny_run.command("eagle", folder, values, *arguments)[2:])
+    return main(None, EagleConfig, lambda: EagleTask, tiny_run.command("eagle", folder, values, *arguments)[2:])
 
 
 def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -111,7 +111,7 @@ def test_the_measuring_command_works(
     make_features(["--config", str(write_config(folder, target_folder, exit_layers=[tiny_run.TAP]))])
     values = tiny_run.settings(str(target_folder), folder / "out", folder / "head", steps=1, batch_tokens=512)
     line = tiny_run.command("kangaroo", tmp_path, {**values, "exit_layer": tiny_run.TAP})
-    assert main(None, KangarooConfig, KangarooTask, line[2:]) == 0
+    assert main(None, KangarooConfig, lambda: KangarooTask, line[2:]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(printed)
     assert words[:4] == ["python", "-m", "eval.speed", "--config"]

@@ -357,7 +357,7 @@ def test_overfit_and_dry_run(
     assert report.memory["target, for features"] == 4 * weights
     (tmp_path / "run.yaml").write_text(json.dumps(values))
     arguments = ["--config", str(tmp_path / "run.yaml"), "--overfit", "3", "steps=250", "tau_every=null"]
-    assert cli.main(None, EagleConfig, EagleTask, arguments) == 0
+    assert cli.main(None, EagleConfig, lambda: EagleTask, arguments) == 0
     found = json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())
     assert [finding["sound"] for finding in found] == [True, True]
     missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")

@@ -124,7 +124,7 @@ def test_a_damaged_store_is_a_finding(
     monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
     line = tiny_run.command("eagle", tmp_path, values, "--overfit", "3", "steps=20")
     for _ in range(2):  # a second time over what the first left
-        assert main(None, EagleConfig, EagleTask, line[2:]) == 1
+        assert main(None, EagleConfig, lambda: EagleTask, line[2:]) == 1
         printed = capsys.readouterr().out
         assert f"FAIL the stored features are the target's own: dialogue 0 {answer}" in printed
         assert "NOT sound" in printed
@@ -152,7 +152,7 @@ def test_the_command(
     """An exit status that says nothing; the real run's folder touched; another's files deleted."""
     monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
     line = tiny_run.command("kangaroo", tmp_path, settings, "--overfit", "3", f"steps={STEPS}")
-    assert main(None, KangarooConfig, KangarooTask, line[2:]) == 0
+    assert main(None, KangarooConfig, lambda: KangarooTask, line[2:]) == 0
     assert "sound: the drafter learns these dialogues" in capsys.readouterr().out
     out = Path(settings["out"] + "-overfit")
     assert len(json.loads((out / "overfit.json").read_text())) == 3

@@ -108,7 +108,7 @@ def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
     line = tiny_run.command("eagle", tmp_path, {**values, "tau_device": "cuda:7"})
     with pytest.raises(ValueError, match="no cuda:7"):
-        main(None, EagleConfig, EagleTask, line[2:])
+        main(None, EagleConfig, lambda: EagleTask, line[2:])
     assert not (tmp_path / "run").exists()
 
 

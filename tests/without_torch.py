@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "datasets", "matplotlib", "numpy"
 
 
 def run(program: str, arguments: list[str]) -> str:
-    """What it printed, its exit status or last words at the end."""
+    """What it printed, the words that it ended with last."""
     sys.argv = [program, *arguments]
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
@@ -23,9 +23,9 @@ def run(program: str, arguments: list[str]) -> str:
                 runpy.run_path(program, run_name="__main__")
             else:
                 runpy.run_module(program, run_name="__main__", alter_sys=True)
-            ended = "ended"
+            ended = ""
         except SystemExit as stop:
-            ended = str(stop.code)
+            ended = stop.code if isinstance(stop.code, str) else ""
         except ImportError as error:
             ended = f"ImportError: {error}"
     return screen.getvalue() + ended

@@ -2,57 +2,54 @@
 
 import argparse
 import os
-import signal
-import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from data_prep.ranks import find_rank
-from train import runtime
+from data_prep.dialogues import check_source
+from drafters.config import load_config
+from drafters.paths import check_model
+from drafters.program import keeping, leave, run_program
 from train.config import TrainConfig
-from train.endings import farewell, finished_at
-from train.loop import TrainingDiverged, TrainRun
-from train.setup import check_run_disk, open_inputs, read_config
-from train.tasks import Task
+from train.run_files import check_run_folder
+
+if TYPE_CHECKING:
+    from train.tasks import Task
 
 
-def program(description: str | None, schema: type[TrainConfig], make: type[Task]) -> None:
-    """What a training script does, with errors that a user can mend in one line in place of a stack trace."""
-    # Slurm and launchers end a run with SIGTERM: as with Ctrl-C, the summary is still written.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        status = main(description, schema, make)
-    except (ValueError, OSError, TrainingDiverged) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; --resume continues from the last checkpoint")
-    runtime.leave(status)
+def program(description: str | None, schema: type[TrainConfig], task: "Callable[[], type[Task]]") -> None:
+    """What a training script does; ``task`` imports what it trains, and torch with it."""
+    run_program(lambda: leave(main(description, schema, task)))
 
 
-def main(description: str | None, schema: type[TrainConfig], make: type[Task], argv: list[str] | None = None) -> int:
+def main(
+    description: str | None, schema: type[TrainConfig], task: "Callable[[], type[Task]]", argv: list[str] | None = None
+) -> int:
     """Read and check everything, then train; or only check it (--dry-run), or overfit (--overfit). The exit status."""
     arguments = parse_arguments(description, argv)
-    if arguments.dry_run:
-        return _dry_run(arguments, schema, make)
-    if arguments.overfit:
-        from train.overfit import overfit
+    config = load_config(schema, arguments.config, arguments.overrides)
+    if not arguments.dry_run:  # which lists all that is missing
+        check(config)
+        if not arguments.overfit:  # which has a folder of its own
+            check_run_folder(config, arguments.resume)
 
-        return overfit(schema, make, arguments)
-    config = read_config(schema, arguments.config, arguments.overrides, arguments.resume)
-    runtime.check_devices(config)
-    inputs = open_inputs(config, getattr(config, "exit_layer", None))
-    if arguments.resume and (step := finished_at(config, inputs.train)) is not None:
-        if find_rank(None, None).index == 0:
-            print(farewell(config, step, inputs.heldout, inputs.ends, already=True))
-        return 0
-    task = make(config, inputs.ends)
-    check_run_disk(config.out, task.module)
-    ranks = runtime.start(config)
-    run = TrainRun(task, inputs, ranks, arguments.resume, sys.argv[1:])
-    run.train()
-    if ranks.is_first:
-        print(farewell(config, run.progress.step, inputs.heldout, inputs.ends))
-    runtime.stop()
-    return 0
+    from train.cli_run import dry_run, kept, overfit, train
+
+    run = dry_run if arguments.dry_run else overfit if arguments.overfit else train
+    with keeping(lambda: kept(config, arguments)):
+        return run(config, arguments, task())
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ValueError where the target's folder, the features or the dialogues are not there."""
+    check_model(config.target, "target")
+    if config.data is not None:
+        check_source(config.data.train)
+        check_source(config.data.heldout)
+    elif not Path(config.features).is_dir():
+        raise ValueError(
+            f"features: there is no folder {config.features}; make it with python -m data_prep.features --config F"
+        )
 
 
 def parse_arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
@@ -77,19 +74,6 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> a
     dry.add_argument("--tokens-per-second", type=float, metavar="X", help="of all ranks together")
     dry.add_argument("--measure", action="store_true", help="train a few steps on random numbers for the speed")
     return parser.parse_intermixed_args(argv)
-
-
-def _dry_run(arguments: argparse.Namespace, schema: type[TrainConfig], make: type[Task]) -> int:
-    from drafters.config import load_config
-    from train.dry_run import Assumptions, dry_run
-
-    config = load_config(schema, arguments.config, arguments.overrides)
-    names = Assumptions.__dataclass_fields__
-    given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
-    report = dry_run(make, config, arguments.resume, Assumptions(**given))
-    if find_rank(None, None).index == 0:
-        print(report.text())
-    return 1 if report.problems else 0
 
 
 def _positive(text: str) -> int:

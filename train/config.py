@@ -1,12 +1,15 @@
 """The run configurations of train/eagle.py and train/kangaroo.py, and DeepSpeed's, derived from them."""
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from drafters.config import Config
+
+if TYPE_CHECKING:  # it takes seconds, and a mistyped key should not wait for it
+    import torch
 
 
 class OnlineData(Config):
@@ -92,15 +95,15 @@ class TrainConfig(Config):
     @field_validator("tau_device")
     @classmethod
     def _is_a_device(cls, value: str | None) -> str | None:
-        try:
-            torch.device(value or "cpu")
-        except RuntimeError:
-            raise ValueError("this is no device; give cpu, cuda or cuda:1, say, or null") from None
+        if not re.fullmatch(r"[a-z]+(:\d+)?", value or "cpu"):
+            raise ValueError("this is no device; give cpu, cuda or cuda:1, say, or null")
         return value
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """In which the drafter computes."""
+        import torch
+
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     @model_validator(mode="after")
@@ -188,6 +191,8 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     Gradients are summed over micro-batches and ranks in float32. With bf16 weights DeepSpeed does that from stage 1 on
     only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
     """
+    import torch
+
     bf16 = config.precision == "bf16"
     zero: dict[str, Any] = {
         "stage": max(1, config.zero_stage) if bf16 else config.zero_stage,

@@ -9,28 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from data_prep.store import FeatureStore, StoredDialogue
-from drafters.config import from_overrides, load_config
 from drafters.decoding.frozen import FrozenEnds
 from drafters.decoding.model_files import resolve_device
-from train.config import EagleConfig, KangarooConfig, TrainConfig
+from train.config import KangarooConfig, TrainConfig
 from train.data import Batch, Position, TrainData, collate, deal, epoch_batches
 from train.flops import peak_tflops, training_cost
 from train.plain import SampleFiles, pad, plain_loss_sum, write_samples
 from train.tasks import EagleTask, KangarooTask, Task
 from train.update import MasterAdamW, buffers_of, restore_buffers
 
-SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
 # Log-normal, cut at 2,048; its mean is about what the known size of EAGLE's ShareGPT features comes to: 0.7 TB of 8 KB
 # a token, 68 k dialogues.
 REALISTIC = {"mu": 7.2, "sigma": 1.0, "shortest": 16, "longest": 2048}
 ANSWERS = 0.75  # of a random dialogue's tokens, its last ones, belong to answers
-TAP = 2
 
 
 @dataclass
@@ -122,7 +118,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def from_config(arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dict[str, Any]]:
+def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dict[str, Any]]:
     """A run's own store and optimizer; the plain side's files are written into ``folder``.
 
     Raises:
@@ -131,7 +127,7 @@ def from_config(arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dic
     from train import runtime  # these need DeepSpeed
     from train.setup import make_engine, open_inputs
 
-    config, task_type = read_config(arguments)
+    task_type: Any = KangarooTask if isinstance(config, KangarooConfig) else EagleTask
     inputs = open_inputs(config, getattr(config, "exit_layer", None))
     store = inputs.train
     if not isinstance(store, FeatureStore):
@@ -176,15 +172,16 @@ def from_config(arguments: argparse.Namespace, folder: Path) -> tuple[Bench, dic
     return Bench(task, engine, engine.device, config, batches, peak), what
 
 
-def from_shape(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
+def from_shape(
+    config: TrainConfig, arguments: argparse.Namespace, shape: dict[str, int]
+) -> tuple[Bench, dict[str, Any]]:
     """A head of a given shape on random features, without any file.
 
     Raises:
         ValueError: a shape or lengths that cannot be read, or settings that the run's config refuses.
     """
-    shape = parse_shape(arguments.shape)
     device = resolve_device()
-    config, task_type = read_config(arguments)
+    task_type: Any = KangarooTask if isinstance(config, KangarooConfig) else EagleTask
     dtype = config.dtype
     torch.manual_seed(config.seed)
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
@@ -257,27 +254,6 @@ def random_ends(shape: dict[str, int], dtype: torch.dtype) -> FrozenEnds:
     return FrozenEnds(embed, lm_head, config, "random")
 
 
-def parse_shape(text: str) -> dict[str, int]:
-    """``hidden=4096,vocab=128256,...`` over the defaults of a Llama-3.1-8B.
-
-    Raises:
-        ValueError: a key that is not one of a shape, a value that is no positive integer, or heads that divide neither
-            the hidden size into even parts nor among the key-value heads.
-    """
-    shape = dict(SHAPE)
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        if key not in shape or not value.isdecimal() or not int(value):
-            raise ValueError(f"--shape {part!r}: give {', '.join(f'{name}=N' for name in SHAPE)}, N a positive integer")
-        shape[key] = int(value)
-    hidden, heads, kv_heads = shape["hidden"], shape["heads"], shape["kv_heads"]
-    if heads % kv_heads:
-        raise ValueError(f"--shape: {heads} heads cannot share {kv_heads} kv_heads; heads must be a multiple of those")
-    if hidden % (2 * heads):  # rotary embeddings turn pairs
-        raise ValueError(f"--shape: hidden={hidden} must be an even multiple of heads={heads}")
-    return shape
-
-
 def draw_lengths(source: str, seed: int) -> list[int]:
     """Lengths of dialogues: drawn from ``REALISTIC``, or those of the store in the folder ``source``."""
     if source != "realistic":
@@ -285,23 +261,6 @@ def draw_lengths(source: str, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(4096, generator=generator) * REALISTIC["sigma"] + REALISTIC["mu"]).exp()
     return drawn.long().clamp(int(REALISTIC["shortest"]), int(REALISTIC["longest"])).tolist()
-
-
-def read_config(arguments: argparse.Namespace) -> tuple[TrainConfig, Any]:
-    """The run's config and its kind of task; for ``--shape`` one of the paper's numbers and the overrides."""
-    is_kangaroo = arguments.method == "kangaroo"
-    if arguments.config:
-        keys = yaml.safe_load(Path(arguments.config).read_text()) if Path(arguments.config).is_file() else {}
-        is_kangaroo = "exit_layer" in (keys or {})
-    schema: Any = KangarooConfig if is_kangaroo else EagleConfig
-    task_type = KangarooTask if is_kangaroo else EagleTask
-    if arguments.config:
-        return load_config(schema, arguments.config, arguments.overrides), task_type
-    values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
-    values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
-    values |= {"exit_layer": TAP} if is_kangaroo else {}
-    overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
-    return from_overrides(schema, overrides), task_type
 
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:

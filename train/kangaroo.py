@@ -11,12 +11,23 @@ state.
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
 from train.cli import program
 from train.config import KangarooConfig
-from train.tasks import KangarooTask
+
+if TYPE_CHECKING:
+    from train.tasks import Task
+
+
+def task() -> "type[Task]":
+    """What is trained; imported once the command line and the config are read, since torch comes with it."""
+    from train.tasks import KangarooTask
+
+    return KangarooTask
+
 
 if __name__ == "__main__":
-    program(__doc__, KangarooConfig, KangarooTask)
+    program(__doc__, KangarooConfig, task)

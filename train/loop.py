@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
+from drafters.program import Failure
 from drafters.provenance import replace_text
 from train.data import Batch, Position, StepData, TrainData
 from train.endings import step_limit
@@ -39,7 +40,7 @@ EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
 TAU_FIX = "if the target does not fit beside the training, set tau_device: cpu; or set tau_every: null"
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(Failure):
     """The loss or the gradient is NaN or infinite."""
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from data_prep.store import FeatureStore
-from drafters.config import load_config, validate
+from drafters.config import validate
 from drafters.decoding.target import TargetModel
 from drafters.provenance import replace_text
 from train import runtime
@@ -68,9 +68,8 @@ class Finding:
         return f"{mark} {self.question}: {self.answer}" + ("" if self.sound else f"\n     look at: {self.look_at}")
 
 
-def overfit(schema: type[TrainConfig], make: type[Task], arguments: argparse.Namespace) -> int:
+def overfit(config: TrainConfig, make: type[Task], arguments: argparse.Namespace) -> int:
     """Run it; 0 if sound, else 1. Everything goes into ``<out>-overfit``, which an earlier run of this may fill."""
-    config = load_config(schema, arguments.config, arguments.overrides)
     chosen = any(override.partition("=")[0] == "steps" for override in arguments.overrides)
     runtime.check_devices(config)
     config = overfit_config(config, config.steps if chosen and config.steps else STEPS)

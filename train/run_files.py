@@ -15,8 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_prep.manifest import StoreManifest
 from data_prep.store_lock import is_locked
 from drafters.provenance import (
@@ -236,6 +234,8 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
 
 def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
     """What it takes to run it again."""
+    import torch  # here: checking a run folder does not need it
+
     return {
         "drafter": config.drafter,
         "config": config.model_dump(mode="json"),

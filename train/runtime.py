@@ -1,15 +1,12 @@
 """One process or many, CPU or GPU: what has to be in place before DeepSpeed starts."""
 
-import atexit
 import os
 import re
 import socket
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -88,7 +85,10 @@ def check_devices(config: TrainConfig) -> None:
     """Raise ValueError where the config names a device that this machine lacks."""
     if config.tau_device is None:
         return
-    wanted, found = torch.device(config.tau_device), ["cpu"]
+    try:
+        wanted, found = torch.device(config.tau_device), ["cpu"]
+    except RuntimeError:
+        raise ValueError(f"tau_device: {config.tau_device!r} is no device that torch knows") from None
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
         found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
@@ -103,20 +103,6 @@ def stop() -> None:
     """Leave the process group."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def leave(status: int) -> NoReturn:
-    """End this process with ``status``: what ``sys.exit`` does, without taking the interpreter apart.
-
-    Gloo's threads drop the tensors of their last collectives a moment after those are done, which takes the
-    interpreter; where that is being taken apart the process aborts ("terminate called without an active exception"),
-    and a run that went well ends as a failed one. DeepSpeed's globals keep the group, and so its threads, alive through
-    ``destroy_process_group``.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:

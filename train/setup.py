@@ -16,14 +16,13 @@ from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.manifest import MANIFEST, StoreManifest
 from data_prep.store import FeatureStore
 from drafters.checkpoint import make_config
-from drafters.config import load_config
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
 from drafters.decoding.target import TargetModel
 from drafters.wording import size_text
-from train.config import ConfigT, TrainConfig, deepspeed_config
+from train.config import TrainConfig, deepspeed_config
 from train.data import Source
 from train.online import OnlineFeatures, load_target, open_online
-from train.run_files import check_run_folder, run_folder_bytes
+from train.run_files import run_folder_bytes
 from train.runtime import local_ranks
 from train.tasks import Task
 from train.update import buffers_of, restore_buffers
@@ -85,17 +84,6 @@ class Target:
     def fingerprint(self) -> str:
         """The target's fingerprint."""
         return self.ends.fingerprint
-
-
-def read_config(schema: type[ConfigT], path: str, overrides: list[str], resume: bool) -> ConfigT:
-    """The run's config, and a run folder that is free or, with ``resume``, holds this very run.
-
-    Raises:
-        ValueError: see ``drafters.config.load_config`` and ``run_files.check_run_folder``.
-    """
-    config = load_config(schema, path, overrides)
-    check_run_folder(config, resume)
-    return config
 
 
 def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str = "cpu") -> Inputs:

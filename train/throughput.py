@@ -10,81 +10,18 @@ sides share module, optimizer and dialogues. tokens/s counts real tokens, no pad
 """
 
 import argparse
-import json
-import platform
-import statistics
-import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+import yaml
 
-from data_prep.progress import Bar
-from drafters.environment import load_average
-from drafters.program import run_program
-from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
-from drafters.wording import size_text
-from train import runtime
-from train.formulations import Side, from_config, from_shape
+from drafters.config import from_overrides, load_config
+from drafters.program import command, keeping, leave, run_program
+from train.cli import check
+from train.config import EagleConfig, KangarooConfig, TrainConfig
 
-
-def report(sides: dict[str, Side], what: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The result as JSON: medians over the rounds, every round, ratios, and where it was measured."""
-    figures: dict[str, Any] = {}
-    for name, side in sides.items():
-        figures[name] = {
-            "tokens_per_second": _median(side.tokens_per_second),
-            "mfu": _median(side.mfu),
-            "peak_bytes": max(side.peak_bytes, default=None),
-            "padding": 1 - side.tokens / side.positions if side.positions else None,
-            "data_wait": side.waited / side.seconds if side.seconds else None,
-            "failed": side.failed,
-            "rounds": [round(value, 1) for value in side.tokens_per_second],
-        }
-    ours, plain = sides["ours"], sides["plain"]
-    pairs = list(zip(ours.tokens_per_second, plain.tokens_per_second, strict=False))
-    figures["ratio"] = _median([one / other for one, other in pairs])
-    if ours.peak_bytes and plain.peak_bytes:
-        figures["peak_ratio"] = max(ours.peak_bytes) / max(plain.peak_bytes)
-    return {**figures, **what, "environment": environment(device)}
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Machine, libraries, commit and date; ``load_average`` tells whether other work disturbed the timing."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "cpu_cores": cpu_cores(),
-        "threads": torch.get_num_threads(),
-        "load_average": load_average(),
-        "platform": platform.platform(),
-        "versions": library_versions("torch", "transformers"),
-        "commit": git_commit(Path(__file__).resolve().parent),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def describe(result: dict[str, Any]) -> str:
-    """The result in a few lines."""
-    lines = []
-    for name in ("ours", "plain"):
-        side = result[name]
-        line = f"{name:5}  " + (side["failed"] or f"{side['tokens_per_second']:,.0f} tokens/s")
-        if side["mfu"]:
-            line += f", MFU {side['mfu']:.1%}"
-        if side["padding"] is not None:
-            line += f", {side['padding']:.0%} padding"
-        if side["peak_bytes"]:
-            line += f", peak {size_text(side['peak_bytes'])}"
-        lines.append(line)
-    if result["ratio"]:
-        line = f"ratio  {result['ratio']:.2f} times the tokens/s (median of {len(result['plain']['rounds'])} rounds)"
-        lines.append(line + (f", {result['peak_ratio']:.2f} of the peak memory" if "peak_ratio" in result else ""))
-    return "\n".join(lines)
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
+SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
+TAP = 2
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -117,20 +54,57 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_shape(text: str) -> dict[str, int]:
+    """``hidden=4096,vocab=128256,...`` over the defaults of a Llama-3.1-8B.
+
+    Raises:
+        ValueError: a key that is not one of a shape, a value that is no positive integer, or heads that divide neither
+            the hidden size into even parts nor among the key-value heads.
+    """
+    shape = dict(SHAPE)
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in shape or not value.isdecimal() or not int(value):
+            raise ValueError(f"--shape {part!r}: give {', '.join(f'{name}=N' for name in SHAPE)}, N a positive integer")
+        shape[key] = int(value)
+    hidden, heads, kv_heads = shape["hidden"], shape["heads"], shape["kv_heads"]
+    if heads % kv_heads:
+        raise ValueError(f"--shape: {heads} heads cannot share {kv_heads} kv_heads; heads must be a multiple of those")
+    if hidden % (2 * heads):  # rotary embeddings turn pairs
+        raise ValueError(f"--shape: hidden={hidden} must be an even multiple of heads={heads}")
+    return shape
+
+
+def read_config(arguments: argparse.Namespace) -> TrainConfig:
+    """The run's config; for ``--shape`` one of the paper's numbers and the overrides."""
+    is_kangaroo = arguments.method == "kangaroo"
+    if arguments.config:
+        keys = yaml.safe_load(Path(arguments.config).read_text()) if Path(arguments.config).is_file() else {}
+        is_kangaroo = "exit_layer" in (keys or {})
+    schema: Any = KangarooConfig if is_kangaroo else EagleConfig
+    if arguments.config:
+        return load_config(schema, arguments.config, arguments.overrides)
+    values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
+    values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
+    values |= {"exit_layer": TAP} if is_kangaroo else {}
+    overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
+    return from_overrides(schema, overrides)
+
+
+def main(argv: list[str] | None = None) -> int:
     """Measure, print, and write the JSON."""
     arguments = _parse(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        bench, what = from_config(arguments, Path(folder)) if arguments.config else from_shape(arguments)
-        with Bar(total=2 * (arguments.rounds + 1), unit="round") as progress:
-            sides = bench.run(arguments.rounds, progress)
-    result = report(sides, what, bench.device)
-    print(describe(result))
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(arguments.out, json.dumps(result, indent=2) + "\n")
+    shape = None if arguments.config else parse_shape(arguments.shape)
+    config = read_config(arguments)
+    if shape is None:
+        check(config)
+
+    from train.throughput_run import run
+
+    with keeping(lambda: f"nothing was written; to start again: {command()}"):
+        run(config, shape, arguments)
+    return 0
 
 
 if __name__ == "__main__":
-    run_program(main)
-    runtime.leave(0)
+    run_program(lambda: leave(main()))

@@ -1,0 +1,59 @@
+"""What the training scripts do with their config: train, check (--dry-run) or overfit."""
+
+import argparse
+import sys
+from typing import Any
+
+from data_prep.ranks import find_rank
+from drafters.program import command
+from train import runtime
+from train.config import TrainConfig
+from train.endings import farewell, finished_at, what_is_kept
+from train.loop import TrainRun
+from train.setup import check_run_disk, open_inputs
+from train.tasks import Task
+
+
+def train(config: TrainConfig, arguments: argparse.Namespace, make: type[Task]) -> int:
+    """Train from the start or the last state to the limit; the exit status."""
+    runtime.check_devices(config)
+    inputs = open_inputs(config, getattr(config, "exit_layer", None))
+    if arguments.resume and (step := finished_at(config, inputs.train)) is not None:
+        if find_rank(None, None).index == 0:
+            print(farewell(config, step, inputs.heldout, inputs.ends, already=True))
+        return 0
+    task = make(config, inputs.ends)
+    check_run_disk(config.out, task.module)
+    ranks = runtime.start(config)
+    run = TrainRun(task, inputs, ranks, arguments.resume, sys.argv[1:])
+    run.train()
+    if ranks.is_first:
+        print(farewell(config, run.progress.step, inputs.heldout, inputs.ends))
+    runtime.stop()
+    return 0
+
+
+def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:
+    """What an interruption leaves, and the command that goes on."""
+    if arguments.dry_run or arguments.overfit:
+        return f"to start again: {command()}"
+    return what_is_kept(config.out, command(), command("--resume"))
+
+
+def dry_run(config: TrainConfig, arguments: argparse.Namespace, make: type[Task]) -> int:
+    """--dry-run; 1 if the run could not start."""
+    from train.dry_run import Assumptions, dry_run
+
+    names = Assumptions.__dataclass_fields__
+    given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
+    report = dry_run(make, config, arguments.resume, Assumptions(**given))
+    if find_rank(None, None).index == 0:
+        print(report.text())
+    return 1 if report.problems else 0
+
+
+def overfit(config: TrainConfig, arguments: argparse.Namespace, make: type[Task]) -> int:
+    """--overfit; 1 if the pipeline is not sound."""
+    from train.overfit import overfit
+
+    return overfit(config, make, arguments)
