@@ -183,7 +183,7 @@ def test_two_slurm_tasks_train_one_drafter(tmp_path: Path) -> None:
 ENDS = """
 import atexit, ctypes, torch
 from torch import distributed
-from train import runtime
+from drafters.program import leave
 
 distributed.init_process_group("gloo")
 group = distributed.new_group([0, 1])
@@ -193,7 +193,7 @@ values = [torch.ones(10_000) for _ in range(3_000)]
 for value in values:
     distributed.all_reduce(value, group=group, async_op=True)
 del value, values
-runtime.leave(0)
+leave(0)
 """
 
 

@@ -154,10 +154,8 @@ def test_sigterm_leaves_a_summary(settings: dict[str, Any], tmp_path: Path) -> N
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    last = errors.splitlines()[-1]
-    assert re.fullmatch(
-        r"interrupted; the state after step [\d,]+ is kept in .*; to go on from there: .* --resume", last
-    )
+    kept = r"interrupted; the state after step [\d,]+ is kept in .*; to go on from there: .* --resume"
+    assert re.fullmatch(kept, errors.splitlines()[-1])
     assert process.returncode == 128 + signal.SIGTERM
     made = json.loads((out / "summary.json").read_text())
     assert made["ended"].startswith("interrupted after step")

@@ -17,6 +17,7 @@ from data_prep.store import StoreManifest
 from data_prep.store_writer import Shard, StoreWriter
 from drafters import TargetModel
 from drafters.config import validate
+from drafters.program import leave
 from train import runtime, setup
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.loop import TrainRun
@@ -201,4 +202,4 @@ if __name__ == "__main__":  # one rank of train_on_ranks
             partition_small_weights()
         train_here(**job)
     runtime.stop()
-    runtime.leave(0)
+    leave(0)

@@ -27,6 +27,7 @@ class OnlineData(Config):
     target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
 
 
+DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:\d+)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -95,7 +96,7 @@ class TrainConfig(Config):
     @field_validator("tau_device")
     @classmethod
     def _is_a_device(cls, value: str | None) -> str | None:
-        if not re.fullmatch(r"[a-z]+(:\d+)?", value or "cpu"):
+        if not re.fullmatch(DEVICE, value or "cpu"):
             raise ValueError("this is no device; give cpu, cuda or cuda:1, say, or null")
         return value
 
