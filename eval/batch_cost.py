@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from drafters.config import Config, load_config
 from drafters.program import command, keeping, run_program
+from drafters.wording import shortened
 from eval.entries import check_entries, check_folder
 from eval.speed import TargetConfig
 
@@ -36,7 +37,7 @@ class BatchCostConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if min(self.batches) < 1 or len(set(self.batches)) < len(self.batches):
-            raise ValueError(f"batches must be different and at least 1, found {self.batches}")
+            raise ValueError(f"batches must be different and at least 1, found {shortened(self.batches)}")
         if self.blocks % 2 == 0:
             raise ValueError(f"blocks is {self.blocks}, and of an even number none is the median: add or take one")
         return self

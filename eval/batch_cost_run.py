@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from data_prep.progress import Bar
 from drafters import TargetModel
 from drafters.decoding.kv_cache import KVCache
 from drafters.environment import environment, load_average
@@ -18,7 +19,6 @@ from eval.batch_cost import BatchCostConfig
 from eval.energy import Meter
 from eval.page import machine_line, number, software_line, target_line
 from eval.report import about_energy
-from eval.screen import Bar
 from eval.speed_run import load_models
 
 DATA, PAGE = "batch_cost.json", "batch_cost.md"
@@ -78,16 +78,16 @@ def measure(target: TargetModel, config: BatchCostConfig, meter: Meter, console:
         _forwards(target, *ready[batch], config.warmup)
     shuffle = random.Random(config.seed)
     found = []
-    with Bar(console, config.blocks * len(config.batches), "blocks") as bar:
+    with Bar(total=config.blocks * len(config.batches), unit=" blocks", leave=False) as bar:
         for _ in range(config.blocks):
             for batch in shuffle.sample(config.batches, len(config.batches)):
-                bar.doing(f"batch {batch}")
+                bar.set_description(f"batch {batch}", refresh=False)
                 with meter.measure() as joules:
                     start = time.perf_counter()
                     _forwards(target, *ready[batch], config.runs)
                     seconds = time.perf_counter() - start
                 found.append(Block(batch, seconds, joules.device, joules.host))
-                bar.advance()
+                bar.update()
     return found
 
 

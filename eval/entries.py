@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from drafters.config import Config
 from drafters.methods import check_method
 from drafters.paths import is_missing_folder
+from drafters.wording import shortened
 
 # Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
 DRAFT_MODELS = ("draft_model", "draft_models")
@@ -39,7 +40,7 @@ class DrafterEntry(Config):
     def _check_grid(self) -> Self:
         for knob, values in (self.grid or {}).items():
             if not values or any(value in values[:index] for index, value in enumerate(values)):
-                raise ValueError(f"grid: {knob} needs one or more different values, found {values}")
+                raise ValueError(f"grid: {knob} needs one or more different values, found {shortened(values)}")
             if knob in DrafterEntry.model_fields or _holds(self.model_extra or {}, knob):
                 raise ValueError(f"grid: {knob} is set in the entry itself, too; leave it in one of the two")
         return self

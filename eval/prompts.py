@@ -16,6 +16,7 @@ from drafters.config import Config
 
 Format = Literal["sharegpt", "spec-bench"]
 Message = dict[str, str]
+SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the whole text's
 
 
 class PromptsConfig(Config):
@@ -121,6 +122,11 @@ def load_prompts(
     formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
     records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)
+    if max_new_tokens >= max_context:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens:,}, but the target and the drafters were made for {max_context:,} "
+            f"positions, the prompt's included; give at most {max(max_context - 1, 1):,}"
+        )
     limit = min(config.max_prompt_tokens or max_context, max_context - max_new_tokens)
     usable = _Usable(tokenizer, limit, skipped)
     draw = _draw if config.per_category is None else _draw_by_category
@@ -161,7 +167,7 @@ class _Usable:
 
     def __call__(self, record: Record) -> Prompt | None:
         id_, category, messages = record
-        ids = render(self._tokenizer, messages)
+        ids = render_up_to(self._tokenizer, messages, self._limit)
         reason = "duplicate" if tuple(ids) in self._seen else "too_long" if len(ids) > self._limit else ""
         if reason or not ids:
             self._skipped[reason or "empty_prompt"] += 1
@@ -258,6 +264,31 @@ def render(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Messages -> token ids, ending where the assistant's answer begins."""
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
+
+
+def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[int]:
+    """``render``, but of messages that have more than ``limit`` tokens perhaps only a part, which has more, too.
+
+    10 MB take a minute, where their beginning tells at once that they are too long.
+    """
+    length = sum(len(message["content"]) for message in messages)
+    part = 16 * (limit + SPARE_TOKENS)  # characters
+    while part < length:
+        ids = render(tokenizer, _beginning(messages, part))
+        if len(ids) > limit + SPARE_TOKENS:
+            return ids
+        part *= 4
+    return render(tokenizer, messages)
+
+
+def _beginning(messages: list[Message], characters: int) -> list[Message]:
+    found = []
+    for message in messages:
+        found.append(message | {"content": message["content"][:characters]})
+        characters -= len(message["content"])
+        if characters <= 0:
+            break
+    return found
 
 
 def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from drafters import TargetModel
 from drafters.environment import environment, load_average
 from drafters.provenance import peak_memory_bytes, replace_text
+from drafters.wording import size_text
 from eval import roofline_parts as parts
 from eval.entries import check_folder
 from eval.page import machine_line, number, software_line, target_line
@@ -114,8 +115,8 @@ def markdown(found: dict[str, Any]) -> str:
         software_line(facts),
         f"- `{' '.join(facts['argv'])}`",
         "",
-        f"Copy bandwidth {bandwidth / 1e9:.1f} GB/s; a step reads {size['weights'] / 1e9:.3f} GB of weights and "
-        f"{size['cache'] / 1e9:.3f} GB of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",
+        f"Copy bandwidth {size_text(bandwidth)}/s; a step reads {size_text(size['weights'])} of weights and "
+        f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",
         "",
         "| rows verified | ms | against one row |",
         "| --- | --- | --- |",

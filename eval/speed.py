@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, load_config
 from drafters.program import command, keeping, run_program
+from drafters.wording import shortened
 from eval.entries import STOCK, DrafterEntry, StockEntry, check_entries, check_folder, paths_of
 from eval.prompts import PromptsConfig, check_prompt_file
 
@@ -63,12 +64,14 @@ class SpeedConfig(Config):
             names = [entry.name for entry in here] + [entry.label for entry in self.stock]
             repeated = sorted({name for name in names if names.count(name) > 1} | ({STOCK} & set(names)))
             if repeated:
-                raise ValueError(f"rows need names of their own, {repeated} are taken twice; set label: on the entries")
+                raise ValueError(
+                    f"rows need names of their own, {shortened(repeated)} are taken twice; set label: on the entries"
+                )
         methods = {(entry.name, entry.drafter) for entry in self.entries}
         if mixed := sorted({a for a, method in methods for b, other in methods if a == b and method != other}):
             raise ValueError(f"{mixed} name one method at one temperature and another at another; set other labels")
         if len(set(self.temperatures)) < len(self.temperatures) or min(self.temperatures) < 0:
-            raise ValueError(f"temperatures must be different and none below 0, found {self.temperatures}")
+            raise ValueError(f"temperatures must be different and none below 0, found {shortened(self.temperatures)}")
         if self.rounds % 2 == 0:
             raise ValueError(
                 f"rounds is {self.rounds}, and of an even number none is the median: give {self.rounds - 1} or "

@@ -8,6 +8,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.encoding import load_tokenizer
+from data_prep.progress import Bar
 from drafters import TargetModel
 from drafters.choices import Engine, Quantization
 from drafters.decoding.loop import eos_ids
@@ -25,7 +26,6 @@ from eval.output import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.page import print_table
 from eval.prompts import PromptSet, load_prompts
 from eval.report import make_rows, shortage_line, tolerance_note
-from eval.screen import Bar
 from eval.speed import SpeedConfig, TargetConfig
 from eval.stock import stock_method
 
@@ -84,7 +84,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
         for note in journal.notes:
             console.print(note, markup=False, highlight=False)
         meter = Meter(target.device)
-        measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter, console)
+        measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
         described = lineup.describe()
@@ -152,7 +152,6 @@ def measure_all(
     prompts: PromptSet,
     journal: Journal,
     meter: Meter,
-    console: Console,
 ) -> None:
     """Run what the journal does not hold yet, showing progress and journalling every run."""
     limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
@@ -170,11 +169,14 @@ def measure_all(
     total = sum(len(config.methods(t)) for t in config.temperatures) * config.rounds * len(measured)
     remembering = lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
     done = list(journal.runs)
-    with Bar(console, total, "outputs", len(done)) as bar:
+    with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:
+
+        def on_run(method: str) -> None:
+            bar.set_description(f"{method:<24}", refresh=False)
 
         def keep(run: Run) -> None:
             journal.write(run, measured[run.prompt])
-            bar.advance()
+            bar.update()
 
         rounds = config.temperatures, config.rounds
-        measure(build, measured, others, *rounds, limits, keep, bar.doing, meter, done, remembering)
+        measure(build, measured, others, *rounds, limits, keep, on_run, meter, done, remembering)

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from drafters.config import load_config, validate
 from drafters.program import command, keeping, run_program
+from drafters.wording import shortened
 from eval import speed
 from eval.entries import check_folder
 
@@ -39,7 +40,7 @@ class SweepConfig(speed.SpeedConfig):
             raise ValueError(f"vary: {key} cannot vary: every value's folder is named after it")
         names = [folder_name(key, value) for value in values]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"vary: values must be different, {repeated} stands there twice")
+            raise ValueError(f"vary: values must be different, {shortened(repeated)} stands there twice")
         return self
 
     @property

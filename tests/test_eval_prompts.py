@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.prompts import Prompt, PromptsConfig, PromptSet, in_turns, load_prompts
+from eval.prompts import Prompt, PromptsConfig, PromptSet, in_turns, load_prompts, render_up_to
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
@@ -197,3 +197,35 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) 
     """Catches one of two contradicting keys silently ignored."""
     with pytest.raises(ValueError, match=message):
         PromptsConfig(file=Path("x"), **options)
+
+
+def test_a_huge_prompt_is_left_out_by_its_beginning(tmp_path: Path) -> None:
+    """Catches a prompt of 10 MB that is tokenised to its end, and one left out for its characters, not its tokens.
+
+    The limit is 10 tokens, of which the template takes two.
+    """
+    asked: list[int] = []
+
+    class Counting:
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
+            asked.append(sum(len(message["content"]) for message in messages))
+            return tokenizer.apply_chat_template(messages, **options)
+
+    tokenizer = tiny_tokenizer()
+    long_word, most, too_many = "x" * 50_000, " ".join(["w1"] * 7 + ["y" * 9_000]), "  ".join(["w1"] * 9)
+    texts = [long_word, most, too_many, "w1 " * 3_000_000, "w2", "w3"]
+    file = write(tmp_path / "p.jsonl", [{"turns": [text]} for text in texts])
+    config = PromptsConfig(file=file)
+    prompts = load_prompts(config, Counting(), warmup=1, max_new_tokens=10, max_context=20)
+    assert prompts.skipped == {"too_long": 2}
+    assert sorted(len(prompt.ids) for prompt in prompts.measured + prompts.warmup) == [3, 3, 3, 10]
+    assert sum(asked) < 1_000_000
+    too_long = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w1 " * 100_000}]
+    assert len(render_up_to(tokenizer, too_long, 10)) > 10
+
+
+def test_no_room_for_a_prompt_is_said_with_both_numbers(tmp_path: Path) -> None:
+    """Catches "at most -97952 prompt tokens"."""
+    file = write(tmp_path / "p.jsonl", [{"turns": ["w1"]}, {"turns": ["w2"]}])
+    with pytest.raises(ValueError, match="max_new_tokens is 100,000, but .* were made for 2,048 .*at most 2,047"):
+        load_prompts(PromptsConfig(file=file), tiny_tokenizer(), warmup=1, max_new_tokens=100_000, max_context=2048)

@@ -11,6 +11,7 @@ import itertools
 import torch
 from transformers import PretrainedConfig
 
+from ..wording import size_text
 from .model_files import free_memory
 
 _SMALL = 1 << 26  # bytes that nobody asks about
@@ -80,8 +81,8 @@ class KVCache:
             places = set(device) if isinstance(device, list) else {torch.device(device)}
             if needed > (free := sum(map(free_memory, places))):
                 raise ValueError(
-                    f"a cache of {batch} x {capacity} rows of {layers} layers needs {needed / 1e9:.2f} GB and "
-                    f"{', '.join(map(str, places))} has {free / 1e9:.2f} GB free: lower max_new_tokens, shorten the "
+                    f"a cache of {batch} x {capacity} rows of {layers} layers needs {size_text(needed)} and "
+                    f"{', '.join(map(str, places))} has {size_text(free)} free: lower max_new_tokens, shorten the "
                     "prompts, or decode fewer at once"
                 )
         kv_heads, head_dim = head_sizes(config)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ..wording import size_text
 from .kv_cache import cache_bytes
 from .model_files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype
 
@@ -45,15 +46,15 @@ def check_memory(
     where = f"{devices[0]} has" if len(devices) == 1 else f"{len(devices)} devices have together"
     # What is quantised is loaded whole first, so that quantize would be no help here.
     if weights > free:
-        needs = f"its weights need {weights / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}"
+        needs = f"its weights need {size_text(weights)} in {str(dtype).removeprefix('torch.')}"
         fix = "use a smaller model or dtype, or several GPUs with device_map='auto'"
     else:
         needs = (
-            f"its weights ({weights / 1e9:.2f} GB) and a cache of {batch} x {context} tokens ({cache / 1e9:.2f} GB) "
-            f"need {(weights + cache) / 1e9:.2f} GB"
+            f"its weights ({size_text(weights)}) and a cache of {batch} x {context} tokens ({size_text(cache)}) "
+            f"need {size_text(weights + cache)}"
         )
         fix = "lower max_new_tokens, the length of the prompts or how many are decoded at once"
-    raise ValueError(f"{what} does not fit: {needs}, and {where} {free / 1e9:.2f} GB free; {fix}")
+    raise ValueError(f"{what} does not fit: {needs}, and {where} {size_text(free)} free; {fix}")
 
 
 def load_model(
