@@ -43,7 +43,7 @@ def run_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Cons
         found.append(_listed(config, best, file))
         if len(configs) > 1:
             replace_text(common_folder(configs) / ALL, "\n".join(found))
-    console.print("\n".join(found), markup=False, highlight=False)
+    console.print("\n".join(found), markup=False, highlight=False, soft_wrap=True)
 
 
 def run(config: TuneConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
