@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ ROLES = {
 }
 TURN_KEYS = ("conversations", "conversation", "messages")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
+DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # what `datasets` reads beside these
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}, as chat templates take it
 
@@ -160,12 +162,29 @@ def source_digest(source: str | Path) -> str:
 
 
 def check_source(source: str | Path) -> None:
-    """Raise ValueError at once where ``source`` names a file that is not there."""
-    if Path(source).exists():
+    """Raise ValueError at once where ``source`` names a file that is not there, or a folder without data."""
+    path = Path(source)
+    if path.is_dir():
+        _check_folder(path)
+    if path.is_file() or path.is_dir():
         return
+    if path.exists():
+        raise ValueError(f"{source} is neither a file nor a folder; write the data into a file and give that")
     if str(source).endswith(DATA_SUFFIXES) or str(source).count("/") != 1:
         raise ValueError(
             f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name"
+        )
+
+
+def _check_folder(path: Path) -> None:
+    """Raise ValueError where `datasets` would find nothing in a folder, or is not there to look."""
+    there = [file for file in sorted(path.rglob("*")) if file.name.endswith((*DATA_SUFFIXES, *DATASET_SUFFIXES))]
+    if not there:
+        raise ValueError(f"{path} is a folder without data files; give a ShareGPT .json, .jsonl or .gz file")
+    if find_spec("datasets") is None:
+        raise ValueError(
+            f"{path} is a folder: give one of its files, for example {there[0]}; reading it as a data set needs "
+            "`pip install datasets`"
         )
 
 

@@ -37,6 +37,14 @@ def check_room(place: Path, needed: float, what: str, fix: str) -> None:
         raise ValueError(f"{what} needs {size_text(needed)}, and {size_text(free)} are free at {where}; {fix}")
 
 
+def source_bytes(source: str) -> int:
+    """About so many bytes of text are in a data file; 0 where that is not known before it is read."""
+    path = Path(source)
+    if not path.is_file():
+        return 0
+    return path.stat().st_size * (4 if path.suffix == ".gz" else 1)  # as JSON compresses, at the least
+
+
 def write_error(error: OSError, path: Path, kept: str) -> OSError:
     """``error`` of writing ``path`` in words that help; ``kept``: what it leaves whole."""
     what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)

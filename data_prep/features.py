@@ -10,6 +10,7 @@ finished stores again and compares their checksums.
 """
 
 import argparse
+import difflib
 import re
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ from drafters.program import keeping, run_program
 from .dialogues import check_source
 from .ranks import add_rank_arguments, find_rank
 
+READ_BY_TRAINING = ("train", "heldout")
 StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
 
 
@@ -51,6 +53,10 @@ class FeaturesConfig(Config):
         bad = [name for name in splits if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name)]
         if bad:
             raise ValueError(f"a split's name becomes a folder: letters, digits, '_', '.' and '-', found {bad}")
+        for name in splits:
+            near = difflib.get_close_matches(name.lower(), READ_BY_TRAINING, n=1, cutoff=0.75)
+            if near and name != near[0] and not name.startswith(near[0]):
+                raise ValueError(f"training reads splits named {' and '.join(READ_BY_TRAINING)}, found {name}; mend it")
         return splits
 
     @field_validator("exit_layers")

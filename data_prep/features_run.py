@@ -60,6 +60,7 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
         work = [encode(config, chat, split, headers[split]) for split in missing]
         if not work:
             return
+        check_batch_tokens(config, work)
         check_disk(config, work)
 
     @functools.cache
@@ -202,6 +203,16 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
     work = Work(split, Path(config.out) / split, header, encoded)
     header.plan = ShardPlan.of(work.lengths, config.shard_tokens)
     return work
+
+
+def check_batch_tokens(config: FeaturesConfig, work: list[Work]) -> None:
+    """Raise ValueError where a forward of one dialogue would be larger than ``batch_tokens`` says."""
+    longest = max(length for split in work for length in split.lengths)
+    if longest > config.batch_tokens:
+        raise ValueError(
+            f"batch_tokens is {config.batch_tokens:,}, and the longest dialogue has {longest:,} tokens; set "
+            f"batch_tokens={longest} or more, or max_length={max(config.batch_tokens, 2)} to cut dialogues there"
+        )
 
 
 def check_disk(config: FeaturesConfig, work: list[Work]) -> None:

@@ -18,6 +18,7 @@ from drafters.provenance import git_commit, library_versions, replace_text
 
 from .answer_journal import Batch, Conversation, Journal, check_identity, read_journals, replay
 from .dialogues import ReadCounts, read_dialogues, source_digest
+from .disk import check_room, source_bytes
 from .encoding import load_tokenizer, template_hash, tokenizer_hash
 from .endpoint_answers import EndpointAnswers
 from .loss_mask import ChatTokenizer
@@ -41,6 +42,9 @@ def run(config: RegenerateConfig, rank: Rank) -> None:
     identity = make_identity(config, chat)
     if report_finished(config, identity):
         return
+    if config.limit is None:  # the answers are about as long as those that they replace
+        fix = "give an `out` on another disk"
+        check_room(Path(config.out), source_bytes(config.source), f"out: {config.out}", fix)
     counts = ReadCounts()
     dialogues = itertools.islice(read_dialogues(config.source, counts), config.limit)
     conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]

@@ -16,6 +16,7 @@ from drafters.program import command, keeping, run_program
 from drafters.provenance import changes, replace_text
 
 from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
+from .disk import check_room, source_bytes
 
 FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
@@ -117,6 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     facts: dict[str, object] = {"source_digest": source_digest(parsed.source), "seed": parsed.seed}
     facts["wanted"] = parsed.heldout
     check_out(parsed.out, parsed.source, facts)
+    check_room(parsed.out, source_bytes(parsed.source), f"--out {parsed.out}", "give a folder on another disk")
     with keeping(lambda: f"to start again: {command()}"):
         write_split(parsed, facts)
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.program import command, keeping, run_program
+from drafters.provenance import replace_text
 
-from .disk import existing_folder
+from .disk import check_room, existing_folder
 
 SKIPPED_FOLDERS = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data",
@@ -208,15 +209,6 @@ def build_corpus(
     return chosen + [(TUNE, record) for record in rest if groups[record["id"]] not in measured]
 
 
-def _write(path: Path, text: str) -> int:
-    """Write under a temporary name, then rename, so that a reader never sees half a file."""
-    data = text.encode("utf-8")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-    return len(data)
-
-
 def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600) -> dict:
     """Write train.jsonl, heldout.jsonl, tune.jsonl and manifest.json into `out`; return the manifest.
 
@@ -226,17 +218,22 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
     if not (there := existing_folder(out)).is_dir():
         raise ValueError(f"--out {out}: {there} is a file; give a folder")
     records = build_corpus(root, max_dialogues, seed, max_chars)
+    texts = dict.fromkeys((TRAIN, HELDOUT, TUNE), "")
+    for name in texts:
+        rows = (record for split, record in records if split == name)
+        texts[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    size = sum(len(text.encode("utf-8")) for text in texts.values())
+    check_room(out, size, f"--out {out}", "give a folder on another disk")
     out.mkdir(parents=True, exist_ok=True)
     manifest: dict = {"python": platform.python_version(), "seed": seed, "max_chars": max_chars, "files": {}}
-    for name in (TRAIN, HELDOUT, TUNE):
-        rows = [record for split, record in records if split == name]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        size = _write(out / f"{name}.jsonl", text)
-        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-        manifest["files"][f"{name}.jsonl"] = {"dialogues": len(rows), "bytes": size, "sha256": digest}
+    for name, text in texts.items():
+        replace_text(out / f"{name}.jsonl", text)
+        data = text.encode("utf-8")
+        facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["files"][f"{name}.jsonl"] = {"dialogues": text.count("\n"), **facts}
     kinds = Counter(record["category"] for _, record in records)
     manifest["kinds"] = dict(sorted(kinds.items()))
-    _write(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    replace_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     return manifest
 
 

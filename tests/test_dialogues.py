@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from data_prep import dialogues as reader
 from data_prep.dialogues import (
     Dialogue,
     DroppedError,
@@ -226,6 +227,19 @@ def test_a_dataset_is_read_by_name(tmp_path: Path) -> None:
     assert counts.dropped == {"no_assistant_turn": 1}
     with pytest.raises(ValueError, match=r"no dataset 'nobody/nothing' with a split 'validation'"):
         read("nobody/nothing:validation")  # the tests run with the Hub switched off
+
+
+def test_a_folder_without_data_is_told_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a folder that is handed to `datasets`, which answers in its own words, or asks to be installed."""
+    with pytest.raises(ValueError, match="is a folder without data files; give a ShareGPT"):
+        check_source(tmp_path)
+    (tmp_path / "train.jsonl").write_text(json.dumps(GOOD))
+    check_source(tmp_path)
+    monkeypatch.setattr(reader, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"is a folder: give one of its files, for example .*train\.jsonl; reading it"):
+        check_source(tmp_path)
+    with pytest.raises(ValueError, match="is neither a file nor a folder"):
+        check_source("/dev/null")
 
 
 def test_digest_follows_the_content(tmp_path: Path) -> None:

@@ -192,6 +192,26 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, target_folder: Path) -> No
         run(write_config(tmp_path, other))
 
 
+def test_batches_smaller_than_a_dialogue_are_refused(tmp_path: Path, target_folder: Path) -> None:
+    """Catches batch_tokens that the forward of a long dialogue silently exceeds, in memory that was just enough."""
+    config = write_config(tmp_path, target_folder)
+    for wrong in (1, 20):
+        with pytest.raises(
+            ValueError, match=rf"batch_tokens is {wrong}, and the longest .* has (\d+) tokens; set batch"
+        ):
+            run(config, f"batch_tokens={wrong}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "near"), [("trian", "train"), ("held-out", "heldout"), ("Train", "train")])
+def test_a_misspelt_split_is_refused(tmp_path: Path, target_folder: Path, name: str, near: str) -> None:
+    """Catches hours of features under a name that training does not look for."""
+    config = write_config(tmp_path, target_folder)
+    with pytest.raises(ValueError, match=f"training reads splits named train and heldout, found {name}"):
+        run(config, f"splits.{name}={tmp_path / 'train.jsonl'}")
+    features.FeaturesConfig(target="t", out="o", splits={f"{near}-2": "a", "other": "b"})
+
+
 def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a dump that dies of a full disk after hours though its size was known from the start."""
     usage = namedtuple("usage", "total used free")

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep import disk
 from data_prep import split as program
 from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
 from data_prep.split import main, split
@@ -171,3 +173,15 @@ def test_gzipped_sources_are_read(tmp_path: Path) -> None:
     source.write_bytes(gzip.compress(json.dumps(records(6)).encode()))
     train, heldout = run(source, tmp_path / "out", 2)
     assert len(train) == 4 and len(heldout) == 2
+
+
+def test_a_full_disk_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a split, found out after the whole source was read."""
+    source = write(tmp_path / "data.jsonl", records(50))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**9, 10**9 - 5_000, 5_000))
+    with pytest.raises(
+        ValueError, match=rf"--out {tmp_path / 'out'} needs \d.* kB, and 5\.00 kB are free at .*another"
+    ):
+        main([str(source), "--out", str(tmp_path / "out"), "--heldout", "5"])
+    assert not (tmp_path / "out").exists()

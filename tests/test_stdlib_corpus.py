@@ -2,11 +2,12 @@
 
 import json
 import sysconfig
-from collections import Counter
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import pytest
 
+from data_prep import disk, stdlib_corpus
 from data_prep.stdlib_corpus import build_corpus, cut_text, main, objects_of
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -106,3 +107,13 @@ def test_a_file_in_the_way_is_named(tmp_path):
         with pytest.raises(ValueError, match="taken is a file; give a folder"):
             main(["--out", str(out)])
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_full_disk_is_refused_at_the_start(tmp_path, monkeypatch):
+    """Catches a corpus of which the first file alone was written."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: usage(10**9, 10**9 - 5_000, 5_000))
+    monkeypatch.setattr(stdlib_corpus, "build_corpus", lambda *_: [("train", {"category": "", "text": "a" * 9_000})])
+    with pytest.raises(ValueError, match=r"--out .*corpus needs \d.* kB, and 5\.00 kB are free at .*another disk"):
+        main(["--out", str(tmp_path / "corpus")])
+    assert not (tmp_path / "corpus").exists()

@@ -91,6 +91,12 @@ def test_prompts_end_where_the_first_answer_starts(features: Path) -> None:
         held_out_prompts(store, 2, 1)
 
 
+def test_no_room_for_a_prompt_beside_the_answer(settings: dict[str, Any]) -> None:
+    """Catches "a prompt of 1 to -99744 tokens"."""
+    with pytest.raises(ValueError, match=r"tau_new_tokens is 100,000, and the target was made for 256 tokens, prompt"):
+        tiny_run.train_here("eagle", {**settings, "tau_every": 5, "tau_new_tokens": 100_000})
+
+
 def test_time_for_tau_is_not_the_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of `minutes` that trains less because it measured tau, or a schedule that jumps when it does."""
     run = tiny_run.train_here("eagle", {**settings, **TAU, "minutes": 5.0})

@@ -46,7 +46,7 @@ from train.microbench import measured_rate
 from train.run_files import check_run_folder, run_folder_bytes
 from train.setup import check_run_disk
 from train.tasks import Task
-from train.tau import held_out_prompts
+from train.tau import held_out_prompts, prompt_room
 from train.workload import Workload, estimate_workload, store_workload
 
 
@@ -97,8 +97,12 @@ def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumpti
     if not compared and exit_layer is not None and target is not None:
         report.check("exit layer", lambda: check_exit_layer(exit_layer, target))
     if config.tau_every and heldout is not None and target is not None:
-        longest = getattr(target, "max_position_embeddings", 1 << 30) - config.tau_new_tokens
-        report.check("prompts for tau", lambda: held_out_prompts(heldout, config.tau_prompts, longest), "there are")
+        context = getattr(target, "max_position_embeddings", None)
+        report.check(
+            "prompts for tau",
+            lambda: held_out_prompts(heldout, config.tau_prompts, prompt_room(config, context)),
+            "there are",
+        )
     if target is None:
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
         return report

@@ -129,6 +129,11 @@ def check_batch_tokens(config: TrainConfig, train: Source) -> None:
             f"batch_tokens is {config.batch_tokens:,}, and the longest training dialogue has {longest:,} tokens; set "
             f"batch_tokens={longest} or more, or a smaller max_length where the dialogues are read"
         )
+    if config.data is not None and longest > config.data.target_batch_tokens:
+        raise ValueError(
+            f"data.target_batch_tokens is {config.data.target_batch_tokens:,}, and the longest training dialogue has "
+            f"{longest:,} tokens; set data.target_batch_tokens={longest} or more, or a smaller data.max_length"
+        )
 
 
 def check_run_disk(run: Path, module: nn.Module) -> None:

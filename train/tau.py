@@ -20,6 +20,22 @@ CTAR_WIDTHS = range(1, 6)
 MOST_SECONDS = 480.0
 
 
+def prompt_room(config: TrainConfig, context: int | None) -> int:
+    """Tokens that a prompt may have where an answer of ``tau_new_tokens`` follows it, in a target of ``context``.
+
+    Raises:
+        ValueError: none.
+    """
+    limit = context or 1 << 30
+    room = limit - config.tau_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"tau_new_tokens is {config.tau_new_tokens:,}, and the target was made for {limit:,} tokens, prompt "
+            "included; lower it, or set tau_every: null"
+        )
+    return room
+
+
 def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]:
     """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle.
 
@@ -66,8 +82,8 @@ class HeldoutTau:
     ) -> None:
         self.config, self.task = config, task
         self.device = torch.device(config.tau_device) if config.tau_device else device
-        context = getattr(task.ends.config, "max_position_embeddings", None) or 1 << 30
-        self.prompts = held_out_prompts(store, config.tau_prompts, context - config.tau_new_tokens)
+        longest = prompt_room(config, getattr(task.ends.config, "max_position_embeddings", None))
+        self.prompts = held_out_prompts(store, config.tau_prompts, longest)
         self._target, self._given = target, target is not None
 
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
