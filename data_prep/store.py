@@ -8,7 +8,7 @@ each tap, and ``offsets`` [dialogues + 1] int64. Where these states are int8 or 
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,7 +124,7 @@ class FeatureStore:
         if not -count <= index < count:
             raise IndexError(f"dialogue {index} of a store of {count}")
         index %= count
-        shard = bisect.bisect_right(self._first, index) - 1
+        (shard,) = self.shards_of([index])
         tensors = self._tensors(shard)
         start, end = self._offsets[shard][index - self._first[shard] :][:2].tolist()
         ids, mask = tensors["input_ids"][start:end].long(), tensors["loss_mask"][start:end]
@@ -135,6 +135,10 @@ class FeatureStore:
         return StoredDialogue(
             ids, mask, rows["features"], {layer: rows[f"tap_{layer}"] for layer in self.manifest.taps}
         )
+
+    def shards_of(self, dialogues: Iterable[int]) -> set[int]:
+        """The numbers (places in the manifest) of the shards that hold ``dialogues``."""
+        return {bisect.bisect_right(self._first, index) - 1 for index in dialogues}
 
     def __iter__(self) -> Iterator[StoredDialogue]:
         return (self[index] for index in range(len(self)))
@@ -206,6 +210,14 @@ def broken_shards(folder: Path, manifest: StoreManifest, progress: Callable[[int
     if differing:
         broken.append(f"the content of {', '.join(differing)} is not what was written (SHA-256 differs)")
     return broken
+
+
+def is_whole(folder: Path, entry: ShardEntry) -> bool:
+    """Read a shard: whether it is what was written."""
+    try:
+        return size_problem(folder, entry) is None and file_sha256(folder / entry.file) == entry.sha256
+    except OSError:
+        return False
 
 
 def file_sha256(path: Path) -> str:

@@ -13,7 +13,7 @@ import yaml
 from data_prep.store import FeatureStore
 from drafters.config import validate
 from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
-from train import formulations, runtime, throughput
+from train import formulations, runtime, shard_check, throughput
 from train.config import EagleConfig, KangarooConfig
 from train.data import collate
 from train.plain import SampleFiles, pad, plain_loss_sum, write_samples
@@ -110,6 +110,21 @@ def test_a_run_config_gives_both_sides(kind: str, folder: Path, tmp_path: Path, 
     assert not (tmp_path / "run").exists()
     printed = capsys.readouterr().out
     assert "ratio  " in printed and "times the tokens/s (median of 2 rounds)" in printed
+
+
+def test_what_checksums_cost(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Catches a side that is said to be verified and hashes nothing, or does so once for all rounds."""
+    values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    hashed: list[str] = []
+    monkeypatch.setattr(shard_check, "is_whole", lambda path, entry: hashed.append(entry.file) or True)
+    options = ["--verify", "--rounds", "2", "--steps", "1", "--out", str(tmp_path / "result.json")]
+    throughput.main(["--config", str(tmp_path / "run.yaml"), *options])
+    assert hashed == ["shard-00000.safetensors"] * 3
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["verified"]["rounds"]) == len(result["unverified"]["rounds"]) == 2
+    assert result["verified"]["padding"] == result["unverified"]["padding"] == 0
+    assert "verified  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["eagle", "kangaroo"])

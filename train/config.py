@@ -72,6 +72,10 @@ class TrainConfig(Config):
         None, ge=1, description="rows of [rows, vocabulary] logits that exist at once; default: by the device's memory"
     )
     seed: int = 0
+    verify: bool = Field(
+        True,
+        description="compare each shard's SHA-256 when it is first read, beside the training; a broken one ends it",
+    )
 
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
     eval_every: int = Field(1000, ge=1, description="steps between held-out evaluations; there is one at the end, too")
@@ -181,6 +185,7 @@ FREE_ON_RESUME = {
     "tau_device",
     "tau_keep_target",
     "peak_tflops",
+    "verify",
     "data.target_batch_tokens",
     "data.target_device_map",
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data_prep.store import FeatureStore, StoredDialogue, StoreManifest
 from train.attention import Dialogues
+from train.shard_check import ShardCheck
 
 # For a GPU a step's features (64 MB at 8,192 tokens of 4,096 values) are copied twice: out of the file, then into
 # page-locked memory. One thread may not do that as fast as the GPU takes steps.
@@ -305,6 +306,7 @@ class TrainData:
         micro_batches: micro-batches a rank takes per step.
         rank, ranks: this process and how many there are.
         pin: the reader copies into page-locked memory, which a GPU fetches from while the host goes on.
+        check: is told what is read, by any rank.
     """
 
     def __init__(
@@ -317,9 +319,11 @@ class TrainData:
         rank: int = 0,
         ranks: int = 1,
         pin: bool = False,
+        check: ShardCheck | None = None,
     ) -> None:
         self.store, self.taps, self.batch_tokens, self.seed = store, taps, batch_tokens, seed
         self.micro_batches, self.rank, self.ranks, self.pin = micro_batches, rank, ranks, pin
+        self.check = check
         self.lengths: list[int] = store.lengths.tolist()
 
     def epoch(self, number: int) -> list[list[int]]:
@@ -357,6 +361,8 @@ class TrainData:
             epoch, start = epoch + 1, 0
 
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
+        if self.check is not None:
+            self.check.first_read(self.store, dialogues)
         hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
         mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
         batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, one_row=True) for hand in mine]

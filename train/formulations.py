@@ -1,4 +1,4 @@
-"""What train/throughput.py measures: our training step and the plain one, on a run's store or on random features."""
+"""What train/throughput.py measures: our training step and the plain one, or ours with and without checksums."""
 
 import argparse
 import time
@@ -49,6 +49,7 @@ class Bench:
 
     Attributes:
         batches: ``batches(side, round)`` gives the round's optimiser steps, each a list of micro-batches.
+        sides: what is compared; only "plain" is not trained by our formulation.
     """
 
     task: Task
@@ -57,13 +58,14 @@ class Bench:
     config: TrainConfig
     batches: Callable[[str, int], Generator[list[Batch], None, None]]
     peak_tflops: float | None
+    sides: tuple[str, str] = ("ours", "plain")
 
     def run(self, rounds: int, progress: Any) -> dict[str, Side]:
-        """Ours and the plain formulation in turns; the first round warms up and is not counted."""
-        sides = {"ours": Side(), "plain": Side()}
+        """Both sides in turns; the first round warms up and is not counted."""
+        sides = {name: Side() for name in self.sides}
         cost = training_cost(self.task.module, self.task.ends.config, self.task.ends.lm_head.out_features)
         for number in range(rounds + 1):
-            for name in ("ours", "plain") if number % 2 else ("plain", "ours"):
+            for name in self.sides if number % 2 else reversed(self.sides):
                 side = sides[name]
                 if side.failed:
                     continue
@@ -105,7 +107,7 @@ class Bench:
         scale = len(micro_batches) / max(1, trained)
         for batch, part in zip(micro_batches, rows, strict=True):
             batch, part = batch.to(self.device, self.config.dtype), part.to(self.device)
-            if name == "ours":
+            if name != "plain":
                 loss = self.task.loss_sums(self.engine, batch, part, noise_seed=0)["loss"]
             else:
                 loss = plain_loss_sum(self.task, self.engine, batch, part, noise=True)
@@ -126,6 +128,7 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
     """
     from train import runtime  # these need DeepSpeed
     from train.setup import make_engine, open_inputs
+    from train.shard_check import ShardCheck
 
     task_type: Any = KangarooTask if isinstance(config, KangarooConfig) else EagleTask
     inputs = open_inputs(config, getattr(config, "exit_layer", None))
@@ -146,14 +149,23 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
             f"an epoch of {config.features} has {len(plan)} batches of {config.batch_tokens} tokens, fewer than "
             f"{arguments.rounds + 1} rounds; lower --rounds or batch_tokens"
         )
-    write_samples(store, sorted({index for batch in plan for index in batch}), folder)
+    if not arguments.verify:
+        write_samples(store, sorted({index for batch in plan for index in batch}), folder)
+
+    def ours(number: int, check: ShardCheck | None) -> Generator[list[Batch], None, None]:
+        data.check = check
+        with closing(data.steps(Position(0, number * steps))) as stream:
+            for _ in range(steps):
+                yield next(stream).batches
+        if check is not None:  # as before a checkpoint; by then a run would have read the same shards
+            check.wait(print)
+            check.close()
 
     def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
         part = plan[number * steps : (number + 1) * steps]
-        if name == "ours":
-            with closing(data.steps(Position(0, number * steps))) as stream:
-                for _ in part:
-                    yield next(stream).batches
+        if name != "plain":
+            ones = [store] if name == "verified" else []
+            yield from ours(number, ShardCheck(ones, runtime.Ranks(0, 1), engine.device) if ones else None)
             return
         hands = [hand for batch in part for hand in deal(batch, data.lengths, config.gradient_accumulation)]
         loader = DataLoader(
@@ -169,7 +181,9 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
 
     peak = arguments.peak_tflops or peak_tflops(engine.device)
     what = {"config": config.model_dump(mode="json"), "steps_a_round": steps, "optimizer": "DeepSpeed's"}
-    return Bench(task, engine, engine.device, config, batches, peak), what
+    compared = ("verified", "unverified") if arguments.verify else ("ours", "plain")
+    what["store_bytes"] = store.manifest.size
+    return Bench(task, engine, engine.device, config, batches, peak, compared), what
 
 
 def from_shape(

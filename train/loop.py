@@ -29,6 +29,7 @@ from train.meter import Meter
 from train.run_files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
 from train.runtime import Ranks, seed_step
 from train.setup import Inputs, full_state, make_engine, target_identity
+from train.shard_check import ShardCheck
 from train.state import SavedState, save_state
 from train.summary import write_summary
 from train.tasks import Task
@@ -73,6 +74,8 @@ class TrainRun:
         self.engine = make_engine(task, self.config)
         inputs.load_target(self.config, self.engine.device)
         self.meter = Meter(task, cost, self.engine.device, self.config.peak_tflops)
+        stores = [inputs.train, inputs.heldout] if self.config.verify else []
+        self.check = ShardCheck(stores, ranks, self.engine.device)
         self.data = TrainData(
             inputs.train,
             task.taps,
@@ -82,8 +85,11 @@ class TrainRun:
             ranks.rank,
             ranks.count,
             pin=self.engine.device.type == "cuda",
+            check=self.check,
         )
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
+        whole = bool(self.config.tau_every)  # its prompts are spread over the store
+        self.check.first_read(inputs.heldout, range(len(inputs.heldout)) if whole else self.heldout.dialogues)
         self.tau: HeldoutTau | None = None
         if self.config.tau_every and ranks.is_first:
             self.tau = HeldoutTau(self.config, task, inputs.heldout, self.engine.device, inputs.target)
@@ -134,6 +140,9 @@ class TrainRun:
                     self._evaluate(bar)
                 if finished or (config.tau_every and progress.step % config.tau_every == 0):
                     self._measure_tau(bar)
+                if finished or progress.step % config.save_every == 0 or progress.step % config.export_every == 0:
+                    self.check.wait(bar.write)
+                    self._check_shards()
                 # The state comes before the export: a full disk must not cost what was trained.
                 if finished or progress.step % config.save_every == 0:
                     self._save()
@@ -147,6 +156,7 @@ class TrainRun:
             raise
         finally:
             steps.close()
+            self.check.close()
             bar.close()
             if self.metrics:
                 self.metrics.close()
@@ -164,7 +174,8 @@ class TrainRun:
             group["lr"] = rate
         rows = [self.task.rows(batch) for batch in data.batches]
         tokens = sum(batch.tokens for batch in data.batches)
-        counts = self.ranks.total(self._tensor([sum(len(part) for part in rows), tokens])).double()
+        known = [sum(len(part) for part in rows), tokens, self.check.broken]
+        counts = self.ranks.total(self._tensor(known)).double()
         # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
         share = (self.ranks.count * len(data.batches) / (counts[0] + EPSILON)).float()
         sums: dict[str, Tensor] = {}
@@ -178,7 +189,9 @@ class TrainRun:
         totals = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
         norm = self._update()
         # The one copy to the host of a step. What is not finite has reached the weights by now, but no saved state.
-        *means, norm, tokens = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
+        *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
+        if broken:
+            self._check_shards()
         losses = dict(zip(sums, means, strict=True))
         self._check_finite({**losses, "grad_norm": norm})
         progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
@@ -309,14 +322,26 @@ class TrainRun:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
         if not bad:
             return
-        latest = self.states.latest()
-        kept = f"the last good state is {self.states.path / latest}" if latest else "no checkpoint was written yet"
+        self.check.wait(tqdm.write)
+        self._check_shards()
         what = ", ".join(f"{name} = {value}" for name, value in bad.items())
         raise TrainingDiverged(
-            f"step {self.progress.step + 1}: {what}; stopped, {kept}. Usually a smaller learning_rate (now "
+            f"step {self.progress.step + 1}: {what}; stopped, {self._kept()}. Usually a smaller learning_rate (now "
             f"{self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps}) helps"
             f"{self._other_cause()}"
         )
+
+    def _check_shards(self) -> None:
+        """Raise ValueError if a shard that was read is found to be broken: no checkpoint may come from it."""
+        if problems := self.check.problems():
+            raise ValueError(
+                f"stopped at step {self.progress.step}, {self._kept()}: {problems}; then go on with --resume, or start "
+                "anew. With verify: false it would be trained on as it is"
+            )
+
+    def _kept(self) -> str:
+        latest = self.states.latest()
+        return f"the last good state is {self.states.path / latest}" if latest else "no checkpoint was written yet"
 
     def _other_cause(self) -> str:
         """What a first step that is not finite may come from, too."""

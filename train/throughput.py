@@ -7,6 +7,9 @@ With ``--config``, a run's config: its store, read as in training against one fi
 optimizer. With ``--shape``, no files: random features of dialogues as long as ``--dialogue-lengths`` says
 (``realistic``, or the folder of a store whose lengths to take), batches ready in memory, AdamW on float32 masters. Both
 sides share module, optimizer and dialogues. tokens/s counts real tokens, no padding.
+
+``--config F --verify`` measures what ``verify: true`` costs: every round of the one side checks the shards anew, as a
+run does once.
 """
 
 import argparse
@@ -28,6 +31,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", help="YAML of a training run with a feature store")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="with --config: our side alone, with and without the checksums of all shards that a round reads",
+    )
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")
     parser.add_argument("--method", choices=("eagle", "kangaroo"), default="eagle", help="with --shape")
     parser.add_argument("--tokens", type=_count, default=8192, help="with --shape: tokens of an optimiser step")

@@ -46,12 +46,12 @@ def report(sides: dict[str, Side], what: dict[str, Any], device: torch.device) -
             "failed": side.failed,
             "rounds": [round(value, 1) for value in side.tokens_per_second],
         }
-    ours, plain = sides["ours"], sides["plain"]
-    pairs = list(zip(ours.tokens_per_second, plain.tokens_per_second, strict=False))
+    first, second = sides.values()
+    pairs = list(zip(first.tokens_per_second, second.tokens_per_second, strict=False))
     figures["ratio"] = _median([one / other for one, other in pairs])
-    if ours.peak_bytes and plain.peak_bytes:
-        figures["peak_ratio"] = max(ours.peak_bytes) / max(plain.peak_bytes)
-    return {**figures, **what, "environment": environment(device)}
+    if first.peak_bytes and second.peak_bytes:
+        figures["peak_ratio"] = max(first.peak_bytes) / max(second.peak_bytes)
+    return {"sides": list(sides), **figures, **what, "environment": environment(device)}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def describe(result: dict[str, Any]) -> str:
     """The result in a few lines."""
     lines = []
-    for name in ("ours", "plain"):
+    for name in result["sides"]:
         side = result[name]
         line = f"{name:5}  " + (side["failed"] or f"{side['tokens_per_second']:,.0f} tokens/s")
         if side["mfu"]:
@@ -82,7 +82,7 @@ def describe(result: dict[str, Any]) -> str:
             line += f", peak {size_text(side['peak_bytes'])}"
         lines.append(line)
     if result["ratio"]:
-        line = f"ratio  {result['ratio']:.2f} times the tokens/s (median of {len(result['plain']['rounds'])} rounds)"
+        line = f"ratio  {result['ratio']:.2f} times the tokens/s (median of {len(side['rounds'])} rounds)"
         lines.append(line + (f", {result['peak_ratio']:.2f} of the peak memory" if "peak_ratio" in result else ""))
     return "\n".join(lines)
 

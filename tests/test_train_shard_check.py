@@ -1,0 +1,169 @@
+"""train/shard_check.py: a flipped bit stops a run before a checkpoint is made from it, on any number of ranks."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+
+from data_prep import store as store_module
+from data_prep.store import FeatureStore
+from data_prep.store_writer import Shard, StoreWriter
+from drafters import TargetModel
+from train import shard_check
+from train.loop import TrainRun
+from train.runtime import Ranks
+from train.shard_check import ShardCheck
+
+EACH = 5  # dialogues of a shard
+
+
+@pytest.fixture(scope="module")
+def sharded(target: TargetModel, features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The features in shards of a few dialogues."""
+    out = tmp_path_factory.mktemp("sharded")
+    for split in ("train", "heldout"):
+        whole = FeatureStore.open(features / split)
+        with StoreWriter(out / split, tiny_run.header(target)) as writer:
+            for start in range(0, len(whole), EACH):
+                items = [whole[index] for index in range(start, min(start + EACH, len(whole)))]
+                shard = Shard(
+                    ids=[str(start + number) for number in range(len(items))],
+                    lengths=[len(item.input_ids) for item in items],
+                    input_ids=torch.cat([item.input_ids for item in items]),
+                    loss_mask=torch.cat([item.loss_mask for item in items]),
+                    features=torch.cat([item.features for item in items]),
+                    taps={tiny_run.TAP: torch.cat([item.taps[tiny_run.TAP] for item in items])},
+                )
+                writer.write(shard)
+            writer.finish({}, {})
+    return out
+
+
+def flip_a_bit(shard: Path) -> None:
+    """In the last byte: a value of some state, a little larger or smaller."""
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.fixture
+def settings(sharded: Path, target: TargetModel, tmp_path: Path) -> dict[str, Any]:
+    """A run on a copy of the shards, which a test may damage."""
+    shutil.copytree(sharded, tmp_path / "features")
+    return tiny_run.settings(target.name, tmp_path / "features", tmp_path / "run")
+
+
+@pytest.mark.parametrize("shard", ["train/shard-00001.safetensors", "heldout/shard-00000.safetensors"])
+def test_a_flipped_bit_stops_the_run(settings: dict[str, Any], tmp_path: Path, shard: str) -> None:
+    """Catches a store that a failing disk changed, trained on and evaluated with as if nothing were."""
+    flip_a_bit(tmp_path / "features" / shard)
+    FeatureStore.open((tmp_path / "features" / shard).parent)  # nothing that opening sees
+    split, name = shard.split("/")
+    message = (
+        rf"stopped at step \d+, no checkpoint was written yet: the content of {name} in .*{split} is not what was "
+        "written .*copy it again, or delete .* go on with --resume.*verify: false"
+    )
+    with pytest.raises(ValueError, match=message):
+        tiny_run.train_here("eagle", settings)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("state/step-*"))
+
+
+def test_verify_false_trains_on_it(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a switch that does not switch, and hashes computed for nothing."""
+    flip_a_bit(tmp_path / "features" / "train" / "shard-00001.safetensors")
+    monkeypatch.setattr(shard_check, "is_whole", lambda *_: pytest.fail("a shard was hashed"))
+    tiny_run.train_here("eagle", {**settings, "verify": False})
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_run_goes_on_when_the_shard_is_mended(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a state made from a broken shard that a resumed run starts from, and a check that resuming skips."""
+    tiny_run.train_here("eagle", {**settings, "steps": 3, "schedule": "constant"})
+    shard = tmp_path / "features" / "train" / "shard-00000.safetensors"
+    good = shard.read_bytes()
+    flip_a_bit(shard)
+    longer = {**settings, "steps": 8, "schedule": "constant"}
+    with pytest.raises(ValueError, match=r"the last good state is .*step-00000003.*shard-00000"):
+        tiny_run.train_here("eagle", longer, resume=True)
+    assert [path.name for path in (tmp_path / "run" / "state").glob("step-*")] == ["step-00000003"]
+    shard.write_bytes(good)
+    tiny_run.train_here("eagle", longer, resume=True)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["steps"] == 8
+
+
+def test_steps_do_not_wait_for_checksums(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a first step that waits until gigabytes are hashed, and a checkpoint that does not."""
+    hashed, saved = threading.Event(), []
+    whole, save = shard_check.is_whole, TrainRun._save
+
+    def slow(*arguments: Any) -> bool:
+        assert hashed.wait(60), "no step was done meanwhile"
+        return whole(*arguments)
+
+    def step_done(self: TrainRun, *arguments: Any) -> None:
+        assert not saved
+        if self.progress.step == 4:
+            hashed.set()
+
+    def noted(self: TrainRun) -> None:
+        saved.append(hashed.is_set() and not self.check._running)
+        save(self)
+
+    monkeypatch.setattr(shard_check, "is_whole", slow)
+    monkeypatch.setattr(TrainRun, "_report", step_done)
+    monkeypatch.setattr(TrainRun, "_save", noted)
+    tiny_run.train_here("eagle", settings)
+    assert saved == [True]
+
+
+def test_each_shard_is_read_once(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a shard hashed in every epoch, or by every rank of a machine; one that no rank hashes; those not read."""
+    hashed: list[tuple[str, str]] = []
+    exact = store_module.file_sha256
+    monkeypatch.setattr(
+        store_module, "file_sha256", lambda path: (hashed.append((path.parent.name, path.name)), exact(path))[1]
+    )
+    train, heldout = FeatureStore.open(sharded / "train"), FeatureStore.open(sharded / "heldout")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    checks = []
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        checks.append(ShardCheck([train, heldout], Ranks(0, 1), torch.device("cpu")))
+    for check in checks:
+        for dialogues in ([0, 12], [1, 12], [0]):
+            check.first_read(train, dialogues)
+        check.wait(print)
+        assert check.problems() == ""
+        check.close()
+    assert sorted(hashed) == [("train", "shard-00000.safetensors"), ("train", "shard-00002.safetensors")]
+
+
+@pytest.mark.slow
+def test_all_ranks_stop(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a rank that waits for minutes in a collective since another one, which hashed the shard, has left."""
+    flip_a_bit(tmp_path / "features" / "train" / "shard-00001.safetensors")  # rank 1's
+    values = tmp_path / "jobs.json"
+    values.write_text(json.dumps([{"kind": "eagle", "values": settings}]))
+    shared = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": tiny_run.free_port()}
+    processes = []
+    for rank in "01":
+        own = tiny_run.environment(**shared, RANK=rank, LOCAL_RANK=rank, PYTHONPATH=str(tiny_run.ROOT))
+        line = [sys.executable, tiny_run.__file__, str(values)]
+        processes.append(subprocess.Popen(line, env=own, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=300)
+            assert process.returncode
+            assert "shard-00001.safetensors in" in said
+    finally:
+        for process in processes:
+            process.kill()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
