@@ -167,11 +167,11 @@ def online(target: Path, trap: Trap) -> dict[str, Any]:
 
 
 def eagle(*more: str) -> Callable[[list[str]], int]:
-    return lambda given: cli.main(None, EagleConfig, EagleTask, [*given, *more])
+    return lambda given: cli.main(None, EagleConfig, lambda: EagleTask, [*given, *more])
 
 
 def kangaroo(given: list[str]) -> int:
-    return cli.main(None, KangarooConfig, KangarooTask, given)
+    return cli.main(None, KangarooConfig, lambda: KangarooTask, given)
 
 
 ANY_GAMMA = {"drafters": [{"label": "L", "drafter": "prompt_lookup"}]}

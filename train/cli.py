@@ -42,7 +42,7 @@ def main(
 
 def check(config: TrainConfig) -> None:
     """Raise ValueError where the target's folder, the features or the dialogues are not there."""
-    check_model(config.target, "target")
+    check_model(config.target, "target", config.revision)
     if config.data is not None:
         check_source(config.data.train)
         check_source(config.data.heldout)

@@ -152,20 +152,15 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
     if not arguments.verify:
         write_samples(store, sorted({index for batch in plan for index in batch}), folder)
 
-    def ours(number: int, check: ShardCheck | None) -> Generator[list[Batch], None, None]:
-        data.check = check
-        with closing(data.steps(Position(0, number * steps))) as stream:
-            for _ in range(steps):
-                yield next(stream).batches
-        if check is not None:  # as before a checkpoint; by then a run would have read the same shards
-            check.wait(print)
-            check.close()
-
     def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
         part = plan[number * steps : (number + 1) * steps]
         if name != "plain":
-            ones = [store] if name == "verified" else []
-            yield from ours(number, ShardCheck(ones, runtime.Ranks(0, 1), engine.device) if ones else None)
+            check = ShardCheck([store] if name == "verified" else [], runtime.Ranks(0, 1), engine.device)
+            data.check = check
+            with closing(check), closing(data.steps(Position(0, number * steps))) as stream:
+                for _ in part:
+                    yield next(stream).batches
+                check.wait(print)  # as a run does before a checkpoint
             return
         hands = [hand for batch in part for hand in deal(batch, data.lengths, config.gradient_accumulation)]
         loader = DataLoader(
