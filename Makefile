@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUNS := runs/quickstart
+# Where all configs look for it, so that every command of the README runs after the quickstart.
+CORPUS := runs/stdlib
 CONFIGS := configs/quickstart
 READY := $(VENV)/.installed
 
@@ -54,11 +56,11 @@ fresh = $(if $(and $(wildcard $(1)),$(if $(wildcard $(1)/state/latest),,yes)),rm
 quickstart: $(RUNS)/speed/.done
 	@echo "The report: $(RUNS)/speed/report.md (make quickstart-clean starts over)"
 
-$(RUNS)/stdlib/.done: | $(READY)
-	python -m data_prep.stdlib_corpus --out $(RUNS)/stdlib
+$(CORPUS)/.done: | $(READY)
+	python -m data_prep.stdlib_corpus --out $(CORPUS)
 	@touch $@
 
-$(RUNS)/features/.done: $(RUNS)/stdlib/.done
+$(RUNS)/features/.done: $(CORPUS)/.done
 	python -m data_prep.features --config $(CONFIGS)/features.yaml
 	@touch $@
 
@@ -78,7 +80,7 @@ $(RUNS)/speed/.done: $(RUNS)/eagle/.done $(RUNS)/kangaroo/.done
 	@touch $@
 
 quickstart-clean:
-	rm -rf $(RUNS)
+	rm -rf $(RUNS) $(CORPUS)/.done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -249,6 +249,11 @@ def check_prompt_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(
             f"no prompt file at {file}; give held-out ShareGPT dialogues or questions in Spec-Bench's format (JSONL)"
+            + (
+                f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it"
+                if file.parent.name == "stdlib"
+                else ""
+            )
         )
 
 

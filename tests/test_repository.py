@@ -157,7 +157,7 @@ def make(*arguments: str) -> str:
 
 def test_quickstart_is_five_commands_in_order(tmp_path: Path) -> None:
     """Catches a step that is skipped or reordered on a machine where nothing was run yet."""
-    text = make("quickstart", f"RUNS={tmp_path / 'none'}")
+    text = make("quickstart", f"RUNS={tmp_path / 'none'}", f"CORPUS={tmp_path / 'none' / 'stdlib'}")
     steps = ["data_prep.stdlib_corpus", "data_prep.features", "train/eagle.py", "train/kangaroo.py", "eval.speed"]
     places = [text.index(step) for step in steps]
     assert places == sorted(places)
@@ -170,11 +170,12 @@ def test_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / ".done").touch()
     (tmp_path / "eagle" / "state").mkdir(parents=True)
-    text = make("quickstart", f"RUNS={tmp_path}")
+    places = f"RUNS={tmp_path}", f"CORPUS={tmp_path / 'stdlib'}"
+    text = make("quickstart", *places)
     assert f"rm -rf {tmp_path / 'eagle'}" in text  # killed before its first state: nothing to resume, and in the way
     assert "--resume" not in text
     (tmp_path / "eagle" / "state" / "latest").touch()
-    text = make("quickstart", f"RUNS={tmp_path}")
+    text = make("quickstart", *places)
     assert "rm -rf" not in text
     assert "data_prep" not in text
     assert re.search(r"train/eagle\.py --config \S+ --resume", text)
@@ -182,7 +183,7 @@ def test_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for name in ("eagle", "kangaroo", "speed"):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / ".done").touch()
-    assert "--config" not in make("quickstart", f"RUNS={tmp_path}")
+    assert "--config" not in make("quickstart", *places)
 
 
 def test_too_old_python_is_refused(tmp_path: Path) -> None:
