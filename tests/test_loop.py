@@ -1,12 +1,9 @@
 """The loop: its limits and refusals, and, end to end, output distributed as the target's own for every drafter.
 
-The distribution test enumerates a toy target's next tokens exactly and compares with thousands of `generate` calls by a
-chi-square statistic. Rules and drafts that are wrong on purpose must fail it.
+The measure of a distribution is distribution.py's. Rules and drafts that are wrong on purpose must fail it.
 """
 
-import itertools
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,66 +11,29 @@ import pytest
 import tiny
 import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
+from distribution import LIMIT, WARPS, deviation, toy
 from rigged import eagle
 
 from drafters import Drafter, TargetModel, generate
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, verify_sampled
-from drafters.decoding.sampling import Sampling
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter
 from drafters.speculative import SpeculativeDrafter
 
-VOCAB, NEW, RUNS = 5, 3, 1200
-PROMPT = [1, 3]
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
-WARPS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 1.4, "top_k": 4, "top_p": 0.9}]
-
-
-@lru_cache(maxsize=4)
-def toy(seed: int = 0, layers: int = 2) -> TargetModel:
-    """A target whose distributions differ much from context to context, small enough to run thousands of times."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.35}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return TargetModel(tiny.build("llama", seed=seed, **sizes, **heads, **ids), name=f"toy-{seed}")
-
-
-def exact(target: TargetModel, sampling: Sampling) -> torch.Tensor:
-    """``[V] * NEW``: the target's own joint distribution, from whole forwards of the stock model."""
-    every = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=NEW)])
-    p = sampling.probabilities(target.model(every).logits[:, len(PROMPT) - 1 : -1])
-    return p.gather(2, every[:, len(PROMPT) :, None])[..., 0].prod(1).view((VOCAB,) * NEW)
-
-
-def deviation(drafter: Drafter, options: dict[str, Any], runs: int = RUNS) -> float:
-    """How many standard deviations the chi-square statistic of ``runs`` samples lies above its mean."""
-    target = drafter.target
-    expected = exact(target, Sampling(**options)).flatten() * runs
-    counts = torch.zeros(VOCAB**NEW)
-    for seed in range(runs):
-        result = generate(target, drafter, [PROMPT], max_new_tokens=NEW, eos_token_id=NO_EOS, seed=seed, **options)
-        a, b, c = result.tokens[0].tolist()
-        counts[(a * VOCAB + b) * VOCAB + c] += 1
-    assert counts[expected == 0].sum() == 0, "a token that top-k or top-p excludes was committed"
-    large = expected >= 4  # the rest is pooled: the statistic is no chi-square on nearly empty cells
-    observed = torch.cat([counts[large], counts[~large].sum()[None]])
-    expected = torch.cat([expected[large], expected[~large].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    degrees = len(expected) - 1
-    return float((((observed - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)
 
 
 def kangaroo_toy(target: TargetModel) -> KangarooDrafter:
     torch.manual_seed(4)
-    return KangarooDrafter(target, KangarooAdapter(target.config), exit_layer=1, eta=0.3, max_draft_tokens=2)
+    return KangarooDrafter(target, KangarooAdapter(target.config), exit_layer=1, eta=0.3, max_draft_tokens=3)
 
 
 MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
     "autoregressive": AutoregressiveDrafter,
-    "speculative": lambda target: SpeculativeDrafter(target, toy(1, 1), gamma=2),
-    "eagle chain": lambda target: eagle(target, None, "chain", depth=2),
+    "speculative": lambda target: SpeculativeDrafter(target, toy(1, 1), gamma=3),
+    "eagle chain": lambda target: eagle(target, None, "chain", depth=3),
     "eagle static": lambda target: eagle(target, None, "static", paths=PATHS),
-    "eagle dynamic": lambda target: eagle(target, None, "dynamic", depth=2, top_k=3, nodes=6),
+    "eagle dynamic": lambda target: eagle(target, None, "dynamic", depth=3, top_k=3, nodes=8),
     "kangaroo": kangaroo_toy,
 }
 
@@ -85,7 +45,7 @@ MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
 def test_output_is_distributed_as_the_targets(name: str, warp: int) -> None:
     """Catches any bias of a method at T > 0: a q of another node or without its warps, a bonus from the wrong row."""
     found = deviation(MAKERS[name](toy()), WARPS[warp])
-    assert found < 4.0, f"chi-square is {found:.1f} standard deviations above its mean"
+    assert found < LIMIT, f"chi-square is {found:.1f} standard deviations above its mean"
 
 
 class Wrong:
@@ -104,16 +64,32 @@ class Wrong:
             draft.q = draft.q.roll(1, dims=1)
         return verify_sampled(draft, logits, see, sampling, generator)
 
+    @staticmethod
+    def q_of_the_first_token(draft, logits, see, sampling, generator):  # noqa: ANN001, ANN205
+        if draft.size:
+            draft.q_row = torch.zeros_like(draft.q_row)
+        return verify_sampled(draft, logits, see, sampling, generator)
+
+
+def test_what_accepts_nothing_deep_is_refused() -> None:
+    """Catches a distribution test that passes because no second draft token was ever verified."""
+    with pytest.raises(AssertionError, match="2 and more accepted in 0 of"):
+        deviation(SpeculativeDrafter(toy(), toy(1, 1), gamma=1), WARPS[0], tokens=2_000)
+
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("eagle dynamic", Wrong.deterministic_as_sampled), ("eagle static", Wrong.q_of_the_next_row)],
+    [
+        ("eagle dynamic", Wrong.deterministic_as_sampled),
+        ("eagle static", Wrong.q_of_the_next_row),
+        ("speculative", Wrong.q_of_the_first_token),
+    ],
 )
 def test_the_measurement_sees_wrong_rules(name: str, wrong: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
     drafter = MAKERS[name](toy())
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
-    assert deviation(drafter, WARPS[0]) > 10.0
+    assert deviation(drafter, WARPS[0], tokens=8_000) > 10.0
 
 
 def plain() -> tuple[TargetModel, Drafter]:

@@ -7,8 +7,8 @@ import pytest
 import tiny
 import torch
 from conformance import NO_EOS, prompt, target_of
+from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
-from test_loop import NEW, PROMPT, VOCAB, WARPS, deviation, exact, toy
 
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
 from drafters.cascade import CascadeDrafter
@@ -177,22 +177,11 @@ def test_rows_of_different_length() -> None:
 
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
-    """Catches n-grams accepted as if they had been sampled, or kept in the distribution after they were rejected."""
-    assert deviation(PromptLookupDrafter(toy(), gamma=2), WARPS[warp]) < 4.0
+    """Catches n-grams accepted as if they had been sampled, or kept in the distribution after they were rejected.
 
-
-def test_batched_output_is_distributed_as_the_targets() -> None:
-    """Catches padding nodes that take probability from the bonus: rows' drafts have 0 to 2 tokens here."""
-    target, runs = toy(), 6000
-    drafter = PromptLookupDrafter(target, gamma=2)
-    options = {"max_new_tokens": NEW + 1, "eos_token_id": NO_EOS, "temperature": 1.0}
-    result = generate(target, drafter, [PROMPT] * runs, **options)  # type: ignore[arg-type]
-    a, b, c = result.tokens[:, :NEW].T
-    counts = torch.bincount((a * VOCAB + b) * VOCAB + c, minlength=VOCAB**NEW)
-    distance = (counts / runs - exact(target, Sampling(1.0)).flatten()).abs().sum() / 2
-    assert {0, 1, 2} == {step.accepted for step in result.trace.steps}
-    # Exact sampling of 125 cells gives at most about sqrt(125 / 6000) / 2 * 0.8.
-    assert distance < 0.06
+    And, as rows of a batch draft unequally many tokens, padding nodes that take probability from the bonus.
+    """
+    assert deviation(PromptLookupDrafter(toy(), gamma=3), WARPS[warp]) < LIMIT
 
 
 def test_bad_options() -> None:

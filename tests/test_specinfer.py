@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
+from distribution import LIMIT, WARPS, deviation, toy
 from enumeration import Q, accepted, bias, committed, deduplicated, sampled
 from rigged import perturbed
-from test_loop import WARPS, deviation, toy
 from transformers import PreTrainedModel
 
 from drafters import Sampling, TargetModel, generate, make_drafter
@@ -175,7 +175,7 @@ def test_a_second_model_helps() -> None:
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
     """Catches q without its warps, or of another model, where the whole loop hands them over."""
-    assert deviation(SpecInferDrafter(toy(), [toy(1, 1), toy(3, 1)], gamma=2), WARPS[warp], runs=800) < 4.0
+    assert deviation(SpecInferDrafter(toy(), [toy(1, 1), toy(3, 1)], gamma=3), WARPS[warp]) < LIMIT
 
 
 def other_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
@@ -192,7 +192,7 @@ def test_the_measurement_sees_wrong_rules(wrong: Rule, monkeypatch: pytest.Monke
     """Catches a distribution test that cannot fail."""
     drafter = SpecInferDrafter(toy(), [toy(1, 1), toy(3, 1)], gamma=2)
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
-    assert deviation(drafter, WARPS[0], runs=800) > 8.0
+    assert deviation(drafter, WARPS[0], tokens=4_000) > 8.0
 
 
 def test_inside_a_cascade() -> None:

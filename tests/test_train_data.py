@@ -100,6 +100,9 @@ def test_shift_stops_at_borders() -> None:
     assert shift(values, 1, segments).tolist() == [[2, 3, 0, 5, 0, 0]]
     assert shift(values, 2, segments).tolist() == [[3, 0, 0, 0, 0, 0]]
     assert shift(values, 9, segments).tolist() == [[0, 0, 0, 0, 0, 0]]
+    full = torch.zeros_like(segments)  # a dialogue that fills its row: behind its end comes its beginning
+    assert shift(values, 1, full).tolist() == [[2, 3, 4, 5, 6, 0]]
+    assert shift(values, 2, full).tolist() == [[3, 4, 5, 6, 0, 0]]
 
 
 def test_epoch_batches() -> None:

@@ -176,6 +176,8 @@ def test_answer_positions() -> None:
     mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 0]], dtype=torch.bool)
     segments = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, -1]])
     assert answer_positions(mask, segments).tolist() == [[-1, 0, 1, -1, 0, 1, 0, 1, -1]]
+    full = torch.tensor([[1, 1, 0, 1, 1]], dtype=torch.bool)  # a dialogue that fills its row, and ends with an answer
+    assert answer_positions(full, torch.zeros(1, 5, dtype=torch.int64)).tolist() == [[0, 1, -1, 0, 1]]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
