@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -87,8 +88,12 @@ class Journal:
 
     def kept(self) -> str:
         """What an interrupted run leaves, and the command that goes on."""
-        runs = f"{len(self.runs):,} runs are kept in {self.path}" if self.runs else "nothing was measured yet"
-        return f"{runs}; to go on: {command()}"
+        if self.path.name == JOURNAL:
+            return f"report.json and {JOURNAL} in {self.path.parent} are complete; to measure again: {command()}"
+        prompts = Counter((run.temperature, run.round, run.prompt) for run in self.runs)
+        whole = sum(runs for prompt, runs in prompts.items() if runs == len(list(self._methods(prompt[0]))))
+        kept = f"{whole:,} runs, those of whole prompts, are kept in {self.path}" if whole else "no prompt is whole yet"
+        return f"{kept}; to go on: {command()}"
 
     def finish(self) -> None:
         """The report is written: the journal takes its final name, and those of other identities go."""
@@ -96,7 +101,7 @@ class Journal:
             with other.open("rb") as file:
                 if _lock(file):  # else another process is at it
                     other.unlink()
-        self.path.replace(self.path.with_name(JOURNAL))
+        self.path = self.path.replace(self.path.with_name(JOURNAL))
 
     def _append(self, line: dict[str, Any]) -> None:
         with naming(self.path):

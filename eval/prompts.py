@@ -247,13 +247,12 @@ def files_sha256(files: list[Path]) -> str:
 def check_prompt_file(file: Path) -> None:
     """Raise ValueError where there is no such file."""
     if not file.is_file():
+        hint = (
+            f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it" if file.parent.name == "stdlib" else ""
+        )
         raise ValueError(
-            f"no prompt file at {file}; give held-out ShareGPT dialogues or questions in Spec-Bench's format (JSONL)"
-            + (
-                f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it"
-                if file.parent.name == "stdlib"
-                else ""
-            )
+            f"no prompt file at {file}; give held-out ShareGPT dialogues or questions in Spec-Bench's format "
+            f"(JSONL){hint}"
         )
 
 

@@ -67,22 +67,29 @@ def run(config: dict[str, Any], *overrides: str) -> int:
     return status(eval.speed.main, "--config", path, *overrides)
 
 
-def killed_after(runs: int, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
-    """Run until so many runs are in the journal, and no further."""
+def killed_after(
+    runs: int,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *overrides: str,
+    by: type[BaseException] = Killed,
+) -> BaseException:
+    """Run until so many runs are in the journal, and no further; what came out."""
     left = runs
 
     def count(self: journal.Journal, run: Run, prompt: Any) -> None:
         nonlocal left
         if left == 0:
-            raise Killed
+            raise by
         left -= 1
         written(self, run, prompt)
 
     written = journal.Journal.write
     with monkeypatch.context() as patch:
         patch.setattr(journal.Journal, "write", count)
-        with pytest.raises(Killed):
+        with pytest.raises(by) as raised:
             run(config, *overrides)
+    return raised.value
 
 
 def report(config: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +213,23 @@ def test_runs_of_another_kind_are_never_mixed(
     assert not list((tmp_path / "out").glob("measurements.unfinished.*"))
 
 
+def test_ctrl_c_says_what_is_kept_and_what_goes_on(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a last line that promises more, or less, than the next run finds."""
+    monkeypatch.setattr(journal, "command", lambda: "python -m eval.speed --config c.yaml")
+    quick = ("temperatures=[0.0]", "max_new_tokens=4")
+    kept = killed_after(len(METHODS) + 2, config, monkeypatch, *quick, by=KeyboardInterrupt).args[0]
+    (path,) = (tmp_path / "out").glob("measurements.unfinished.*.jsonl")
+    assert kept == f"4 runs, those of whole prompts, are kept in {path}; to go on: python -m eval.speed --config c.yaml"
+    with opened(tmp_path, {}) as empty:
+        assert empty.kept().startswith("no prompt is whole yet; ")
+    write_prompts(tmp_path, {}, 0)
+    with opened(tmp_path, {}) as done:
+        done.finish()
+        assert done.kept().startswith(f"report.json and measurements.jsonl in {tmp_path} are complete; ")
+
+
 def test_back_to_the_first_config_goes_on_with_its_runs(tmp_path: Path) -> None:
     """Catches hours of runs lost to a mistyped override that was stopped at once."""
     write_prompts(tmp_path, {"config": {"seed": 0}}, 0, 1)
@@ -256,7 +280,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         with second:
             second.runs.append(Run("a", 0.0, 0, 0, [1], 0.1, 0.1, 0.1, None))
             second.finish()
-        assert first.exists() and not second.path.exists()
+        assert first.exists() and second.path.name == journal.JOURNAL
 
 
 @pytest.mark.slow
