@@ -96,6 +96,8 @@ def read_dialogues(source: str | Path, counts: ReadCounts) -> Iterator[Dialogue]
             continue
         counts.kept += 1
         yield dialogue
+    if not seen:
+        raise ValueError(f"{source} is empty: it holds no record; give a ShareGPT .json, .jsonl or .gz file")
     if counts.kept == 0:
         raise ValueError(
             f"{source}: none of {seen:,} records is a usable dialogue ({counts.describe()}); expected ShareGPT records "

@@ -23,6 +23,7 @@ from drafters.paths import check_model
 from drafters.program import keeping, run_program
 
 from .dialogues import check_source
+from .disk import existing_folder
 from .ranks import add_rank_arguments, find_rank
 
 READ_BY_TRAINING = ("train", "heldout")
@@ -32,7 +33,7 @@ StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
 class FeaturesConfig(Config):
     """Schema of ``configs/features/*.yaml``."""
 
-    target: str  # folder or Hub repository of the target
+    target: str = Field(min_length=1)  # folder or Hub repository of the target
     revision: str | None = None  # of the target on the Hub
     dtype: Dtype = "bfloat16"  # in which the target runs
     store_dtype: StoreDtype | None = None  # of features and taps on disk; int8 and float8: with a scale per token
@@ -40,7 +41,7 @@ class FeaturesConfig(Config):
     device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
     chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
-    out: str  # each split's store is made in <out>/<split>
+    out: str = Field(min_length=1)  # each split's store is made in <out>/<split>
     exit_layers: list[int] = []  # also store the hidden states after this many decoder layers (Kangaroo)
     max_length: int = Field(2048, ge=2)  # tokens of a dialogue; the rest is cut off
     batch_tokens: int = Field(8192, ge=1)  # tokens of one forward, padding included
@@ -84,9 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def check(config: FeaturesConfig) -> None:
-    """Raise ValueError where a file or the target's folder is not there."""
+    """Raise ValueError where a file or the target's folder is not there, or a file stands where ``out`` should be."""
     for source in config.splits.values():
         check_source(source)
+    if not (there := existing_folder(Path(config.out))).is_dir():
+        raise ValueError(f"out: {config.out} cannot be a folder, for {there} is a file; give another")
     check_model(config.target, "target", config.revision)
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ValueError(f"chat_template {config.chat_template} is no readable text file: it is not there")

@@ -68,7 +68,7 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
     try:
         store = FeatureStore(folder, manifest)
     except ValueError as error:
-        return [str(error)]
+        return [f"{folder}: {error}"]
     console.print(lengths_table(store.lengths))
     sample = spread(len(store), options.sample)
     sums = state_sums(store, sample)

@@ -185,7 +185,7 @@ def test_everything_dropped_is_an_error_with_the_counts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none of 2 records.*no_conversations 1, broken_json 1.*\"from\": \"human\""):
         read(file)
     file.write_text("")
-    with pytest.raises(ValueError, match="none of 0 records"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl is empty: it holds no record"):
         read(file)
 
 

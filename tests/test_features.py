@@ -16,8 +16,9 @@ import pytest
 import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
+from transformers import AutoTokenizer
 
-from data_prep import disk, features, features_run
+from data_prep import disk, encoding, features, features_run
 from data_prep.dump import FORWARD_COST, plan_batches
 from data_prep.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.loss_mask import ChatTokenizer
@@ -210,6 +211,36 @@ def test_a_misspelt_split_is_refused(tmp_path: Path, target_folder: Path, name: 
     with pytest.raises(ValueError, match=f"training reads splits named train and heldout, found {name}"):
         run(config, f"splits.{name}={tmp_path / 'train.jsonl'}")
     features.FeaturesConfig(target="t", out="o", splits={f"{near}-2": "a", "other": "b"})
+
+
+def test_an_answer_of_megabytes_is_not_read_to_its_end(tmp_path: Path, target_folder: Path) -> None:
+    """Catches minutes of tokenizing for one endless line, and other tokens than those of the whole text."""
+    chat = ChatTokenizer(AutoTokenizer.from_pretrained(target_folder), "tiny")
+    endless = {"conversations": [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": "on and on " * 10_000}]}
+    file = write_data(tmp_path / "data.jsonl", 2, extra=[json.dumps(endless)])
+    with mock.patch.object(ChatTokenizer, "_tokenize", autospec=True, side_effect=ChatTokenizer._tokenize) as called:
+        split = encode_split(str(file), chat, 64)
+    assert all(len(rendered.text) < 20_000 for call in called.call_args_list for rendered in call.args[1])
+    with mock.patch.object(encoding, "LONGEST_TOKEN", 1 << 30):
+        whole = encode_split(str(file), chat, 64)
+    assert split.counts == whole.counts
+    for ours, theirs in zip(split.dialogues, whole.dialogues, strict=True):
+        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+        assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
+    short = lambda messages, most: tuple({**message, "content": message["content"][:9]} for message in messages)  # noqa: E731
+    with mock.patch.object(encoding, "_clip", short):  # as if its tokens were longer than that: the rest is needed
+        again = encode_split(str(file), chat, 64)
+    assert [one.input_ids.tolist() for one in again.dialogues] == [one.input_ids.tolist() for one in whole.dialogues]
+
+
+def test_a_file_where_the_stores_should_be(tmp_path: Path, target_folder: Path) -> None:
+    """Catches "Not a directory", hours later where the first split is not the one in the way."""
+    config = write_config(tmp_path, target_folder)
+    for out in (tmp_path / "train.jsonl", tmp_path / "train.jsonl" / "deeper"):
+        with pytest.raises(ValueError, match=rf"out: {out} cannot be a folder, for .*train.jsonl is a file"):
+            run(config, f"out={out}")
+    with pytest.raises(ValueError, match="out: String should have at least 1 character"):
+        run(config, 'out=""')
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

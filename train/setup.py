@@ -187,10 +187,12 @@ def check_store(
     if not differing and manifest.target_fingerprint != target.fingerprint():
         differing = [f"fingerprint {manifest.target_fingerprint} against {target.fingerprint()}, so other weights"]
     if differing:
+        fix = f"set target: {manifest.target_name} or make the features again with {target.name!r}"
+        if manifest.target_name == target.name:
+            fix = f"{target.name!r} is no longer what it was then: restore it, or make the features again"
         raise ValueError(
             f"{store} was made with target {manifest.target_name!r}, the config says target: {target.name!r} "
-            f"({'; '.join(differing)}); set target: {manifest.target_name} or make the features again with "
-            f"{target.name!r}"
+            f"({'; '.join(differing)}); {fix}"
         )
     if exit_layer is None:
         return
