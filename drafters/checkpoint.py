@@ -5,6 +5,7 @@ never guesses: another format version, a missing or unexpected weight, a weight 
 another target is a ``ValueError`` that names both sides and the fix.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.config import Config, validate
+from drafters.hub import look_up
 from drafters.model_card import model_card
 from drafters.paths import check_source
 from drafters.tensor_files import save_tensors
@@ -313,8 +315,18 @@ def push_to_hub(
     ]
     api = HfApi(token=token)
     try:
+        with contextlib.suppress(RepositoryNotFoundError):  # it need not be there, but the Hub has to answer
+            look_up(repo_id, token=token)
         repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.create_commit(repo.repo_id, operations, commit_message=commit_message)
+        try:
+            api.create_commit(repo.repo_id, operations, commit_message=commit_message)
+        except Exception as error:
+            if "xet" not in str(error):
+                raise
+            # A server without Xet storage. A file that is handed over open goes the plain way.
+            with (folder / WEIGHTS_FILE).open("rb") as opened:
+                operations[1] = CommitOperationAdd(WEIGHTS_FILE, opened)
+                api.create_commit(repo.repo_id, operations, commit_message=commit_message)
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a Hub repository name like 'user/my-drafter': {error}") from None
     except OfflineModeIsEnabled:
@@ -334,6 +346,7 @@ def _download(repo_id: str, revision: str | None, token: str | bool | None) -> P
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or repo_id.startswith(("./", "../", "~/")):
         raise ValueError(f"{looked}, and the name is not a Hub repository like 'user/my-drafter'")
     try:
+        look_up(repo_id, revision, token)
         files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE]
         folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=files))
     except RevisionNotFoundError:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
+from drafters.decoding.model_files import load_bare_tokenizer, load_config_only
 from drafters.model_card import model_card
 
 ROOT = Path(__file__).parents[1]
@@ -213,3 +216,37 @@ def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> N
     assert "holds pytorch_model.bin but no model.safetensors" in message
     assert "weights_only=True" in message
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
+
+
+def test_a_hub_that_never_answers(saved: Path, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a wait for ever, or minutes of attempts, where a Hub accepts the connection and says nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+        began = time.monotonic()
+        for refused in (
+            refusal(load_checkpoint, "user/d"),
+            refusal(push_to_hub, saved, "user/d"),
+            refusal(load_config_only, "user/d"),
+            refusal(load_bare_tokenizer, "user/d"),
+        ):
+            assert "does not answer when asked for 'user/d' (waited 1 s)" in refused
+            assert "HF_HUB_OFFLINE=1" in refused
+        assert time.monotonic() - began < 30
+
+
+def test_a_model_that_is_nowhere_is_asked_for_once(hub: HubServer, login: Login) -> None:
+    """Catches six requests, each a second and more on a slow line, for a mistyped name."""
+    assert "user/none" in refusal(load_config_only, "user/none")
+    assert hub.requests == ["HEAD /user/none/resolve/main/config.json"]
+
+
+def test_a_server_without_xet(hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches "the Hub cannot be reached" of a Hub that is there and only lacks the newer storage."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    push_to_hub(saved, "user/d")
+    assert [line for line in hub.requests if "xet-write-token" in line], "the test's client has no Xet"
+    assert files(hub, "user/d")["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+    assert load_checkpoint("user/d")[0]["drafter_type"] == "eagle"

@@ -8,6 +8,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from drafters.hub import look_up
 from drafters.paths import check_source
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
@@ -64,6 +65,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     if not (may_be_file and Path(name).is_file()):
         check_source(name, revision)
     try:
+        look_up(name, revision)
         return AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
         raise not_loaded(
@@ -81,6 +83,7 @@ def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
     """
     check_source(name, revision)
     try:
+        look_up(name, revision)
         return AutoTokenizer.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
         raise not_loaded(

@@ -1,0 +1,39 @@
+"""One question to the Hub before a library asks it dozens, each with a patience of its own."""
+
+from pathlib import Path
+from urllib.parse import quote
+
+from huggingface_hub import constants, get_hf_file_metadata
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+
+def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
+    """Ask the Hub for the config.json of a repository, once and for at most HF_HUB_ETAG_TIMEOUT seconds (10).
+
+    What else is wrong with the connection passes: a library may find the repository in its cache.
+
+    Raises:
+        ValueError: the Hub takes the connection and does not answer, or ``name`` can be no repository's.
+        HfHubHTTPError: there is no such repository or revision, or it may not be read.
+    """
+    if constants.HF_HUB_OFFLINE or Path(name).exists():
+        return
+    validate_repo_id(str(name))
+    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
+    seconds = constants.HF_HUB_ETAG_TIMEOUT
+    try:
+        get_hf_file_metadata(url, token=token, timeout=seconds)
+    except (EntryNotFoundError, OfflineModeIsEnabled):
+        return
+    except HfHubHTTPError as error:
+        if error.response.status_code < 500:
+            raise
+    except HTTPError as error:
+        if "Timeout" in type(error).__name__:  # of whichever HTTP library huggingface_hub uses
+            raise ValueError(
+                f"the Hub at {constants.ENDPOINT} does not answer when asked for {str(name)!r} (waited {seconds} s); "
+                "try again later or, if it was downloaded before, set HF_HUB_OFFLINE=1 to do without the Hub"
+            ) from None
+    except OSError:
+        return
