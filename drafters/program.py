@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ def run_program(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except (ValueError, OSError, Failure) as error:
+        _repeat_after_launcher(f"error: {error}")
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as error:
         for number in SIGNALS:
@@ -132,6 +134,34 @@ def _raised() -> Iterator[None]:
     if ours:  # what there was to do is done
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _repeat_after_launcher(line: str) -> None:
+    """Let ``line`` stand last under DeepSpeed's launcher, which has a line of its own for a process that failed.
+
+    A child outlives it for that, by milliseconds.
+    """
+    launcher = os.getppid()
+    if os.environ.get("RANK") != "0" or "deepspeed.launcher.launch" not in _words_of(launcher):
+        return
+    if os.fork():
+        return
+    for _ in range(2000):  # 20 s: it looks for failed processes once a second
+        time.sleep(0.01)
+        if not _words_of(launcher):
+            os.write(2, f"{line}\n".encode())
+            break
+    os._exit(0)
+
+
+def _words_of(process: int) -> list[str]:
+    """A process's command line; of one that has ended, nothing."""
+    import psutil
+
+    try:
+        return psutil.Process(process).cmdline()
+    except psutil.Error:
+        return []
 
 
 def _say(line: str) -> None:
