@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from drafters.decoding.frozen import load_frozen_ends
 from drafters.decoding.model_files import load_config_only, resolve_device
 from drafters.decoding.target import TargetModel
+from drafters.eagle import EagleHead
+from drafters.kangaroo import KangarooAdapter
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 from drafters.wording import size_text
@@ -158,6 +161,8 @@ def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -
             f"is another "
             "model's; put the right tokenizer beside the weights"
         )
+    with torch.device("meta"):  # of families without a head, before the features are made for it
+        KangarooAdapter(model) if config.exit_layers else EagleHead(model)
     resolve_device(config.device)
 
 

@@ -20,7 +20,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.fused import FusedLayer, signed
 from .decoding.graphs import Graphs, same
 from .decoding.kv_cache import KVCache
-from .decoding.layers import layer_kind
+from .decoding.layers import check_head, layer_kind, made
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.product import Product
 from .decoding.row_mask import attention_bias, attention_mask, row_positions, uniform
@@ -34,20 +34,26 @@ class EagleHead(nn.Module):
 
     No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
     checkpoints.
+
+    Raises:
+        ValueError: no head can be made of the target's kind of layers.
     """
+
+    inputs = 2  # hidden states that it takes
 
     def __init__(self, target_config: PretrainedConfig) -> None:
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layer: Any = kind.decoder_layer(config, layer_idx=0)  # type: ignore[call-arg, arg-type]
+        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
         for weights in self.parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
+        check_head(self, config)
 
     def forward(
         self,

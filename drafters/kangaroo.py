@@ -17,7 +17,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.fused import FusedAttention, FusedNorm, Rope, signed
 from .decoding.graphs import Graphs, same
 from .decoding.kv_cache import KVCache
-from .decoding.layers import layer_kind
+from .decoding.layers import check_head, layer_kind, made
 from .decoding.loop import DecodeState
 from .decoding.row_mask import attention_bias, attention_mask, row_positions
 from .decoding.sampling import draw, most_likely
@@ -29,21 +29,27 @@ class KangarooAdapter(nn.Module):
     """``norm(x + Attention(RMSNorm(x)))``: 4 H^2 + 2 H parameters where keys and values have as many heads as queries.
 
     Parameter names are those of the released checkpoints.
+
+    Raises:
+        ValueError: no adapter can be made of the target's kind of layers.
     """
+
+    inputs = 1  # hidden states that it takes
 
     def __init__(self, target_config: PretrainedConfig) -> None:
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
         layer = nn.Module()
-        layer.input_layernorm = kind.norm(config.hidden_size, eps=config.rms_norm_eps)
-        layer.self_attn = kind.attention(config, layer_idx=0)
+        layer.input_layernorm = made(config, kind.norm, config.hidden_size, eps=kind.eps)
+        layer.self_attn = made(config, kind.attention, config, layer_idx=0)
         self.layers = nn.ModuleList([layer])
-        self.norm = kind.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = kind.norm(config.hidden_size, eps=kind.eps)
         self.rotary_emb = kind.rotary(config)
         for weights in layer.self_attn.parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
+        check_head(self, config)
 
     def forward(
         self,
@@ -63,6 +69,7 @@ class KangarooAdapter(nn.Module):
             hidden_states=layer.input_layernorm(hidden),
             position_embeddings=rope or self.rotary_emb(hidden, position_ids),
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=cache,
         )
         return self.norm(hidden + attended)

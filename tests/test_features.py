@@ -418,3 +418,21 @@ def test_a_target_over_several_gpus_is_one_process_a_machine() -> None:
     with mock.patch.object(TargetModel, "from_pretrained") as load:
         features_run.load_target(config, Rank(1, 2, local=0))
     assert load.call_args.kwargs == {"device_map": "auto"} and load.call_args.args[2] is None
+
+
+def test_families_without_heads_are_refused_before_the_target_runs(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches hours of features for a head that cannot be trained on them: Gemma scales what its embedding gives."""
+    config = json.loads((target_folder / "config.json").read_text())
+    other = tmp_path / "gemma"
+    shutil.copytree(target_folder, other)
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gemma", "architectures": None}))
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(features_run.TargetModel, "from_pretrained", never)
+    for exit_layers in ([2], []):
+        with pytest.raises(ValueError, match="no learned head can be made .* 'gemma'"):
+            run(write_config(tmp_path, other, exit_layers=exit_layers))

@@ -60,14 +60,15 @@ def test_equals_a_mask(attend: Callable[..., Tensor], monkeypatch: pytest.Monkey
 def test_heads_take_dialogues_and_masks(kind: Any, family: str) -> None:
     """A head whose layer does not reach the function; one that no longer takes a mask, or none, as in drafting."""
     torch.manual_seed(0)
-    module = kind(tiny.tiny_config(family))
+    config = tiny.tiny_config(family)
+    module = kind(config)
     lengths = [[20, 7], [30]]
     segments = torch.tensor([[0] * 20 + [1] * 7 + [-1] * 3, [0] * 30])
     positions = torch.tensor([[*range(20), *range(7), 0, 0, 0], [*range(30)]])
     inputs = [torch.randn(2, 30, tiny.HIDDEN_SIZE) for _ in range(2 if kind is EagleHead else 1)]
     mask = dialogue_mask(segments)[:, None]
     masked, causal = module(*inputs, positions, mask), module(*inputs, positions)
-    use_dialogue_attention(module)
+    use_dialogue_attention(module, config)
     found = module(*inputs, positions, Dialogues(lengths))
     torch.testing.assert_close(found[segments >= 0], masked[segments >= 0], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found[0, 20:27], causal[0, 20:27], atol=1e-2)

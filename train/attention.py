@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from drafters.decoding.layers import PROBE, differ, no_head, probe_states
 
 NAME = "dialogues"
 BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs
@@ -25,11 +27,36 @@ class Dialogues:
     lengths: list[list[int]]
 
 
-def use_dialogue_attention(module: nn.Module) -> None:
-    """Let a head's layer take ``Dialogues``; with a mask or with none it does what it did before."""
+def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
+    """Let a head's layer take ``Dialogues``; with a mask or with none it does what it did before.
+
+    Args:
+        config: the target's.
+
+    Raises:
+        ValueError: the attention of the target's family does not take them.
+    """
     for part in module.modules():
         if hasattr(part, "config") and hasattr(part.config, "_attn_implementation"):
             part.config._attn_implementation = NAME
+    _check_dialogues(module, config)
+
+
+@torch.no_grad()
+def _check_dialogues(head: Any, config: PretrainedConfig) -> None:
+    """Whether two dialogues in a row give what each gives alone: what a head is trained as and what it drafts as."""
+    half = PROBE // 2
+    states, positions = probe_states(head, config.hidden_size), torch.arange(half)[None]
+    training = head.training
+    head.eval()
+    try:
+        together = head(*states, positions.repeat(1, 2), Dialogues([[half, half]]))
+        alone = [head(*parts, positions) for parts in zip(*(state.split(half, dim=1) for state in states), strict=True)]
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+        raise no_head(config, f"its attention takes no packed dialogues ({error})") from error
+    finally:
+        head.train(training)
+    differ(config, "on packed dialogues", together, torch.cat(alone, dim=1))
 
 
 def dialogue_attention(

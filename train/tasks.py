@@ -103,7 +103,7 @@ class EagleTask(Task):
         self.eagle = config
         torch.manual_seed(config.seed)
         self.module = EagleHead(ends.config)
-        use_dialogue_attention(self.module)
+        use_dialogue_attention(self.module, ends.config)
 
     def rows(self, batch: Batch) -> Tensor:
         return eagle_rows(batch, self.eagle.mask_alignment)
@@ -161,7 +161,7 @@ class KangarooTask(Task):
         self.kangaroo = config
         torch.manual_seed(config.seed)
         self.module = KangarooAdapter(ends.config)
-        use_dialogue_attention(self.module)
+        use_dialogue_attention(self.module, ends.config)
         self.taps = (config.exit_layer,)
 
     def rows(self, batch: Batch) -> Tensor:

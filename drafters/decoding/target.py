@@ -73,8 +73,11 @@ class TargetModel:
         self.revision = revision
         self.source: str | None = None  # folder or Hub repository, where a tokenizer would lie too
         self.body: Any = getattr(model, "model", None)
+        body: Any = self.body
         parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-        missing = [part for part in parts if not hasattr(self.body, part)]
+        missing = [part for part in parts if not hasattr(body, part)]
+        if not missing and not hasattr(getattr(body.layers[-1], "self_attn", None), "o_proj"):
+            missing = ["self_attn.o_proj in its layers"]
         if missing or not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{self.name} ({type(model).__name__}) has no {missing or 'LM head'}; use {SUPPORTED}")
         if getattr(self.config, "final_logit_softcapping", None):  # small logits would hide it from the check below
