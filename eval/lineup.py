@@ -1,9 +1,10 @@
 """The configured drafters, built afresh for every round; what they only read, the draft models, is loaded once."""
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
-from drafters import Drafter, TargetModel, drafter_class, make_drafter
+from drafters import Drafter, LearnedDrafter, TargetModel, drafter_class, make_drafter
 from drafters.choices import Engine
 from eval.entries import DRAFT_MODELS, DrafterEntry
 
@@ -83,6 +84,18 @@ class Lineup:
             for key, value in entry.options.items()
         }
         return make_drafter(entry.drafter, self._models.target, **options)
+
+
+def check_options(entries: list[DrafterEntry]) -> None:
+    """Raise ValueError where an entry has an option that its drafter does not know; before any model is loaded."""
+    for entry in entries:
+        kind = drafter_class(entry.drafter)
+        known = [*kind.options.model_fields, *(("checkpoint", "revision") if issubclass(kind, LearnedDrafter) else ())]
+        for name in entry.options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+                raise ValueError(f"{entry.name}: unknown key {name!r}; {hint}")
 
 
 def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel]) -> Any:

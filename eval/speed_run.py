@@ -20,7 +20,7 @@ from eval.energy import Meter
 from eval.entries import STOCK, StockEntry
 from eval.identity import Identity, conditions, digest
 from eval.journal import Journal
-from eval.lineup import Lineup, Models
+from eval.lineup import Lineup, Models, check_options
 from eval.measure import Limits, Method, Run, drafter_method, measure
 from eval.output import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.page import print_table
@@ -66,6 +66,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     longest = (config.prompts.max_prompt_tokens or 0) + config.max_new_tokens
+    check_options(config.entries)
     models = models or load_models(config.target, longest)
     target = models.target
     lineup = Lineup(config.entries, models)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from eval import speed_run, sweep_report
-from eval.lineup import Models
+from eval.lineup import Models, check_options
 from eval.output import REPORT, PictureError
 from eval.prompts import files_sha256
 from eval.speed import SpeedConfig
@@ -24,6 +24,8 @@ def run(config: SweepConfig, argv: list[str], console: Console) -> dict[str, Any
     """
     key, values = config.varied
     configs = config.speed_configs()
+    for one in configs:
+        check_options(one.entries)
     reports: list[dict[str, Any]] = []
     models: Models | None = None
     loaded, missing = None, None

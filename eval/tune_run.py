@@ -9,7 +9,7 @@ from rich.console import Console
 
 from drafters.provenance import replace_text
 from eval import speed_run
-from eval.lineup import Lineup, Models
+from eval.lineup import Lineup, Models, check_options
 from eval.measure import MeasurementError
 from eval.output import PictureError
 from eval.page import number, setting, speedup_with_interval
@@ -28,6 +28,9 @@ def run_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Cons
         MeasurementError: a method failed while it was measured; what was found before is kept.
         OSError: a file could not be written.
     """
+    for config in configs.values():
+        for one in config.planned():
+            check_options(one.entries)
     loaded: dict[str, Models] = {}
     for config in configs.values():
         key = config.target.model_dump_json()

@@ -450,3 +450,25 @@ def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], t
         assert greedy["perplexity"] == pytest.approx(rows["autoregressive", 0.0]["perplexity"])
         assert f"| {label} (stock) | 0 | - |" in (tmp_path / "out" / "report.md").read_text()
     assert not rows["draft model", 0.0]["stock"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"drafter": "prompt_lookup", "zzz": 3}, "prompt_lookup: unknown key 'zzz'; known keys: "),
+        ({"drafter": "bild", "draft_model": ".", "gama": 3}, "bild: unknown key 'gama'; did you mean 'gamma'"),
+        ({"drafter": "eagle", "checkpont": "x"}, "eagle: unknown key 'checkpont'; did you mean 'checkpoint'"),
+    ],
+)
+def test_a_mistyped_option_is_found_before_a_model_is_loaded(
+    entry: dict[str, Any],
+    message: str,
+    files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches minutes of loading a large target before a mistyped option of a drafter is named."""
+    monkeypatch.setattr(eval.speed_run, "load_models", None)
+    assert run(config_for(files, tmp_path / "out", drafters=[entry]), tmp_path) == 1
+    assert message in capsys.readouterr().err
