@@ -19,7 +19,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup test lint format quickstart quickstart-clean clean
+.PHONY: help setup test lint format mutants quickstart quickstart-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -37,6 +37,10 @@ $(READY): pyproject.toml constraints.txt
 
 test: $(READY) lint
 	python -m pytest -n logical --dist loadfile
+
+# Not part of the tests: up to an hour, or the minutes of what changed since docs/results/mutants.json was written.
+mutants: $(READY)
+	python tests/mutants.py
 
 lint: $(READY)
 	ruff check .

@@ -123,19 +123,22 @@ def test_committed_tokens_follow_the_target(name: str) -> None:
     assert total_variation(found.sum((1, 2)), toy.p[0]) < 0.004
 
 
+def check_both_walks(draft: DraftTree, logits: torch.Tensor, sampling: Sampling) -> None:
+    """On the host and on the device, the same numbers must lead to the same row and leave the same of p."""
+    few, generator = 1000, torch.Generator().manual_seed(4)
+    fields = {key: getattr(draft, key)[:few] for key in ("tokens", "parents", "q", "q_row", "valid")}
+    draft, uniform = replace(draft, **fields), torch.rand(few, draft.size, generator=generator)
+    both = [walk(draft, logits[:few], sampling, uniform) for walk in (_walk_on_host, _walk_on_device)]
+    ends, left = zip(*both, strict=True)
+    assert torch.equal(*ends) and len(set(ends[0].tolist())) > 1
+    torch.testing.assert_close(*left, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_walking_on_the_host_equals_walking_on_the_device(name: str) -> None:
     """Catches the two ways of verifying drifting apart: small batches on a CPU would follow another rule than a GPU."""
-    shape, generator = SHAPES[name], torch.Generator().manual_seed(3)
-    draft, logits = build_draft(shape, Toy(shape.sampling), generator)
-    few = 1000
-    fields = {key: getattr(draft, key)[:few] for key in ("tokens", "parents", "q", "q_row", "valid")}
-    draft, uniform = replace(draft, **fields), torch.rand(few, draft.size, generator=generator)
-    ends, left = zip(
-        *(walk(draft, logits[:few], shape.sampling, uniform) for walk in (_walk_on_host, _walk_on_device)), strict=True
-    )
-    assert torch.equal(*ends) and len(set(ends[0].tolist())) > 1
-    torch.testing.assert_close(*left, atol=1e-5, rtol=1e-4)
+    shape = SHAPES[name]
+    check_both_walks(*build_draft(shape, Toy(shape.sampling), torch.Generator().manual_seed(3)), shape.sampling)
 
 
 def test_draft_equal_to_the_target_is_always_accepted() -> None:
@@ -201,6 +204,23 @@ def test_one_row_of_q_for_two_levels() -> None:
     draft, logits = build_draft(shape, toy, torch.Generator().manual_seed(0))
     draft.q_row = torch.zeros_like(draft.q_row)
     assert total_variation(measured(draft, logits, toy, shape), toy.joint()) < LIMIT
+    check_both_walks(draft, logits, shape.sampling)
+
+
+def test_padding_is_no_draw() -> None:
+    """Catches a draw beyond the support of q that is tried: with a q of nothing it would always be accepted."""
+    rows, p = 3000, torch.full((4,), 0.25)
+    q = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(rows, 1, -1)
+    every = torch.zeros(rows, 2, dtype=torch.long)
+    tokens, valid = torch.tensor([[0, 1]]).expand(rows, -1), torch.tensor([[True, False]]).expand(rows, -1)
+    draft = DraftTree(tokens, every + ROOT, q=q, q_row=every, valid=valid)
+    logits, uniform = p.log().expand(rows, 3, -1), torch.rand(rows, 2)
+    for walk in (_walk_on_host, _walk_on_device):
+        ends, left = walk(draft, logits, Sampling(1.0), uniform)
+        assert set(ends.tolist()) == {0, 1} and (ends == 1).float().mean().item() == pytest.approx(0.25, abs=0.03)
+        torch.testing.assert_close(
+            left[ends == 0], torch.tensor([[0.0, 1.0, 1.0, 1.0]]).expand(left[ends == 0].shape) / 3
+        )
 
 
 def test_zero_probability_tokens_are_never_committed() -> None:

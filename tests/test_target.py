@@ -84,6 +84,28 @@ def test_tree_attention_equals_each_path_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("lengths", [(10, 10), (10, 7)])
+def test_trees_grown_in_parts(family: str, lengths: tuple[int, int]) -> None:
+    """Catches a later level that stands where the first does, and a window that siblings push each other out of.
+
+    A side branch, and beside it a branch longer than the window, so that its end must not see its beginning.
+    """
+    target = target_of(family)
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    draft = DraftTree(torch.tensor([prompt(10, 3), prompt(10, 4)]), torch.tensor([[-1, -1, *range(1, 9)]] * 2))
+    tokens, see = torch.cat([torch.tensor([[40], [41]]), draft.tokens], 1), draft.ancestors()
+    depths, cache = draft.depths(see), target.new_cache(2, 24)
+    target.run(torch.tensor([ids + [0] * (10 - len(ids)) for ids in prompts]), cache)
+    cache.commit([list(range(length)) for length in lengths])
+    first = target.run(tokens[:, :5], cache, see=see[:, :5, :5], depths=depths[:, :5]).features
+    second = target.run(tokens[:, 5:], cache, see=see[:, 5:], depths=depths, offset=5).features
+    for row, ids in enumerate(prompts):
+        for node, found in enumerate(torch.cat([first, second], 1)[row]):
+            alone = target.features(torch.tensor([ids + tokens[row][see[row, node]].tolist()])).features[0, -1]
+            torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_eager_attention_equals_sdpa(family: str) -> None:
     """Catches a bool mask under eager attention, which transformers adds to the scores instead of masking."""
     target = target_of(family)
