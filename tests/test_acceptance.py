@@ -198,7 +198,7 @@ def test_the_measurement_sees_wrong_rules(name: str, wrong, least: float) -> Non
 
 def test_one_row_of_q_for_two_levels() -> None:
     """Catches a child verified against what its parent's draw left of a q that both levels share."""
-    shape = Shape([(ROOT, SAMPLED), (ROOT, SAMPLED), (0, SAMPLED), (0, SAMPLED)])
+    shape = Shape([(ROOT, SAMPLED)] * 2 + [(0, SAMPLED)] * 2 + [(1, SAMPLED)] * 2)
     toy = Toy(shape.sampling)
     toy.q[1] = toy.q[0].expand(VOCAB, VOCAB)
     draft, logits = build_draft(shape, toy, torch.Generator().manual_seed(0))

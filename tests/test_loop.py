@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conformance import NO_EOS, prompt, rows_of, target_of
+from conformance import NO_EOS, checked_commits, prompt, rows_of, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import eagle
 
@@ -194,6 +194,16 @@ def test_first_token_eos() -> None:
     first = rows_of(generate(target, drafter, [prompt(9)], max_new_tokens=1))[0]
     result = generate(target, drafter, [prompt(9)], max_new_tokens=9, eos_token_id=first)
     assert rows_of(result) == [first] and result.trace.steps == [] and result.trace.tau == 1.0
+
+
+def test_a_draft_cut_by_eos_leaves_no_rows() -> None:
+    """Catches cache rows of tokens behind an EOS, which a row of a batch would carry along until the others end."""
+    target = target_of("llama")
+    free = rows_of(generate(target, AutoregressiveDrafter(target), [prompt(9)], max_new_tokens=9, eos_token_id=NO_EOS))
+    with checked_commits() as seen:
+        drafter = SpeculativeDrafter(target, target, gamma=6)
+        result = generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=free[0][3])
+    assert rows_of(result)[0] == free[0][: free[0].index(free[0][3]) + 1] and seen.accepted == 6
 
 
 def test_streaming_hands_out_each_token_once() -> None:

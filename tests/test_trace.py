@@ -21,6 +21,8 @@ def test_tau_counts_the_bonus_and_what_was_kept() -> None:
     trace = trace_of((5, 0, 1), (5, 2, 3), (5, 5, 6), (5, 4, 2))
     assert trace.tau == 3.0 and trace.decoded_tokens == 12
     assert Trace().tau == 1.0
+    trace.steps[0].forwards = 3  # the drafter asked the target twice
+    assert trace.tau == 2.0
 
 
 def test_ctar() -> None:

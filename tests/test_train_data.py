@@ -44,6 +44,7 @@ def test_pack_fills_rows_without_splitting() -> None:
     assert members(rows) == list(range(len(LENGTHS)))
     assert all(sum(LENGTHS[i] for i in row) <= 30 for row in rows)
     assert len(rows) == 8  # 218 tokens cannot fit in fewer than 8 rows of 30
+    assert pack([5, 3, 2]) == [[0], [1, 2]]  # full to the last token
 
 
 def test_collate_lays_out_what_the_store_holds(store: FeatureStore) -> None:

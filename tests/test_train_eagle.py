@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config, validate
-from train import loop
+from train import loop, tasks
 from train.config import EagleConfig, deepspeed_config
+from train.data import Span
 from train.loop import TrainingDiverged
+from train.losses import Noise
 from train.run_files import read_metrics
 
 CONFIGS = tiny_run.ROOT / "configs"
@@ -41,6 +43,9 @@ def reference(target: TargetModel, features: Path, tmp_path_factory: pytest.Temp
 
 def assert_same_training(out: Path, reference: Path, tolerance: float = 1e-5) -> None:
     assert losses(out) == pytest.approx(losses(reference), rel=tolerance)
+    # Adam does not feel a gradient that is too large throughout; its norm tells.
+    norms = [[row["grad_norm"] for row in read_metrics(folder) if "loss" in row] for folder in (out, reference)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     ours, theirs = load_file(out / "model.safetensors"), load_file(reference / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():  # exported in bf16: 8 bits
@@ -83,7 +88,7 @@ def test_learning_rate_and_clipping(settings: dict[str, Any]) -> None:
 
 
 def test_accumulation_equals_one_big_batch(settings: dict[str, Any], reference: Path) -> None:
-    """Micro-batches averaged with equal weight although they hold different numbers of answer tokens."""
+    """Micro-batches averaged with equal weight although their answers differ in length, or divided by twice."""
     tiny_run.train_here("eagle", {**settings, "gradient_accumulation": 3})
     assert_same_training(Path(settings["out"]), reference)
 
@@ -93,8 +98,19 @@ def test_zero_stages_equal_stage_0(settings: dict[str, Any], reference: Path, st
     """A loss scaled for one ZeRO stage only, or a gradient norm that is measured after clipping there."""
     tiny_run.train_here("eagle", {**settings, "zero_stage": stage, "gradient_accumulation": 2})
     assert_same_training(Path(settings["out"]), reference)
-    norms = [[row["grad_norm"] for row in read_metrics(o) if "loss" in row] for o in (Path(settings["out"]), reference)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_every_epoch_has_its_own_noise(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same noise on the same dialogue in every epoch, which the head would learn by heart."""
+    seeds, noise = [], tasks.feature_noise
+
+    def noted(features: torch.Tensor, spans: list[Span], kind: Noise, seed: int) -> torch.Tensor:
+        seeds.append(seed)
+        return noise(features, spans, kind, seed)
+
+    monkeypatch.setattr(tasks, "feature_noise", noted)
+    run = tiny_run.train_here("eagle", {**settings, "noise": "paper", "steps": 9})
+    assert run.progress.epoch > 1 and len(set(seeds)) >= run.progress.epoch
 
 
 @pytest.mark.slow
