@@ -11,7 +11,7 @@ from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
-from eval.divergence import find_divergences
+from eval.divergence import TOLERANCE, find_divergences
 from eval.entries import STOCK
 from eval.journal import journal_line, run_from_line
 from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
@@ -180,6 +180,9 @@ def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
     assert speedup.total_interval[1] == pytest.approx(4.0)
     same = paired_speedup([[run] for run in baseline], [[run] for run in baseline])
     assert (same.total, same.total_interval) == (1.0, (1.0, 1.0))
+    unlike = [[make_run(0, 20, 4.0)], [make_run(1, 40, 1.0)]]  # twice as fast on each, however unlike they are
+    twice = paired_speedup([[make_run(0, 20, 2.0)], [make_run(1, 40, 0.5)]], unlike)
+    assert (twice.total, twice.total_interval) == (2.0, (2.0, 2.0))
 
 
 def test_medians_pair_the_rounds() -> None:
@@ -323,6 +326,12 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
     target = TargetModel(target.model)
     logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
     assert diverge(twin) == (True, 0.0)
+    tolerance = TOLERANCE[torch.bfloat16] * logits.abs().max().item()
+    for share, explained in ((0.5, True), (2.0, False)):
+        head.data[twin] = head.data[best] * (1 - share * tolerance / logits[best].item())
+        target = TargetModel(target.model)
+        logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
+        assert diverge(twin)[0] is explained
 
 
 def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:

@@ -244,6 +244,8 @@ def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path: Path, b
         assert writer.write(shard) == [f"dialogue-2-1 ({where})"]
         manifest = writer.manifest
         assert (manifest.consumed, manifest.dialogues, manifest.tokens) == (5, 4, 19)
+        kept = int(make_shard(0).loss_mask.sum()) + int(shard.loss_mask.sum()) - int(shard.loss_mask[4:6].sum())
+        assert manifest.response_tokens == kept < kept + int(shard.loss_mask[4:6].sum())
         assert manifest.dropped == {"non_finite": 1}
         writer.finish({"broken_json": 2}, {})
     store, whole = FeatureStore.open(tmp_path), make_shard(2)
