@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 test: $(READY) lint
 	python -m pytest -n logical --dist loadfile
 
-# Not part of the tests: up to an hour, or the minutes of what changed since docs/results/mutants.json was written.
+# Not part of the tests: a quarter of an hour, or the minutes of what changed since docs/results/mutants.json was written.
 mutants: $(READY)
 	python tests/mutants.py
 

@@ -143,14 +143,16 @@ def judge(mutant: Mutant, tree: Path) -> dict[str, Any]:
     return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - began, 1), "key": mutant.key()}
 
 
-def check_killers(outcomes: dict[str, dict[str, Any]], tree: Path) -> None:
-    """What killed a mutant must pass without it: else the outcome says nothing, and is dropped."""
+def check_killers(outcomes: dict[str, dict[str, Any]], tree: Path) -> list[str]:
+    """The mutants killed by a test that fails without them, too: of those the outcome says nothing."""
     killers = sorted({outcome["by"] for outcome in outcomes.values() if outcome["by"]})
     if not killers:
-        return
+        return []
     _, broken, output = run_tests(killers, tree)
-    for name in [name for name, outcome in outcomes.items() if outcome["by"] in broken]:
-        print(f"{name}: {outcomes.pop(name)['by']} fails without the mutant, too\n{output}", flush=True)
+    unsound = [name for name, outcome in outcomes.items() if outcome["by"] in broken]
+    for name in unsound:
+        print(f"{name}: {outcomes[name]['by']} fails without the mutant, too\n{output}", flush=True)
+    return unsound
 
 
 def write(mutants: list[Mutant], outcomes: dict[str, dict[str, Any]]) -> None:
@@ -195,20 +197,20 @@ def main() -> None:
     if words:
         due = [mutant for mutant in mutants if any(word in mutant.name for word in words)]
     load_libraries()
-    fresh: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_tree(Path(folder))
         for number, mutant in enumerate(due, start=1):
-            known[mutant.name] = fresh[mutant.name] = outcome = judge(mutant, Path(folder))
+            known[mutant.name] = outcome = judge(mutant, Path(folder))
             write(mutants, known)
             told = f"{outcome['outcome']} {outcome['by'] or ''}"
             print(f"{number}/{len(due)} {mutant.name}: {told} ({outcome['seconds']} s)", flush=True)
-        sound = dict(fresh)
-        check_killers(sound, Path(folder))
-    write(mutants, {name: outcome for name, outcome in known.items() if name in sound or name not in fresh})
+        current = {m.name: known[m.name] for m in mutants if known.get(m.name, {}).get("key") == m.key()}
+        for name in check_killers(current, Path(folder)):
+            del known[name]
+    write(mutants, known)
     left = [m.name for m in mutants if known.get(m.name, {}).get("outcome") != KILLED and not m.equivalent]
-    if left or len(sound) < len(fresh):
-        sys.exit(f"not killed, and not explained: {', '.join(left) or 'see above'}")
+    if left:
+        sys.exit(f"not killed, and not explained: {', '.join(left)}")
 
 
 if __name__ == "__main__":
