@@ -37,7 +37,7 @@ class Bar(tqdm):
             self._write_line()
 
     def clear(self, *arguments: Any, **options: Any) -> None:
-        if not self._lines:
+        if not self._lines and self.n != self.initial:  # what was never drawn has no line to be cleared
             super().clear(*arguments, **options)
 
     def close(self) -> None:

@@ -234,7 +234,7 @@ def test_an_error_is_one_line_on_the_command_line(settings: dict[str, Any], tmp_
     line = tiny_run.command("eagle", tmp_path, settings, "--local_rank=0", "features=nowhere", "steps=3")
     done = tiny_run.run(line)
     assert done.returncode == 1
-    assert "error: no feature store at nowhere" in done.stderr
+    assert "error: features: there is no folder nowhere; make it with python -m data_prep.features" in done.stderr
     assert "Traceback" not in done.stderr
 
 
