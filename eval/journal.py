@@ -73,7 +73,11 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:  # once more what a full disk has no room for; the error under way names the file, this one none
+            if error is None:
+                raise
         if not self.runs:  # nothing was measured: nothing to go on from
             self.path.unlink(missing_ok=True)
 
