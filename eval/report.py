@@ -173,10 +173,10 @@ def statements(report: dict[str, Any]) -> list[str]:
             "drafter; tau without them stands beside tau over all)"
         )
     lines += about_energy(facts["energy"])
-    if facts["load_average"] is not None and facts["load_average"] > facts["cpu_cores"]:
-        lines.append(
-            f"the machine was busy before the first run (load average {facts['load_average']:.1f}): times are rough"
-        )
+    started = [part["load_average"] for part in facts.get("parts", [facts])]  # of an interrupted report: every start
+    busiest = max((load for load in started if load is not None), default=0.0)
+    if busiest > facts["cpu_cores"]:
+        lines.append(f"the machine was busy when runs began (load average {busiest:.1f}): times are rough")
     return lines + [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
 
 

@@ -25,7 +25,7 @@ from drafters.environment import environment
 from drafters.speculative import SpeculativeDrafter
 from eval.energy import Meter
 from eval.entries import STOCK
-from eval.report import warnings
+from eval.report import statements, warnings
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -343,6 +343,15 @@ def test_a_slow_baseline_is_flagged(finished: tuple[Path, dict[str, Any]]) -> No
         baseline["over_stock_generate"] = ratio
     (line,) = warnings(report)
     assert line.startswith("T = 1: the baseline is slower than stock generate (0.80 times")
+
+
+def test_a_busy_start_is_told_of_a_resumed_run(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Catches rough times of the first part passed over because the machine was idle when the run went on."""
+    report = json.loads(json.dumps(finished[1]))
+    report["environment"] |= {"cpu_cores": 4, "load_average": 0.5}
+    for load, told in ((9.0, True), (3.9, False), (None, False)):
+        report["environment"]["parts"] = [{"load_average": load}, {"load_average": 0.5}]
+        assert any("busy when runs began (load average 9.0)" in line for line in statements(report)) is told
 
 
 @pytest.mark.parametrize("broken", ["in the way", "full"])
