@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     from eval.screen import make_console
     from eval.speed_run import run
 
-    with keeping(lambda: f"nothing was measured yet; to start again: {command()}"):
+    with keeping(lambda: f"nothing was measured since this start, and what was before stays; to go on: {command()}"):
         run(config, ["python", "-m", "eval.speed", *given], make_console())
 
 
