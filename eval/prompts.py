@@ -286,12 +286,11 @@ def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[in
 
 
 def _beginning(messages: list[Message], characters: int) -> list[Message]:
+    """So many characters of the messages. Each keeps one, for templates refuse a prompt without the user's."""
     found = []
     for message in messages:
-        found.append(message | {"content": message["content"][:characters]})
+        found.append(message | {"content": message["content"][: max(characters, 1)]})
         characters -= len(message["content"])
-        if characters <= 0:
-            break
     return found
 
 

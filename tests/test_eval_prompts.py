@@ -224,6 +224,20 @@ def test_a_huge_prompt_is_left_out_by_its_beginning(tmp_path: Path) -> None:
     assert len(render_up_to(tokenizer, too_long, 10)) > 10
 
 
+def test_a_cut_prompt_keeps_its_turns() -> None:
+    """Catches a template's refusal of a prompt without a user's turn, where the system message alone is too long."""
+
+    class Strict:
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
+            assert [message["role"] for message in messages] == ["system", "user"]
+            assert all(message["content"] for message in messages)
+            return tokenizer.apply_chat_template(messages, **options)
+
+    tokenizer = tiny_tokenizer()
+    messages = [{"role": "system", "content": "w1 " * 10_000}, {"role": "user", "content": "w1"}]
+    assert 10 < len(render_up_to(Strict(), messages, 10)) < 10_000
+
+
 def test_no_room_for_a_prompt_is_said_with_both_numbers(tmp_path: Path) -> None:
     """Catches "at most -97952 prompt tokens"."""
     file = write(tmp_path / "p.jsonl", [{"turns": ["w1"]}, {"turns": ["w2"]}])
