@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import statistics
 import time
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"{config['runs']} runs a block, medians of {config['blocks']} blocks, batch sizes alternating"
     )
     lines += [software_line(facts), *(f"- {line}" for line in about_energy(facts["energy"])), "", *_table(found), ""]
-    return "\n".join([*lines, "## To run it again", "", f"    {' '.join(facts['argv'])}", ""])
+    return "\n".join([*lines, "## To run it again", "", f"    {shlex.join(facts['argv'])}", ""])
 
 
 def _table(found: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """The journal: every single run of a report as a line of JSON, from which a killed report goes on."""
 
 import fcntl
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +49,8 @@ class Journal:
         self, out: Path, identity: dict[str, Any], facts: dict[str, Any], methods: Callable[[float], Iterable[str]]
     ) -> None:
         self.path = out / UNFINISHED.replace("*", digest(identity))
-        self._identity, self._facts, self._methods = identity, facts, methods
+        self._identity, self._facts = identity, facts
+        self._methods = functools.cache(lambda temperature: frozenset(methods(temperature)))
         self.runs: list[Run] = []
         self.notes: list[str] = []
         self._file: IO[bytes]
@@ -95,14 +97,14 @@ class Journal:
         if self.path.name == JOURNAL:
             return f"report.json and {JOURNAL} in {self.path.parent} are complete; to measure again: {command()}"
         prompts = Counter((run.temperature, run.round, run.prompt) for run in self.runs)
-        whole = sum(runs for prompt, runs in prompts.items() if runs == len(list(self._methods(prompt[0]))))
+        whole = sum(runs for prompt, runs in prompts.items() if runs == len(self._methods(prompt[0])))
         kept = f"{whole:,} runs, those of whole prompts, are kept in {self.path}" if whole else "no prompt is whole yet"
         return f"{kept}; to go on: {command()}"
 
     def finish(self) -> None:
         """The report is written: the journal takes its final name, and those of other identities go."""
         for other in self._others():
-            with other.open("rb") as file:
+            with other.open("rb+") as file:  # NFS locks only what is open for writing
                 if _lock(file):  # else another process is at it
                     other.unlink()
         self.path = self.path.replace(self.path.with_name(JOURNAL))
@@ -126,7 +128,7 @@ class Journal:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
             else:
                 prompt.append(run_from_line(line))
-                if {run.method for run in prompt} != set(self._methods(prompt[0].temperature)):
+                if {run.method for run in prompt} != self._methods(prompt[0].temperature):
                     continue
                 self.runs += prompt
                 parts[-1]["runs"] += len(prompt)

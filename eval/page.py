@@ -1,5 +1,6 @@
 """How a report looks: the Markdown page, and its table on the screen."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]
     lines += _grids(report) + _categories(report)
-    lines += ["## To run it again", "", f"    {' '.join(report['environment']['argv'])}", ""]
+    lines += ["## To run it again", "", f"    {shlex.join(report['environment']['argv'])}", ""]
     return "\n".join(lines)
 
 

@@ -173,6 +173,8 @@ def statements(report: dict[str, Any]) -> list[str]:
             "drafter; tau without them stands beside tau over all)"
         )
     lines += about_energy(facts["energy"])
+    if _without_all_readings(report):
+        lines.append("energy: some of a row's runs, from a start that could not read the counters, have none; so has the row")
     started = [part["load_average"] for part in facts.get("parts", [facts])]  # of an interrupted report: every start
     busiest = max((load for load in started if load is not None), default=0.0)
     if busiest > facts["cpu_cores"]:
@@ -188,6 +190,12 @@ def about_energy(energy: dict[str, Any]) -> list[str]:
             state = "" if energy[place]["available"] else "not available: "
             lines.append(f"{name}: {state}{energy[place]['how']}")
     return lines
+
+
+def _without_all_readings(report: dict[str, Any]) -> bool:
+    """Whether the last start measured energy, and a row, of an interrupted report, has no figure all the same."""
+    measured = report["environment"]["energy"].get("device", {}).get("available", False)
+    return measured and any(row["joules_per_token"] is None for row in report["rows"])
 
 
 def shortage_line(prompts: dict[str, Any]) -> str | None:

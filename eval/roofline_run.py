@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +114,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"- context {facts['config']['context']}, {facts['config']['new_tokens']} new tokens, greedy, median of "
         f"{facts['config']['rounds']} rounds",
         software_line(facts),
-        f"- `{' '.join(facts['argv'])}`",
+        f"- `{shlex.join(facts['argv'])}`",
         "",
         f"Copy bandwidth {size_text(bandwidth)}/s; a step reads {size_text(size['weights'])} of weights and "
         f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",

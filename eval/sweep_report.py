@@ -1,6 +1,7 @@
 """What a sweep writes: sweep.json, the same as Markdown, and a picture of speed over the values."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -50,7 +51,7 @@ def markdown(found: dict[str, Any], reports: list[dict[str, Any]]) -> str:
         lines.append(f"- [{value['folder']}](<{value['folder']}/report.md>): {about}")
         lines += [f"  - **{line}**" for line in warnings(report)]
     lines += ["", "Speedups are over plain decoding at the same value. The columns are explained in every report.", ""]
-    return "\n".join([*lines, "## To run it again", "", f"    {' '.join(found['argv'])}", ""])
+    return "\n".join([*lines, "## To run it again", "", f"    {shlex.join(found['argv'])}", ""])
 
 
 Series = dict[tuple[str, float | None], dict[int, Row]]

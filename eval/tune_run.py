@@ -1,6 +1,7 @@
 """What eval.tune does with its config."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def write(config: TuneConfig, found: dict[str, Any], report: dict[str, Any]) -> 
     """best.yaml, tune.json and tune.md."""
     config.out.mkdir(parents=True, exist_ok=True)
     best = best_entry(config, found["best"])
-    command = " ".join(found["argv"])
+    command = shlex.join(found["argv"])
     replace_text(config.out / BEST, f"# Found by: {command}\n" + yaml.safe_dump([best], sort_keys=False))
     replace_text(config.out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
     what = found["objective"]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from eval.page import _grids
+from eval.report import _without_all_readings
 
 
 def row(speed: float, tau: float, **grid: int) -> dict[str, Any]:
@@ -32,3 +33,15 @@ def test_three_knobs_have_two_columns_down_and_one_or_four_no_table() -> None:
         "| 2 | 2 | 221.0 (1.00) | **222.0** (1.00) |",
     ]
     assert not _grids({"rows": [row(1.0, 1.0, a=1), row(1.0, 1.0, a=1, b=1, c=1, d=1)]})
+
+
+def test_a_start_that_could_not_read_the_energy_is_told() -> None:
+    """Catches dashes without a reason in an interrupted report whose first start had no counters."""
+
+    def report(available: bool, joules: float | None) -> dict[str, Any]:
+        energy = {"device": {"available": available, "how": "counters"}}
+        return {"environment": {"energy": energy}, "rows": [{"joules_per_token": 1.0}, {"joules_per_token": joules}]}
+
+    assert _without_all_readings(report(True, None))
+    assert not _without_all_readings(report(True, 0.5))
+    assert not _without_all_readings(report(False, None))  # which the reason for all rows covers
