@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,55 @@ def test_steps_do_not_wait_for_checksums(settings: dict[str, Any], monkeypatch: 
     monkeypatch.setattr(TrainRun, "_save", noted)
     tiny_run.train_here("eagle", settings)
     assert saved == [True]
+
+
+def test_a_short_run_ends_with_the_verdict(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that is over before its shards are hashed, and calls a drafter trained that was made from them."""
+    trained = threading.Event()
+
+    def late(*_: Any) -> bool:
+        assert trained.wait(60), "the steps waited for the checksums"
+        return False
+
+    def step_done(self: TrainRun, *_: Any) -> None:
+        if self.progress.step == 2:
+            trained.set()
+
+    monkeypatch.setattr(shard_check, "is_whole", late)
+    monkeypatch.setattr(TrainRun, "_report", step_done)
+    with pytest.raises(ValueError, match="stopped at step 2, no checkpoint was written yet"):
+        tiny_run.train_here("eagle", {**settings, "steps": 2})
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not list((tmp_path / "run").glob("state/step-*"))
+
+
+def test_what_is_read_during_a_wait_is_waited_for_next(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a shard that a reader, which is ahead, asks for while a checkpoint waits, and that none waits for."""
+    train, waiting, exact = FeatureStore.open(sharded / "train"), threading.Event(), shard_check.wait
+    check = ShardCheck([train], Ranks(0, 1), torch.device("cpu"))
+
+    def begun(futures: Any, **options: Any) -> Any:
+        known = list(futures)
+        waiting.set()
+        return exact(known, **options)
+
+    def found(_: Path, entry: Any) -> bool:
+        if entry.file == "shard-00000.safetensors":
+            assert waiting.wait(60)
+            check.first_read(train, [EACH])  # of the next shard
+            return True
+        time.sleep(0.5)
+        return False
+
+    monkeypatch.setattr(shard_check, "wait", begun)
+    monkeypatch.setattr(shard_check, "is_whole", found)
+    check.first_read(train, [0])
+    check.wait(print)
+    check.wait(print)
+    assert "shard-00001.safetensors" in check.problems()
+    check.close()
 
 
 def test_each_shard_is_read_once(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

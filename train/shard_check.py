@@ -60,11 +60,12 @@ class ShardCheck:
 
     def wait(self, say: Callable[[str], object]) -> None:
         """Until all shards read so far are checked; ``say`` is told if that takes long."""
-        _, left = wait(self._running, timeout=QUIET)
+        with self._lock:  # what the readers, who are ahead, begin meanwhile is for the next to wait for
+            running, self._running = self._running, []
+        _, left = wait(running, timeout=QUIET)
         if left:
             say(f"waiting for the checksums of {len(left)} shards, so that no checkpoint is made from a broken one")
             wait(left)
-        self._running.clear()
 
     def problems(self) -> str:
         """What is wrong with the shards checked so far, of all ranks and alike on each; "" if nothing. A collective."""
