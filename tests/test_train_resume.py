@@ -329,3 +329,16 @@ def test_resume_refuses_another_training(settings: dict[str, Any], tmp_path: Pat
     run_json.write_text(whole)
     run = tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)  # a longer run is the same training
     assert run.progress.step == 5
+
+
+def test_resume_refuses_another_packing(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A place in the data of a version before, which points at other batches now: dialogues trained twice or never."""
+    values = {**settings, "out": str(tmp_path / "run"), "steps": 3}
+    tiny_run.train_here("eagle", values)
+    run_json = tmp_path / "run" / "run.json"
+    info = json.loads(run_json.read_text())
+    del info["packing"]
+    run_json.write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"the run in .*run was begun by a version .* batches.*another out="):
+        tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)
+    assert json.loads(run_json.read_text()) == info

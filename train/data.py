@@ -231,6 +231,7 @@ def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) 
 
     The epoch's shuffle is dealt dialogue by dialogue, each to the fullest open batch that it fits, so that a batch is a
     random sample and still all but full. A dialogue longer than ``batch_tokens`` is a batch of its own.
+    A saved place in the data counts these batches: where they change, ``run_files.PACKING`` does.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     batches: list[list[int]] = []

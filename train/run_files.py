@@ -30,6 +30,7 @@ from drafters.provenance import (
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
+PACKING = 2  # of `epoch_batches` in train/data.py: raised where the same seed gives other batches
 OWN_KEYS = {"eagle": "classification_weight", "kangaroo": "exit_layer"}  # of a config, that no other drafter's has
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
@@ -219,11 +220,18 @@ def describe_data(manifest: StoreManifest) -> dict[str, Any]:
 
 
 def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError where the dialogues are no longer those that the run in the folder ``run`` began with.
+    """Raise ValueError where the dialogues, or their batches, are no longer those that the run in ``run`` began with.
 
     Its position in the data would point at others, some of which it has seen already.
     """
-    before = read_info(run).get("data", {})
+    info = read_info(run)
+    if info.get("packing", 1) != PACKING:
+        raise ValueError(
+            f"--resume: the run in {run} was begun by a version that dealt the dialogues to other batches, so its "
+            f"place in the data would be another; finish it with that version (commit {info.get('commit')}), or train "
+            "anew with another out="
+        )
+    before = info.get("data", {})
     for split, now in data.items():
         if split in before and before[split] != now:
             raise ValueError(
@@ -240,6 +248,7 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
         "drafter": config.drafter,
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
+        "packing": PACKING,
         "ranks": ranks,
         "hardware": {
             "cpu": cpu_name(),
