@@ -11,12 +11,11 @@ from typing import Any
 from drafters.decoding.model_files import load_bare_tokenizer
 from drafters.text_files import read_text
 
-from .dialogues import Dialogue, DroppedError, Message, ReadCounts, read_dialogues
+from .dialogues import Dialogue, DroppedError, ReadCounts, read_dialogues
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
 from .progress import Bar
 
 CHUNK = 256  # dialogues tokenized in one call
-LONGEST_TOKEN = 64  # characters; far more than the tokens of a long text have on average
 FIRST_WITHOUT_ANSWER = 32  # so many dialogues without a printed answer, and none with one: it is the template
 
 
@@ -70,7 +69,8 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
     details: dict[str, str] = {}  # of the last dialogue dropped for each reason
     with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
         while chunk := _take(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids))):
-            for dialogue, result in zip(chunk, _encode(chat, chunk, max_length), strict=True):
+            results = chat.encode([item.messages for item in chunk], max_length)
+            for dialogue, result in zip(chunk, results, strict=True):
                 try:
                     kept = _fit(result, max_length, counts)
                 except DroppedError as error:
@@ -92,25 +92,6 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
 
 def _take(stream: Iterator[Dialogue], count: int) -> list[Dialogue]:
     return list(itertools.islice(stream, count))
-
-
-def _encode(chat: ChatTokenizer, chunk: list[Dialogue], max_length: int) -> list[MaskedTokens | DroppedError]:
-    """``chat.encode``, without reading megabytes of text of which the first ``max_length`` tokens are kept."""
-    clipped = [_clip(item.messages, LONGEST_TOKEN * max_length) for item in chunk]
-    results = chat.encode(clipped)
-    for index, (item, messages) in enumerate(zip(chunk, clipped, strict=True)):
-        if messages is item.messages:
-            continue
-        result = results[index]
-        if isinstance(result, DroppedError) or len(result.input_ids) <= max_length:  # the rest does matter
-            results[index] = chat.encode([item.messages])[0]
-    return results
-
-
-def _clip(messages: tuple[Message, ...], most: int) -> tuple[Message, ...]:
-    if sum(len(message["content"]) for message in messages) <= most:
-        return messages
-    return tuple({**message, "content": message["content"][:most]} for message in messages)
 
 
 def _fit(result: MaskedTokens | DroppedError, max_length: int, counts: ReadCounts) -> MaskedTokens:

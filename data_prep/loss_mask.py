@@ -23,6 +23,7 @@ from .dialogues import DroppedError, Message
 
 NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
 PLACEHOLDER = "\ue0f0\ue0f1the answer\ue0f2\ue0f3"  # private-use characters: no template strips or splits on them
+LONGEST_TOKEN = 64  # characters; far more than the tokens of a long text have on average
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,13 @@ class RenderedDialogue:
 
     text: str
     answers: list[tuple[int, int]]
+
+    def beginning(self, characters: int) -> "RenderedDialogue":
+        """The first ``characters`` of the text, with what they hold of the answers; itself where there are no more."""
+        if len(self.text) <= characters:
+            return self
+        answers = [(start, min(end, characters)) for start, end in self.answers if start < characters]
+        return RenderedDialogue(self.text[:characters], answers)
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,13 @@ class ChatTokenizer:
         self._special = re.compile(escaped or r"(?!)")
         self._special_next = re.compile(rf"\s*(?P<token>{escaped})" if escaped else r"(?!)(?P<token>)")
 
-    def encode(self, dialogues: Sequence[Sequence[Message]]) -> list[MaskedTokens | DroppedError]:
+    def encode(
+        self, dialogues: Sequence[Sequence[Message]], wanted: int | None = None
+    ) -> list[MaskedTokens | DroppedError]:
         """Token ids and mask of each dialogue, or why it cannot be had; tokenizes all of them in one batch.
+
+        Where ``wanted`` is given, only the first so many tokens of a dialogue are needed: of megabytes no more is
+        tokenized than these take. The template gets all of the text: what it prints may hang on the end (of thoughts).
 
         The reasons are those of ``render``; a mask of zeros counts as ``no_answer_printed``.
         """
@@ -82,7 +95,7 @@ class ChatTokenizer:
             except DroppedError as error:
                 results.append(error)
         rendered = [result for result in results if isinstance(result, RenderedDialogue)]
-        tokens = iter(self._tokenize(rendered))
+        tokens = iter(self._encode(rendered, wanted))
         return [next(tokens) if isinstance(result, RenderedDialogue) else result for result in results]
 
     def render(self, messages: Sequence[Message]) -> RenderedDialogue:
@@ -179,7 +192,19 @@ class ChatTokenizer:
         mark = after_last.rstrip()
         return len(mark) if not found_last and commonprefix([after, mark]) == mark else 0
 
-    def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens | DroppedError]:
+    def _encode(self, rendered: list[RenderedDialogue], wanted: int | None) -> list[MaskedTokens | DroppedError]:
+        beginnings = rendered if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in rendered]
+        results: list[MaskedTokens | DroppedError] = []
+        for whole, part, tokens in zip(rendered, beginnings, self._tokenize(beginnings), strict=True):
+            is_cut = part is not whole
+            # With twice as many tokens, the cut lies too far behind those that are wanted to change them.
+            if is_cut and wanted is not None and len(tokens.input_ids) < 2 * wanted:
+                is_cut, tokens = False, self._tokenize([whole])[0]
+            # An answer that begins behind the cut is printed all the same.
+            results.append(tokens if is_cut or tokens.loss_mask.any() else self._no_answer(whole.text))
+        return results
+
+    def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens]:
         if not rendered:
             return []
         if getattr(self.tokenizer, "is_fast", False):
@@ -194,8 +219,7 @@ class ChatTokenizer:
             every_ids = [self._ids(dialogue.text) for dialogue in rendered]
             masks = [self._mask_from_prefixes(d, ids) for d, ids in zip(rendered, every_ids, strict=True)]
         return [
-            MaskedTokens(np.asarray(ids, dtype=np.int64), mask) if mask.any() else self._no_answer(dialogue.text)
-            for dialogue, ids, mask in zip(rendered, every_ids, masks, strict=True)
+            MaskedTokens(np.asarray(ids, dtype=np.int64), mask) for ids, mask in zip(every_ids, masks, strict=True)
         ]
 
     def _ids(self, text: str) -> list[int]:

@@ -18,10 +18,10 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
 from transformers import AutoTokenizer
 
-from data_prep import disk, encoding, features, features_run
+from data_prep import disk, features, features_run, loss_mask
 from data_prep.dump import FORWARD_COST, plan_batches
 from data_prep.encoding import encode_split, template_hash, tokenizer_hash
-from data_prep.loss_mask import ChatTokenizer
+from data_prep.loss_mask import ChatTokenizer, RenderedDialogue
 from data_prep.manifest import plan_shards, read_manifest
 from data_prep.ranks import Rank
 from data_prep.store import FeatureStore
@@ -217,20 +217,37 @@ def test_an_answer_of_megabytes_is_not_read_to_its_end(tmp_path: Path, target_fo
     """Catches minutes of tokenizing for one endless line, and other tokens than those of the whole text."""
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(target_folder), "tiny")
     endless = {"conversations": [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": "on and on " * 10_000}]}
-    file = write_data(tmp_path / "data.jsonl", 2, extra=[json.dumps(endless)])
+    asked = {"conversations": [{"from": "human", "value": "on and on " * 10_000}, {"from": "gpt", "value": "Yes."}]}
+    file = write_data(tmp_path / "data.jsonl", 2, extra=[json.dumps(endless), json.dumps(asked)])
     with mock.patch.object(ChatTokenizer, "_tokenize", autospec=True, side_effect=ChatTokenizer._tokenize) as called:
         split = encode_split(str(file), chat, 64)
     assert all(len(rendered.text) < 20_000 for call in called.call_args_list for rendered in call.args[1])
-    with mock.patch.object(encoding, "LONGEST_TOKEN", 1 << 30):
+    with mock.patch.object(loss_mask, "LONGEST_TOKEN", 1 << 30):
         whole = encode_split(str(file), chat, 64)
     assert split.counts == whole.counts
+    assert split.counts.dropped == {"no_response_left": 1}
     for ours, theirs in zip(split.dialogues, whole.dialogues, strict=True):
         assert ours.input_ids.tolist() == theirs.input_ids.tolist()
         assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
-    short = lambda messages, most: tuple({**message, "content": message["content"][:9]} for message in messages)  # noqa: E731
-    with mock.patch.object(encoding, "_clip", short):  # as if its tokens were longer than that: the rest is needed
+    short = lambda self, characters: RenderedDialogue(self.text[:9], [])  # noqa: E731
+    with mock.patch.object(RenderedDialogue, "beginning", short):  # as if tokens were longer than that: all is needed
         again = encode_split(str(file), chat, 64)
     assert [one.input_ids.tolist() for one in again.dialogues] == [one.input_ids.tolist() for one in whole.dialogues]
+
+
+def test_a_template_that_hangs_on_an_answers_end(tmp_path: Path) -> None:
+    """Catches a long answer cut before the template saw where the thoughts end that it leaves out: they are trained."""
+    template = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    chat = ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
+    splits = []
+    for number, thoughts in enumerate(("", "<think>" + "on and on " * 10_000 + "</think>")):
+        turns = [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": f"{thoughts}It is four."}]
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps({"conversations": turns}))
+        splits.append(encode_split(str(file), chat, 64))
+    (plain,), (thought,) = (split.dialogues for split in splits)
+    assert thought.input_ids.tolist() == plain.input_ids.tolist()
+    assert thought.loss_mask.tolist() == plain.loss_mask.tolist()
 
 
 def test_a_file_where_the_stores_should_be(tmp_path: Path, target_folder: Path) -> None:
