@@ -5,7 +5,6 @@ of it is first read, by a thread (hashing holds no lock of Python's), and every 
 it was made from are known to be sound.
 """
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,8 @@ class ShardCheck:
                 self._begin[str(store.path)] = len(self._shards)
                 self._shards += [(store, entry) for entry in store.manifest.shards]
         self._parts = local_ranks(1)
-        self._part = int(os.environ.get("LOCAL_RANK", "0")) % self._parts
+        # Not by LOCAL_RANK, which is 0 for all where each process sees one GPU: shards would be left to nobody.
+        self._part = ranks.rank % self._parts
         self._asked: set[int] = set()
         self._broken: set[int] = set()
         self._lock = threading.Lock()
