@@ -29,7 +29,7 @@ class Bar(tqdm):
         super().__init__(*arguments, **options)
 
     def refresh(self, *arguments: Any, **options: Any) -> None:
-        if self.n == self.initial:
+        if self.disable or self.n == self.initial:
             return
         if not self._lines:
             super().refresh(*arguments, **options)

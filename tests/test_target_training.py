@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,6 +75,32 @@ def test_a_second_run_does_not_overwrite_the_first(corpus, tmp_path):
         target_run.TargetRun(config, False, [])
     with pytest.raises(ValueError, match="no checkpoint"):
         target_run.TargetRun(tiny(corpus, tmp_path / "other"), True, [])
+
+
+def test_a_finished_run_is_left_alone(corpus, tmp_path, capsys):
+    """Catches a forgotten --resume that takes the only checkpoint apart to write it anew, or an export never made."""
+    config = tiny(corpus, tmp_path, steps=2)
+    target_run.TargetRun(config, False, []).train()
+    assert not target_run.is_finished(config)  # killed before its export
+    target_run.run(config, True, [])
+    files = [path for folder in (config.run_dir, config.final_dir) for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    capsys.readouterr()
+    target_run.run(config, True, [])
+    assert "finished already, at step 2" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+def test_sigterm_saves_and_says_how_to_go_on(corpus, tmp_path):
+    """Catches up to `save_minutes` of work lost to a scheduler's time limit."""
+    config = tiny(corpus, tmp_path)
+    run = target_run.TargetRun(config, False, [])
+    run.ask_to_stop()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run.train()
+    assert caught.value.args == (signal.SIGTERM,)
+    assert (config.run_dir / "checkpoint-00000001").is_dir()
+    assert "--resume" in target_run.kept(config)
 
 
 def test_export_loads_with_stock_classes_and_has_a_card(corpus, tmp_path):

@@ -259,19 +259,27 @@ def fill_emptiest(batches: list[list[int]], lengths: list[int]) -> None:
     An epoch's last batch would else be a step on a few tokens, each of which counts as much as dozens of the others'.
     """
     tokens = [sum(lengths[index] for index in batch) for batch in batches]
-    divisible = [place for place, batch in enumerate(batches) if len(batch) > 1]
-    while divisible:
-        empty, full = tokens.index(min(tokens)), max(divisible, key=tokens.__getitem__)
+    emptiest = sorted((count, place) for place, count in enumerate(tokens))
+    fullest = sorted((-count, place) for count, place in emptiest if len(batches[place]) > 1)  # that can be divided
+    while fullest:
+        empty, full = emptiest[0][1], fullest[0][1]
         gap = tokens[full] - tokens[empty]
         fitting = [index for index in batches[full] if lengths[index] < gap]
         if gap <= 0.1 * tokens[full] or not fitting:
             break
         moved = min(fitting, key=lambda index: abs(gap - 2 * lengths[index]))
+        for place, change in ((full, -lengths[moved]), (empty, lengths[moved])):
+            for order, sign in ((emptiest, 1), (fullest, -1)):
+                at = bisect.bisect_left(order, (sign * tokens[place], place))
+                if order[at : at + 1] == [(sign * tokens[place], place)]:
+                    order.pop(at)
+            tokens[place] += change
         batches[full].remove(moved)
         batches[empty].append(moved)
-        tokens[full] -= lengths[moved]
-        tokens[empty] += lengths[moved]
-        divisible = [place for place in divisible if len(batches[place]) > 1]
+        for place in (full, empty):
+            bisect.insort(emptiest, (tokens[place], place))
+            if len(batches[place]) > 1:
+                bisect.insort(fullest, (-tokens[place], place))
 
 
 def deal(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:

@@ -61,6 +61,8 @@ def save_checkpoint(run_dir: Path, optimizer: Optimizer, progress: Progress) -> 
 
     older = checkpoints(run_dir)
     target = run_dir / f"checkpoint-{progress.step:08d}"
+    if target in older:  # the same state; a kill while it was replaced would leave none
+        return
     replace_folder(target, write)
     for folder in older:
         if folder != target:

@@ -108,7 +108,7 @@ class TargetRun:
                 self.evaluate()
             if self.stop_asked:
                 save_checkpoint(config.run_dir, self.optimizer, progress)
-                raise SystemExit(f"stopped at step {progress.step}; continue with --resume")
+                raise KeyboardInterrupt(signal.SIGTERM)
             if time.monotonic() - saved >= 60 * config.save_minutes:
                 save_checkpoint(config.run_dir, self.optimizer, progress)
                 saved = time.monotonic()
@@ -143,10 +143,23 @@ class TargetRun:
 
 def run(config: TargetConfig, resume: bool, arguments: list[str]) -> None:
     """Train to the last step and export; SIGTERM saves and leaves after the current step."""
+    next_command = f"make its features: python -m data_prep.features --config F target={config.final_dir}"
+    if resume and is_finished(config):
+        print(f"the run is finished already, at step {config.steps:,}: {config.final_dir}; {next_command}")
+        return
     run = TargetRun(config, resume, arguments)
+    if resume:
+        print(f"going on after step {run.progress.step:,} of {config.steps:,}")
     signal.signal(signal.SIGTERM, run.ask_to_stop)
     run.train()
     run.finish()
+    print(f"the trained target: {config.final_dir}; {next_command}")
+
+
+def is_finished(config: TargetConfig) -> bool:
+    """Whether the last step's checkpoint is there, and an export with its card, which is written last, after it."""
+    last, card = config.run_dir / f"checkpoint-{config.steps:08d}", config.final_dir / "README.md"
+    return last in checkpoints(config.run_dir) and card.is_file() and card.stat().st_mtime >= last.stat().st_mtime
 
 
 def kept(config: TargetConfig) -> str:
