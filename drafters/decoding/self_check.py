@@ -182,6 +182,7 @@ def _ends_differ(target: "TargetModel", ids: torch.Tensor, heard: _Overheard) ->
     rounding = 4 * torch.finfo(target.dtype).eps
     into, (before, after), (features, expected, said) = heard.entered, heard.norm, heard.head
     assert heard.logits is not None
+    before = before.to(target.body.norm.weight.device)  # where it comes from the last layer's
     pairs = [("its first layer gets something else than its embedding gives", target.embed(ids), into[0])]
     for index in range(1, target.num_layers):
         what = f"layer {index} of {target.num_layers} gets something else than layer {index - 1} gives"
@@ -201,7 +202,8 @@ def _ends_differ(target: "TargetModel", ids: torch.Tensor, heard: _Overheard) ->
         ours, theirs = norm(before.float()), target.body.norm(before.float())
     if (off := _off(ours, theirs, STRUCTURE)) is not None:
         return f"its final norm gives something else in float32 ({off})"
-    gap = (target._lm_head(features).float() - expected.float()).abs().max().item()
+    ours = target.lm_head(features).float()  # which brings them to where the head lies
+    gap = (ours - expected.to(ours.device).float()).abs().max().item()
     scale = expected.float().pow(2).mean(-1).sqrt().min().item()  # sums of products round by the row
     if not gap <= 4 * max(rounding, STRUCTURE) * scale:
         return f"its LM head gives something else (off by {gap:.2g}, logits of {scale:.2g} in root mean square)"
