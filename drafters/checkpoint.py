@@ -321,7 +321,7 @@ def push_to_hub(
         try:
             api.create_commit(repo.repo_id, operations, commit_message=commit_message)
         except Exception as error:
-            if "xet" not in str(error):
+            if "xet" not in str(error).lower():
                 raise
             # A server without Xet storage. A file that is handed over open goes the plain way.
             with (folder / WEIGHTS_FILE).open("rb") as opened:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import quote
 
-from huggingface_hub import constants, get_hf_file_metadata
+from huggingface_hub import constants, get_hf_file_metadata, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
@@ -11,15 +11,17 @@ from huggingface_hub.utils import validate_repo_id
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
     """Ask the Hub for the config.json of a repository, once and for at most HF_HUB_ETAG_TIMEOUT seconds (10).
 
-    What else is wrong with the connection passes: a library may find the repository in its cache.
+    What else is wrong with the connection passes: a library may find the repository in its cache. So does a refusal
+    (no token any more, too many requests) where it was downloaded before.
 
     Raises:
         ValueError: the Hub takes the connection and does not answer, or ``name`` can be no repository's.
-        HfHubHTTPError: there is no such repository or revision, or it may not be read.
+        HfHubHTTPError: there is no such repository or revision, or it may not be read, and it is not in the cache.
     """
     if constants.HF_HUB_OFFLINE or Path(name).exists():
         return
     validate_repo_id(str(name))
+    cached = isinstance(try_to_load_from_cache(str(name), "config.json", revision=revision), str)
     url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
     seconds = constants.HF_HUB_ETAG_TIMEOUT
     try:
@@ -27,7 +29,7 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
     except (EntryNotFoundError, OfflineModeIsEnabled):
         return
     except HfHubHTTPError as error:
-        if error.response.status_code < 500:
+        if error.response.status_code < 500 and not cached:
             raise
     except HTTPError as error:
         if "Timeout" in type(error).__name__:  # of whichever HTTP library huggingface_hub uses

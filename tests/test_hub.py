@@ -184,6 +184,14 @@ def test_private_repository(hub: HubServer, login: Login, saved: Path) -> None:
     assert load_checkpoint("user/secret", token=TOKEN)[0]["drafter_type"] == "eagle"
 
 
+def test_what_was_downloaded_is_had_without_leave(hub: HubServer, login: Login, saved: Path) -> None:
+    """Catches a drafter in the cache that is refused because the token is gone, or the Hub says "too many requests"."""
+    push_to_hub(saved, "user/secret", private=True)
+    assert load_checkpoint("user/secret")[0]["drafter_type"] == "eagle"
+    login(token=None)
+    assert load_checkpoint("user/secret")[0]["drafter_type"] == "eagle"
+
+
 def test_errors_are_one_clear_line(
     hub: HubServer, login: Login, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

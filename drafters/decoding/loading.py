@@ -121,7 +121,10 @@ def check_floating(name: str, revision: str | None, config: PretrainedConfig) ->
         return
     folder = Path(name)
     if not folder.is_dir():
-        folder = Path(str(try_to_load_from_cache(name, "config.json", revision=revision))).parent
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(cached, str):  # nothing is known of where it was downloaded to
+            return
+        folder = Path(cached).parent
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (not a dict)
