@@ -29,8 +29,10 @@ def run_program(main: Callable[[], int | None]) -> None:
     own = os.getpid()
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
+        for each in SIGNALS:  # a launcher that gets Ctrl-C, too, sends SIGTERM right after
+            signal.signal(each, _unheard)
         if os.getpid() == own:  # and not a worker that was forked
-            _say(f"interrupted; nothing was begun. To start again: {command()}")
+            _say_interrupted(number, f"nothing was begun. To start again: {command()}")
         os._exit(128 + number)
 
     command()  # while the launcher that started this process still runs
@@ -39,13 +41,15 @@ def run_program(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except (ValueError, OSError, Failure) as error:
+        for number in SIGNALS:  # where another rank ended first, a launcher sends SIGTERM: this is no interruption
+            signal.signal(number, signal.SIG_DFL)
         _repeat_after_launcher(f"error: {error}")
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as error:
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, _unheard)
         kept, number = error.args if len(error.args) == 2 else (f"to start again: {command()}", signal.SIGINT)
-        _say(f"interrupted; {kept}")
+        _say_interrupted(number, kept)
         leave(128 + number)
     if status:
         sys.exit(status)
@@ -119,7 +123,7 @@ def _raised() -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         # A launcher that gets Ctrl-C, too, sends SIGTERM to processes that are ending already.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _unheard)
         signal.signal(signal.SIGINT, interrupt_again)
         raise KeyboardInterrupt(number)
 
@@ -136,22 +140,50 @@ def _raised() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _repeat_after_launcher(line: str) -> None:
-    """Let ``line`` stand last under DeepSpeed's launcher, which has a line of its own for a process that failed.
+def _unheard(number: int, frame: FrameType | None) -> None:
+    """In place of SIG_IGN, of which Python prints "ignored due to race condition" where the signal came before it."""
 
-    A child outlives it for that, by milliseconds.
+
+def _repeat_after_launcher(line: str, interrupted: bool = False) -> None:
+    """Let ``line`` stand last under DeepSpeed's launcher, which has lines of its own for a process that failed.
+
+    A process outlives it for that, by milliseconds. It is no child of this one: the launcher ends those, and waits.
+
+    Args:
+        interrupted: the `deepspeed` above the launcher got Ctrl-C, too, and ends in a stack trace of its own.
     """
-    launcher = os.getppid()
-    if os.environ.get("RANK") != "0" or "deepspeed.launcher.launch" not in _words_of(launcher):
+    above = [os.getppid()]
+    if os.environ.get("RANK") != "0" or "deepspeed.launcher.launch" not in _words_of(above[0]):
         return
-    if os.fork():
+    if interrupted:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            above.append(psutil.Process(above[0]).ppid())
+    try:
+        child = os.fork()
+    except OSError:  # no memory or no process is left
         return
-    for _ in range(2000):  # 20 s: it looks for failed processes once a second
-        time.sleep(0.01)
-        if not _words_of(launcher):
-            os.write(2, f"{line}\n".encode())
-            break
-    os._exit(0)
+    if child:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+        return
+    try:
+        if os.fork() == 0:
+            os.closerange(3, 4096)  # the run's lock, its port, the GPU: the next run may want them at once
+            for _ in range(2000):  # 20 s: it looks for failed processes once a second
+                time.sleep(0.01)
+                if not any(_is_deepspeed(process) for process in above):
+                    os.write(2, f"{line}\n".encode())
+                    break
+    finally:  # in no case back into the program
+        os._exit(0)
+
+
+def _is_deepspeed(process: int) -> bool:
+    """Whether it runs, and is what the user started or what that started; not whoever has its number now."""
+    words = _words_of(process)
+    return "deepspeed.launcher.launch" in words or (len(words) > 1 and Path(words[1]).name in LAUNCHERS)
 
 
 def _words_of(process: int) -> list[str]:
@@ -162,6 +194,14 @@ def _words_of(process: int) -> list[str]:
         return psutil.Process(process).cmdline()
     except psutil.Error:
         return []
+
+
+def _say_interrupted(number: int, kept: str) -> None:
+    """The last line after a signal; after Ctrl-C, which launchers get, too, once more below theirs."""
+    line = f"interrupted; {kept}"
+    _say(line)
+    if number == signal.SIGINT:
+        _repeat_after_launcher(line, interrupted=True)
 
 
 def _say(line: str) -> None:

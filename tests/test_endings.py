@@ -144,6 +144,20 @@ def test_what_is_kept(name: str, again: str, status: int, line: str) -> None:
     assert time.monotonic() - began < 40
 
 
+def test_two_signals_at_once() -> None:
+    """Catches Python's "Signal 15 ignored due to race condition": a launcher's SIGTERM comes within milliseconds of
+    Ctrl-C, while the main thread is in some kernel and has handled neither."""
+    both = "{signal.SIGINT, signal.SIGTERM}"
+    sent = (
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, {both}); signal.raise_signal(signal.SIGTERM); "
+        f"signal.raise_signal(signal.SIGINT); signal.pthread_sigmask(signal.SIG_UNBLOCK, {both})"
+    )
+    code = PROGRAM.format(name="SIGINT", again="pass").replace("os.kill(os.getpid(), signal.SIGINT)", sent)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-uc", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr == "interrupted; three shards are kept\n"
+
+
 @pytest.mark.slow
 def test_under_deepspeed_the_last_line_is_ours(tmp_path: Path, work: Path) -> None:
     """Catches a mistyped key that ends in the launcher's list of arguments, which nobody reads past."""
@@ -154,3 +168,29 @@ def test_under_deepspeed_the_last_line_is_ours(tmp_path: Path, work: Path) -> No
     assert done.returncode == 1
     assert "exits with return code = 1" in done.stdout  # the launcher's own
     assert re.search(r"^error: .*unknown key 'stepz'; did you mean 'steps'\?$", done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_deepspeed(tmp_path: Path) -> None:
+    """Catches a last line that is the launcher's own, one that is said thrice, and a wait for whoever repeats it."""
+    target, begun = tiny_run.save_target(tmp_path / "target"), tmp_path / "begun"
+    stores = tiny_run.write_stores(tmp_path / "features", target)
+    line = tiny_run.command("eagle", tmp_path, tiny_run.settings(target.name, stores, tmp_path / "out"))
+    process = subprocess.Popen(
+        ["deepspeed", "--num_gpus", "1", "--master_port", tiny_run.free_port(), *line[1:]],
+        env=tiny_run.environment() | importing("tensorboard", begun),  # which only a run that has begun imports
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not begun.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    sent = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the launchers get it, too
+    said, _ = process.communicate(timeout=120)
+    ours = [line for line in said.splitlines() if line.startswith("interrupted; ")]
+    assert len(ours) == 2 and said.splitlines()[-1] == ours[0], said
+    assert "to start again: deepspeed --num_gpus 1" in ours[0]
+    assert time.monotonic() - sent < 15
