@@ -1,6 +1,7 @@
 """drafters/paths.py and drafters/tensor_files.py: what may be opened, and who may read what was written."""
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
@@ -60,6 +61,21 @@ def test_a_file_is_no_model(opener: str, name: str, tmp_path: Path, monkeypatch:
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=rf"{name}' is a file; give the folder that it lies in: '{tmp_path}'"):
         OPENERS[opener](str(tmp_path / name))
+
+
+@pytest.mark.parametrize("opener", ["target", "frozen ends"])
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors", "weights.bin", 7])
+def test_an_index_names_weights_beside_it(
+    shard: object, opener: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches weights that are read from anywhere, or unpickled, because a model's index says so."""
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
+    tiny.build("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": shard}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json names .* as a file of weights; it must be a \.safetensors"):
+        OPENERS[opener](str(tmp_path))
 
 
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:

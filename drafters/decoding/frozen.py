@@ -1,6 +1,5 @@
 """What training a head needs of its target: embedding, LM head and fingerprint, read without loading the rest."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig
 
 from drafters.paths import readable
 
-from .model_files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype
+from .model_files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype, weight_map
 
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -71,8 +70,7 @@ def load_frozen_ends(
 def _tensor_files(name: str, revision: str | None) -> dict[str, str]:
     """Which file of the checkpoint holds each tensor."""
     try:
-        index = json.loads(Path(_fetch(name, "model.safetensors.index.json", revision)).read_text())
-        return dict(index["weight_map"])
+        return weight_map(Path(_fetch(name, "model.safetensors.index.json", revision)))
     except EntryNotFoundError:
         pass
     try:

@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..wording import size_text
 from .kv_cache import cache_bytes
-from .model_files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype
+from .model_files import (
+    free_memory,
+    load_config_only,
+    not_loaded,
+    refuse_integers,
+    resolve_device,
+    resolve_dtype,
+    weight_map,
+)
 
 DeviceMap = str | dict[str, Any]
 _SMALL = 1 << 26  # bytes that nobody asks about
@@ -74,7 +82,8 @@ def load_model(
 
     Raises:
         ValueError: nothing loadable there, no such device, too little memory (found before the weights are read),
-            weights that are no floating point, or a device map that leaves layers off the GPUs.
+            weights that are no floating point, an index that names other files than weights beside it, or a device map
+            that leaves layers off the GPUs.
     """
     kind = resolve_dtype(dtype)
     where = resolve_device(device)
@@ -85,6 +94,8 @@ def load_model(
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     config = load_config_only(name, revision)
     check_memory(str(name), config, kind, devices, *cache_tokens)
+    for index in Path(name).glob("*.safetensors.index.json"):  # none where it is a Hub repository
+        weight_map(index)
     spread: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(

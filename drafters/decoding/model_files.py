@@ -1,6 +1,7 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from drafters.hub import look_up
 from drafters.paths import check_source
+from drafters.wording import shortened
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -102,6 +104,26 @@ def not_loaded(error: Exception, name: str, message: str) -> ValueError:
             f"never run; choose a model of a family that transformers has, as {SUPPORTED}"
         )
     return ValueError(f"{message} ({str(error).splitlines()[0]})")
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file beside it holds each tensor, as a ``model.safetensors.index.json`` says.
+
+    Raises:
+        ValueError: it is damaged, or names a file elsewhere or of another kind: transformers would open that, too, and
+            unpickle what is no safetensors file.
+    """
+    try:
+        found: dict[str, Any] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{index} is damaged ({error}); download it again") from None
+    for shard in found.values():
+        path = Path(str(shard))
+        if path.suffix != ".safetensors" or path.is_absolute() or ".." in path.parts:
+            raise ValueError(
+                f"{index} names {shortened(shard)} as a file of weights; it must be a .safetensors beside it"
+            )
+    return found
 
 
 def refuse_integers(path: str | Path, name: str, dtype: str) -> None:
