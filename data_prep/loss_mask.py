@@ -218,9 +218,7 @@ class ChatTokenizer:
         else:
             every_ids = [self._ids(dialogue.text) for dialogue in rendered]
             masks = [self._mask_from_prefixes(d, ids) for d, ids in zip(rendered, every_ids, strict=True)]
-        return [
-            MaskedTokens(np.asarray(ids, dtype=np.int64), mask) for ids, mask in zip(every_ids, masks, strict=True)
-        ]
+        return [MaskedTokens(np.asarray(ids, dtype=np.int64), mask) for ids, mask in zip(every_ids, masks, strict=True)]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,11 +1,14 @@
 """One question to the Hub before a library asks it dozens, each with a patience of its own."""
 
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from huggingface_hub import constants, get_hf_file_metadata, try_to_load_from_cache
+from huggingface_hub import constants, get_hf_file_metadata, get_session, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
+
+PATIENCE = 30.0  # seconds without an answer, for requests that would wait for ever
 
 
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
@@ -24,6 +27,7 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
     cached = isinstance(try_to_load_from_cache(str(name), "config.json", revision=revision), str)
     url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
     seconds = constants.HF_HUB_ETAG_TIMEOUT
+    _limit_patience()
     try:
         get_hf_file_metadata(url, token=token, timeout=seconds)
     except (EntryNotFoundError, OfflineModeIsEnabled):
@@ -39,3 +43,15 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
             ) from None
     except OSError:
         return
+
+
+def _limit_patience() -> None:
+    """Give a timeout to the requests that have none: most of huggingface_hub's own, those for downloads apart."""
+    hooks = get_session().event_hooks["request"]
+    if _with_timeout not in hooks:
+        hooks.append(_with_timeout)
+
+
+def _with_timeout(request: Any) -> None:
+    given = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {name: PATIENCE if value is None else value for name, value in given.items()}

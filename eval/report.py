@@ -174,7 +174,7 @@ def statements(report: dict[str, Any]) -> list[str]:
         )
     lines += about_energy(facts["energy"])
     if _without_all_readings(report):
-        lines.append("energy: some of a row's runs, from a start that could not read the counters, have none; so has the row")
+        lines.append("energy: rows without a figure have runs from a start that could not read the counters")
     started = [part["load_average"] for part in facts.get("parts", [facts])]  # of an interrupted report: every start
     busiest = max((load for load in started if load is not None), default=0.0)
     if busiest > facts["cpu_cores"]:

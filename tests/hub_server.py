@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import re
+import time
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -52,6 +53,7 @@ class HubServer(LoopbackServer):
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}  # LFS objects by sha256
         self.requests: list[str] = []
+        self.silent_after: int | None = None  # requests; those that follow are never answered
         super().__init__(_Handler, hub=self)
         self.endpoint = self.address
 
@@ -78,6 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, method: str) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        if self.hub.silent_after is not None and len(self.hub.requests) > self.hub.silent_after:
+            time.sleep(60)
+            return
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = self._read_chunks()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import yaml
 from hub_server import TOKEN, HubServer, Repository
@@ -17,6 +18,7 @@ from huggingface_hub import constants
 from torch import nn
 
 from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
+from drafters.decoding.loading import load_model
 from drafters.decoding.model_files import load_bare_tokenizer, load_config_only
 from drafters.model_card import model_card
 
@@ -243,6 +245,27 @@ def test_a_hub_that_never_answers(saved: Path, login: Login, monkeypatch: pytest
             assert "does not answer when asked for 'user/d' (waited 1 s)" in refused
             assert "HF_HUB_OFFLINE=1" in refused
         assert time.monotonic() - began < 30
+
+
+def test_a_hub_that_falls_silent(hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a wait for ever in the requests behind the first, for which huggingface_hub sets no timeout."""
+    push_to_hub(saved, "user/d")
+    hub.silent_after = len(hub.requests) + 1
+    monkeypatch.setattr("drafters.hub.PATIENCE", 0.5)
+    began = time.monotonic()
+    assert "the Hub cannot be reached" in refusal(load_checkpoint, "user/d")
+    assert time.monotonic() - began < 20
+
+
+def test_an_index_that_names_a_pickle(hub: HubServer, login: Login, tmp_path: Path) -> None:
+    """Catches a repository whose index sends transformers, use_safetensors or not, to torch.load."""
+    tiny.build("llama").config.save_pretrained(tmp_path)
+    index = json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}})
+    files = {"config.json": (tmp_path / "config.json").read_bytes(), "model.safetensors.index.json": index.encode()}
+    hub.repositories["user/m"] = Repository(private=False)
+    hub.repositories["user/m"].commit(files, "a model")
+    assert "pytorch_model.bin" in refusal(load_model, "user/m", "float32", "cpu", None, None, (1, 8))
+    assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
 
 
 def test_a_model_that_is_nowhere_is_asked_for_once(hub: HubServer, login: Login) -> None:

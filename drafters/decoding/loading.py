@@ -1,11 +1,13 @@
 """Loading a target's weights: how much memory they will need is known before they are read."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -94,8 +96,7 @@ def load_model(
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     config = load_config_only(name, revision)
     check_memory(str(name), config, kind, devices, *cache_tokens)
-    for index in Path(name).glob("*.safetensors.index.json"):  # none where it is a Hub repository
-        weight_map(index)
+    check_index(name, revision)
     spread: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -124,6 +125,17 @@ def load_model(
             "where every step would fetch them; use more GPUs, a smaller dtype, or a map that names GPUs alone"
         )
     return model
+
+
+def check_index(name: str, revision: str | None) -> None:
+    """Raise ValueError if the model's index of weights names anything but safetensors files beside it."""
+    folder = Path(name)
+    if folder.is_dir():
+        for index in folder.glob("*.safetensors.index.json"):
+            weight_map(index)
+        return
+    with contextlib.suppress(OSError, HfHubHTTPError, HTTPError):  # there is none, or the loader says what is wrong
+        weight_map(Path(hf_hub_download(name, "model.safetensors.index.json", revision=revision)))
 
 
 def check_floating(name: str, revision: str | None, config: PretrainedConfig) -> None:
