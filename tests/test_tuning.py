@@ -57,12 +57,12 @@ def test_every_row_of_the_table_is_tuned() -> None:
 
 def test_the_table_has_the_settings_that_were_found() -> None:
     """Catches settings edited by hand after the search, or a search run anew whose result nobody took over."""
-    found = yaml.safe_load(FOUND.read_text()) if FOUND.exists() else []
+    found = {(entry["label"], t): entry for entry in yaml.safe_load(FOUND.read_text()) for t in entry["temperatures"]}
     shown = rows()
-    for entry in found:
-        for temperature in entry.pop("temperatures"):
-            row = shown[entry["label"], temperature]
-            assert {"label": row.base, "drafter": row.drafter} | row.options == entry
+    assert found.keys() == searches().keys()
+    for key, entry in found.items():
+        del entry["temperatures"]
+        assert {"label": shown[key].base, "drafter": shown[key].drafter} | shown[key].options == entry
 
 
 def test_nothing_is_tuned_on_what_is_measured() -> None:
