@@ -66,15 +66,9 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     """
     if not (may_be_file and Path(name).is_file()):
         check_source(name, revision)
-    try:
-        look_up(name, revision)
-        return AutoConfig.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
-    except (OSError, KeyError, ValueError) as error:
-        raise not_loaded(
-            error,
-            name,
-            f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json",
-        ) from error
+    what = f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json"
+    found: PretrainedConfig = _from_pretrained(AutoConfig, name, revision, what)
+    return found
 
 
 def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
@@ -84,16 +78,19 @@ def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
         ValueError: there is none, or one with code of its own.
     """
     check_source(name, revision)
+    what = (
+        f"no tokenizer could be loaded from {str(name)!r}: it must be a folder or a Hub repository with tokenizer files"
+    )
+    return _from_pretrained(AutoTokenizer, name, revision, what)
+
+
+def _from_pretrained(kind: Any, name: str, revision: str | None, message: str) -> Any:
+    """What transformers' class ``kind`` loads; ``message``: for the ValueError where there is nothing to load."""
     try:
         look_up(name, revision)
-        return AutoTokenizer.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
+        return kind.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        raise not_loaded(
-            error,
-            name,
-            f"no tokenizer could be loaded from {str(name)!r}: it must be a folder or a Hub repository with tokenizer "
-            "files",
-        ) from error
+        raise not_loaded(error, name, message) from error
 
 
 def not_loaded(error: Exception, name: str, message: str) -> ValueError:
