@@ -22,7 +22,7 @@ from drafters.config import Config, load_config
 from drafters.paths import check_model
 from drafters.program import keeping, run_program
 
-from .dialogues import check_source
+from .dialogues.reader import check_source
 from .disk import existing_folder
 from .ranks import add_rank_arguments, find_rank
 

@@ -12,26 +12,26 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from drafters.decoding.frozen import load_frozen_ends
-from drafters.decoding.model_files import load_config_only, resolve_device
-from drafters.decoding.target import TargetModel
 from drafters.eagle import EagleHead
 from drafters.kangaroo import KangarooAdapter
+from drafters.model.ends import load_frozen_ends
+from drafters.model.files import load_config_only, resolve_device
+from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 from drafters.wording import size_text
 
-from .dialogues import source_digest
+from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
+from .dialogues.loss_mask import ChatTokenizer
+from .dialogues.reader import source_digest
 from .disk import check_room, existing_folder, free_bytes
-from .dump import Background, Buffers, Computed, Tokens, run_shard
-from .encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .features import FeaturesConfig
-from .loss_mask import ChatTokenizer
-from .manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
 from .progress import Bar, quiet_in_log_files
 from .ranks import Rank
-from .store import FeatureStore
-from .store_writer import StoreWriter
+from .store.dump import Background, Buffers, Computed, Tokens, run_shard
+from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
+from .store.reader import FeatureStore
+from .store.writer import StoreWriter
 
 
 @dataclass

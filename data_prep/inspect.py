@@ -12,7 +12,7 @@ from pathlib import Path
 
 from drafters.program import command, keeping, run_program
 
-from .manifest import MANIFEST, read_manifest
+from .store.manifest import MANIFEST, read_manifest
 
 
 def main(arguments: list[str] | None = None) -> int:

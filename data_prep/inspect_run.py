@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from drafters.decoding.model_files import load_bare_tokenizer
+from drafters.model.files import load_bare_tokenizer
 
-from .encoding import tokenizer_hash
-from .manifest import StoreManifest, read_manifest
+from .dialogues.encoding import tokenizer_hash
 from .progress import Bar
-from .store import FeatureStore, StoredDialogue, broken_shards, size_problem
+from .store.manifest import StoreManifest, read_manifest
+from .store.reader import FeatureStore, StoredDialogue, broken_shards, size_problem
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 TRAINED = "bold green"  # colour of the tokens that the loss counts

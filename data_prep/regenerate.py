@@ -20,8 +20,8 @@ from drafters.methods import check_method
 from drafters.paths import check_model
 from drafters.program import keeping, run_program
 
-from .dialogues import check_source
-from .endpoint_answers import EndpointConfig
+from .answers.endpoint import EndpointConfig
+from .dialogues.reader import check_source
 from .ranks import Rank, add_rank_arguments, find_rank
 
 # A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from. (Of

@@ -11,24 +11,24 @@ from typing import Any
 from drafters import TargetModel, drafter_class, make_drafter
 from drafters.base import LearnedDrafter
 from drafters.checkpoint import drafter_type
-from drafters.decoding.frozen import load_frozen_ends
-from drafters.decoding.model_files import load_config_only, resolve_device
+from drafters.model.ends import load_frozen_ends
+from drafters.model.files import load_config_only, resolve_device
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions, replace_text
 
-from .answer_journal import Batch, Conversation, Journal, check_identity, read_journals, replay
-from .dialogues import ReadCounts, read_dialogues, source_digest
+from .answers.endpoint import EndpointAnswers
+from .answers.journal import Batch, Conversation, Journal, check_identity, read_journals, replay
+from .answers.target import TargetAnswers
+from .answers.writing import Writing
+from .dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
+from .dialogues.loss_mask import ChatTokenizer
+from .dialogues.reader import ReadCounts, read_dialogues, source_digest
 from .disk import check_room, source_bytes
-from .encoding import load_tokenizer, template_hash, tokenizer_hash
-from .endpoint_answers import EndpointAnswers
-from .loss_mask import ChatTokenizer
 from .progress import Bar, quiet_in_log_files
 from .ranks import Rank
 from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, sidecar, unfinished
 from .split import record
-from .store_lock import folder_lock
-from .target_answers import TargetAnswers
-from .writing import Writing
+from .store.lock import folder_lock
 
 
 def run(config: RegenerateConfig, rank: Rank) -> None:

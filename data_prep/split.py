@@ -15,7 +15,7 @@ from pathlib import Path
 from drafters.program import command, keeping, run_program
 from drafters.provenance import changes, replace_text
 
-from .dialogues import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
+from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
 from .disk import check_room, source_bytes
 
 FACTS = "split.json"

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from drafters.decoding.target import TargetModel
 from drafters.environment import environment, load_average
+from drafters.model.target import TargetModel
 from drafters.provenance import peak_memory_bytes, replace_text
 
+from .dialogues.encoding import load_tokenizer
 from .disk import existing_folder
-from .dump import Tokens, forward, make_batches
-from .encoding import load_tokenizer
 from .features import FeaturesConfig
 from .features_run import Work, check_disk, encode, load_target, make_headers, write_store
-from .manifest import plan_shards
 from .ranks import Rank
+from .store.dump import Tokens, forward, make_batches
+from .store.manifest import plan_shards
 
 
 def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> None:

@@ -12,22 +12,22 @@ from .methods import drafter_class, load_drafter, make_drafter
 
 if TYPE_CHECKING:
     from .base import Drafter, LearnedDrafter
-    from .decoding.frozen import FrozenEnds, load_frozen_ends
     from .decoding.loop import GenerateResult, generate
     from .decoding.sampling import Sampling
-    from .decoding.target import FeatureOutput, TargetModel
+    from .model.ends import FrozenEnds, load_frozen_ends
+    from .model.target import FeatureOutput, TargetModel
 else:
     # torch takes seconds to import. A program that only reads its config, to find a mistyped key, must not wait for it.
     _MODULES = {
         "Drafter": "base",
         "LearnedDrafter": "base",
-        "FrozenEnds": "decoding.frozen",
-        "load_frozen_ends": "decoding.frozen",
+        "FrozenEnds": "model.ends",
+        "load_frozen_ends": "model.ends",
         "GenerateResult": "decoding.loop",
         "generate": "decoding.loop",
         "Sampling": "decoding.sampling",
-        "FeatureOutput": "decoding.target",
-        "TargetModel": "decoding.target",
+        "FeatureOutput": "model.target",
+        "TargetModel": "model.target",
     }
 
     def __getattr__(name):

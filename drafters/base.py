@@ -13,7 +13,7 @@ from .decoding.acceptance import Rule, Verdict, rule_for
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import check_loaded
 from .decoding.sampling import Sampling
-from .decoding.target import FeatureOutput, TargetModel
+from .model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
     from .decoding.loop import DecodeState

@@ -13,7 +13,7 @@ from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
-from .decoding.target import TargetModel
+from .model.target import TargetModel
 from .speculative import SpeculativeDrafter, SpeculativeOptions
 
 

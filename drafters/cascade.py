@@ -15,9 +15,9 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, step
 from .decoding.sampling import Sampling
-from .decoding.target import FeatureOutput, TargetModel
-from .draft_model import DraftModel, DraftModelDrafter
+from .drafting.draft_model import DraftModel, DraftModelDrafter
 from .methods import make_drafter
+from .model.target import FeatureOutput, TargetModel
 
 
 class CascadeOptions(Config):

@@ -17,16 +17,16 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.fused import FusedLayer, signed
-from .decoding.graphs import Graphs, same
-from .decoding.kv_cache import KVCache
-from .decoding.layers import check_head, layer_kind, made
 from .decoding.loop import DecodeState, last_of, padded
-from .decoding.product import Product
-from .decoding.row_mask import attention_bias, attention_mask, row_positions, uniform
-from .decoding.target import FeatureOutput, TargetModel
-from .decoding.trace import model_time
-from .decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from .drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from .model.clock import model_time
+from .model.fused import FusedLayer, signed
+from .model.graphs import Graphs, same
+from .model.kv_cache import KVCache
+from .model.layers import check_head, layer_kind, made
+from .model.linear import Product
+from .model.rows import attention_bias, attention_mask, row_positions, uniform
+from .model.target import FeatureOutput, TargetModel
 
 
 class EagleHead(nn.Module):

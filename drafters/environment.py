@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .decoding.target import TargetModel
+from .model.target import TargetModel
 from .provenance import UNCOMMITTED, cpu_cores, cpu_name, git_commit, library_versions
 
 LIBRARIES = ("torch", "transformers", "numpy")

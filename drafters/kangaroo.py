@@ -14,15 +14,15 @@ from .base import LearnedDrafter
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.fused import FusedAttention, FusedNorm, Rope, signed
-from .decoding.graphs import Graphs, same
-from .decoding.kv_cache import KVCache
-from .decoding.layers import check_head, layer_kind, made
 from .decoding.loop import DecodeState
-from .decoding.row_mask import attention_bias, attention_mask, row_positions
 from .decoding.sampling import draw, most_likely
-from .decoding.target import FeatureOutput, TargetModel
-from .decoding.trace import model_time
+from .model.clock import model_time
+from .model.fused import FusedAttention, FusedNorm, Rope, signed
+from .model.graphs import Graphs, same
+from .model.kv_cache import KVCache
+from .model.layers import check_head, layer_kind, made
+from .model.rows import attention_bias, attention_mask, row_positions
+from .model.target import FeatureOutput, TargetModel
 
 
 class KangarooAdapter(nn.Module):

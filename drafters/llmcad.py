@@ -17,11 +17,11 @@ from pydantic import Field
 from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import ROOT, DraftTree
-from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .decoding.target import FeatureOutput, TargetModel
-from .draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .model.kv_cache import KVCache
+from .model.target import FeatureOutput, TargetModel
 
 
 class LLMCadOptions(Config):

@@ -11,9 +11,9 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .decoding.target import FeatureOutput, TargetModel
-from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
-from .pool_file import load_pool, save_pool
+from .drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
+from .drafting.pool_file import load_pool, save_pool
+from .model.target import FeatureOutput, TargetModel
 
 
 class LookaheadOptions(Config):

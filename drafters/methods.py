@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait for it
     from .base import Drafter
-    from .decoding.target import TargetModel
+    from .model.target import TargetModel
 
 
 def method_names() -> list[str]:

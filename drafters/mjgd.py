@@ -11,13 +11,13 @@ import torch
 from pydantic import Field
 
 from .base import Drafter
-from .beam_search import Paths, beam_search, is_end, trace_back, until_end
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import ROOT, DraftTree, static_ancestors
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
-from .decoding.target import FeatureOutput, TargetModel
+from .drafting.beam_search import Paths, beam_search, is_end, trace_back, until_end
+from .model.target import FeatureOutput, TargetModel
 
 
 class MJGDOptions(Config):

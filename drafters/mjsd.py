@@ -11,15 +11,15 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from .beam_search import beam_search, trace_back, until_end
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
-from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
-from .decoding.target import FeatureOutput, TargetModel
-from .draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.beam_search import beam_search, trace_back, until_end
+from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .model.kv_cache import KVCache
+from .model.target import FeatureOutput, TargetModel
 
 
 class MJSDOptions(Config):

@@ -8,13 +8,13 @@ from pydantic import Field
 from .config import Config
 from .decoding.acceptance import Rule, Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
-from .decoding.target import FeatureOutput, TargetModel
-from .draft_model import DraftModel, DraftModelDrafter, prefill
-from .phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
-from .pool_file import load_pool, save_pool
+from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
+from .drafting.pool_file import load_pool, save_pool
+from .model.kv_cache import KVCache
+from .model.target import FeatureOutput, TargetModel
 
 
 class OuroborosOptions(Config):

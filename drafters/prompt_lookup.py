@@ -8,7 +8,7 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
-from .decoding.target import FeatureOutput, TargetModel
+from .model.target import FeatureOutput, TargetModel
 
 
 class PromptLookupOptions(Config):

@@ -16,8 +16,8 @@ from .decoding.acceptance import Rule, Verdict, to_host
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, most_likely
-from .decoding.target import FeatureOutput, TargetModel
 from .methods import make_drafter
+from .model.target import FeatureOutput, TargetModel
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -17,9 +17,9 @@ from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, residual
-from .decoding.target import FeatureOutput, TargetModel
-from .draft_model import DraftModel
-from .merged_tree import MergedTree
+from .drafting.draft_model import DraftModel
+from .drafting.merged_tree import MergedTree
+from .model.target import FeatureOutput, TargetModel
 from .speculative import SpeculativeDrafter
 
 

@@ -10,12 +10,12 @@ from pydantic import Field
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
-from .decoding.kv_cache import KVCache
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw
-from .decoding.target import FeatureOutput, TargetModel
-from .draft_model import DraftModel, DraftModelDrafter, prefill
-from .merged_tree import MergedTree
+from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.merged_tree import MergedTree
+from .model.kv_cache import KVCache
+from .model.target import FeatureOutput, TargetModel
 
 BISECTIONS = 8  # they cost 1e-4 of acceptance, mostly less
 

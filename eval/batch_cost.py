@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     check(config)
 
     from eval.batch_cost_run import run
-    from eval.screen import make_console
+    from eval.report.screen import make_console
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         run(config, ["python", "-m", "eval.batch_cost", *given], make_console())

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from data_prep.progress import Bar
 from drafters import TargetModel
-from drafters.decoding.kv_cache import KVCache
 from drafters.environment import environment, load_average
+from drafters.model.kv_cache import KVCache
 from drafters.provenance import peak_memory_bytes, replace_text
 from eval.batch_cost import BatchCostConfig
-from eval.energy import Meter
-from eval.page import machine_line, number, software_line, target_line
-from eval.report import about_energy
+from eval.measure.energy import Meter
+from eval.report.page import machine_line, number, software_line, target_line
+from eval.report.rows import about_energy
 from eval.speed_run import load_models
 
 DATA, PAGE = "batch_cost.json", "batch_cost.md"

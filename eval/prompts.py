@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.dialogues import ReadCounts, read_dialogues
-from data_prep.json_records import Unreadable, read_records
+from data_prep.dialogues.json_records import Unreadable, read_records
+from data_prep.dialogues.reader import ReadCounts, read_dialogues
 from drafters.config import Config
 
 Format = Literal["sharegpt", "spec-bench"]

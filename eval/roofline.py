@@ -21,7 +21,7 @@ from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, from_overrides
 from drafters.program import command, keeping, run_program
 from eval.entries import check_folder
-from eval.shapes import check_shape
+from eval.rooflines.shapes import check_shape
 
 # EAGLE, Table 1 (Vicuna-7B, MT-bench, greedy): n-alpha of a chain. Its tree has tau 3.94 there.
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     if config.out is not None:
         check_folder(config.out)
 
+    from eval.report.screen import make_console
     from eval.roofline_run import run
-    from eval.screen import make_console
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         run(parsed.shape, config, ["python", "-m", "eval.roofline", *given], make_console())

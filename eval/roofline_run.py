@@ -15,11 +15,11 @@ from drafters import TargetModel
 from drafters.environment import environment, load_average
 from drafters.provenance import peak_memory_bytes, replace_text
 from drafters.wording import size_text
-from eval import roofline_parts as parts
 from eval.entries import check_folder
-from eval.page import machine_line, number, software_line, target_line
-from eval.random_target import random_target
+from eval.report.page import machine_line, number, software_line, target_line
 from eval.roofline import RooflineConfig
+from eval.rooflines import parts
+from eval.rooflines.random_target import random_target
 
 
 @torch.inference_mode()

@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = load_config(SpeedConfig, parsed.config, parsed.overrides)
     check(config)
 
-    from eval.screen import make_console
+    from eval.report.screen import make_console
     from eval.speed_run import run
 
     with keeping(lambda: f"nothing was measured since this start, and what was before stays; to go on: {command()}"):

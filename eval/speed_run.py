@@ -7,27 +7,27 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from data_prep.encoding import load_tokenizer
+from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.progress import Bar
 from drafters import TargetModel
 from drafters.choices import Engine, Quantization
 from drafters.decoding.loop import eos_ids
-from drafters.draft_model import load_draft_model
+from drafters.drafting.draft_model import load_draft_model
 from drafters.environment import environment, load_average
 from drafters.program import keeping
 from drafters.provenance import peak_memory_bytes
-from eval.energy import Meter
 from eval.entries import STOCK, StockEntry
-from eval.identity import Identity, conditions, digest
-from eval.journal import Journal
-from eval.lineup import Lineup, Models, check_options
-from eval.measure import Limits, Method, Run, drafter_method, measure
-from eval.output import PAGE, PICTURE, REPORT, draw_picture, write_report
-from eval.page import print_table
+from eval.measure.energy import Meter
+from eval.measure.identity import Identity, conditions, digest
+from eval.measure.journal import Journal
+from eval.measure.lineup import Lineup, Models, check_options
+from eval.measure.runner import Limits, Method, Run, drafter_method, measure
+from eval.measure.stock import stock_method
 from eval.prompts import PromptSet, load_prompts
-from eval.report import make_rows, shortage_line, tolerance_note
+from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
+from eval.report.page import print_table
+from eval.report.rows import make_rows, shortage_line, tolerance_note
 from eval.speed import SpeedConfig, TargetConfig
-from eval.stock import stock_method
 
 
 def load_models(chosen: TargetConfig, tokens: int = 0) -> Models:
@@ -104,7 +104,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
 
 
 def identity(facts: dict[str, Any], prompts: PromptSet) -> Identity:
-    """What runs must share to stand in one report; see ``eval.identity``."""
+    """What runs must share to stand in one report; see ``eval.measure.identity``."""
     config = {key: value for key, value in facts["config"].items() if key != "out"}
     names = ("device", "engine", "commit", "cpu", "cpu_cores", "gpu", "platform", "versions", "threads")
     kept = {name: facts[name] for name in (*names, "code", "host", "files")}

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = load_config(SweepConfig, parsed.config, parsed.overrides)
     check(config)
 
-    from eval.screen import make_console
+    from eval.report.screen import make_console
     from eval.sweep_run import run
 
     with keeping(lambda: f"the values measured are kept in {config.out}; to go on: {command()}"):

@@ -5,10 +5,11 @@ from typing import Any
 
 from rich.console import Console
 
-from eval import speed_run, sweep_report
-from eval.lineup import Models, check_options
-from eval.output import REPORT, PictureError
+from eval import speed_run
+from eval.measure.lineup import Models, check_options
 from eval.prompts import files_sha256
+from eval.report import sweep as sweep_report
+from eval.report.files import REPORT, PictureError
 from eval.speed import SpeedConfig
 from eval.sweep import SweepConfig, folder_name
 

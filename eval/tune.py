@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     for config in configs.values():
         check(config)
 
-    from eval.screen import make_console
+    from eval.report.screen import make_console
     from eval.tune_run import run_all
 
     where = common_folder(configs)

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from drafters.provenance import replace_text
 from eval import speed_run
-from eval.lineup import Lineup, Models, check_options
-from eval.measure import MeasurementError
-from eval.output import PictureError
-from eval.page import number, setting, speedup_with_interval
+from eval.measure.lineup import Lineup, Models, check_options
+from eval.measure.runner import MeasurementError
+from eval.report.files import PictureError
+from eval.report.page import number, setting, speedup_with_interval
 from eval.speed import SpeedConfig
 from eval.sweep_run import finished_report
 from eval.tune import TuneConfig, common_folder

@@ -24,9 +24,9 @@ import torch
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 from transformers import PreTrainedModel
 
-from data_prep.store import FeatureStore
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
+from drafters.model.ends import FrozenEnds, load_frozen_ends
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
 

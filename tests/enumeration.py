@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from drafters.decoding.draft_tree import DraftTree
-from drafters.merged_tree import MergedTree, Trials
+from drafters.drafting.merged_tree import MergedTree, Trials
 
 VOCAB, GAMMA = 3, 2
 NEW = GAMMA + 1

@@ -16,8 +16,9 @@ from typing import Any
 
 import tiny_run
 
-from train import run_files, state
 from train.loop import TrainRun
+from train.run import files as run_files
+from train.run import state
 
 
 def die(*_: Any, **__: Any) -> None:

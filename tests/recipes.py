@@ -10,10 +10,10 @@ import shlex
 from pathlib import Path
 
 from drafters.config import load_config
-from train.checks import Report
 from train.cli import parse_arguments
 from train.config import EagleConfig, KangarooConfig
-from train.dry_run import Assumptions, dry_run
+from train.preflight.checks import Report
+from train.preflight.dry_run import Assumptions, dry_run
 from train.tasks import EagleTask, KangarooTask
 
 ROOT = Path(__file__).resolve().parents[1]

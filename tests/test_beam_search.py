@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafters import Sampling
-from drafters.beam_search import _candidates, is_end, until_end
+from drafters.drafting.beam_search import _candidates, is_end, until_end
 
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 1.0, 0.0, -1.0, -3.0])
 

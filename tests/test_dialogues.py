@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_prep import dialogues as reader
-from data_prep.dialogues import (
+from data_prep.dialogues import reader
+from data_prep.dialogues.reader import (
     Dialogue,
     DroppedError,
     ReadCounts,

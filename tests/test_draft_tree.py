@@ -8,7 +8,7 @@ import torch
 
 from drafters.decoding.draft_tree import ROOT, DraftTree, static_ancestors
 from drafters.decoding.sampling import Sampling
-from drafters.decoding.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
 
 CPU = torch.device("cpu")
 VOCAB = 13

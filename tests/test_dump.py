@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from test_features import run, write_config
 
 from data_prep import features, features_run
-from data_prep.dump import IN_FLIGHT, Background, plan_batches
-from data_prep.manifest import plan_shards, read_manifest
-from data_prep.store import FeatureStore
-from data_prep.store_writer import StoreWriter
+from data_prep.store.dump import IN_FLIGHT, Background, plan_batches
+from data_prep.store.manifest import plan_shards, read_manifest
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import StoreWriter
 from drafters import tensor_files
 from drafters.config import load_config
 

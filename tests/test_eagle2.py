@@ -20,8 +20,8 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.decoding.acceptance import Verdict
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.decoding.target import FeatureOutput
 from drafters.eagle import EagleDrafter, EagleHead
+from drafters.model.target import FeatureOutput
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 # The released evaluation's: its total counts the root, its depth does not count the level of the root's own children.

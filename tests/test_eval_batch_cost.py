@@ -17,7 +17,7 @@ import eval.batch_cost
 from drafters import TargetModel
 from eval.batch_cost import BatchCostConfig
 from eval.batch_cost_run import Block, measure, row_of
-from eval.energy import Meter
+from eval.measure.energy import Meter
 
 
 def config_for(path: Path, out: Path, **changes: Any) -> dict[str, Any]:

@@ -8,12 +8,12 @@ import pytest
 from transformers import PreTrainedModel
 
 import eval.entries
-import eval.lineup
+import eval.measure.lineup
 from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import Config
 from eval.entries import DrafterEntry, check_entries
-from eval.lineup import Lineup, Models
+from eval.measure.lineup import Lineup, Models
 from eval.speed import SpeedConfig
 
 
@@ -73,14 +73,14 @@ def test_draft_models_are_found_wherever_they_stand(
 ) -> None:
     """Catches a cascade or a tree of several draft models that loads its own copy of each, in every round."""
     one, two = str(tiny_checkpoint("llama", 1)), str(tiny_checkpoint("llama", 2))
-    plain = eval.lineup.drafter_class
-    monkeypatch.setattr(eval.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
-    make = eval.lineup.make_drafter
+    plain = eval.measure.lineup.drafter_class
+    monkeypatch.setattr(eval.measure.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
+    make = eval.measure.lineup.make_drafter
 
     def make_any(name: str, target: TargetModel, **options: Any) -> Drafter:
         return Many.from_options(target, **options) if name == "many" else make(name, target, **options)
 
-    monkeypatch.setattr(eval.lineup, "make_drafter", make_any)
+    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_any)
     cascade = {"drafter": "cascade", "draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
     given = entries({"drafter": "many", "draft_models": [one, two]}, cascade)
     lineup = Lineup(given, Models(target))
@@ -133,7 +133,7 @@ def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch
             super().__init__(target)
             self.lossless = False  # type: ignore[misc]
 
-    monkeypatch.setattr(eval.lineup, "make_drafter", lambda name, target, **options: Sometimes(target))
+    monkeypatch.setattr(eval.measure.lineup, "make_drafter", lambda name, target, **options: Sometimes(target))
     described = Lineup(entries({"drafter": "autoregressive"}), Models(target)).describe()
     assert described["autoregressive"]["lossless"] is False
 

@@ -11,14 +11,14 @@ from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
-from eval.divergence import TOLERANCE, find_divergences
 from eval.entries import STOCK
-from eval.journal import journal_line, run_from_line
-from eval.measure import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
-from eval.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
-from eval.perplexity import OutputPerplexity
+from eval.figures.divergence import TOLERANCE, find_divergences
+from eval.figures.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
+from eval.figures.perplexity import OutputPerplexity
+from eval.measure.journal import journal_line, run_from_line
+from eval.measure.runner import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
 from eval.prompts import Prompt
-from eval.report import make_rows
+from eval.report.rows import make_rows
 
 PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
 

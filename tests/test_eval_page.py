@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from eval.page import _grids
-from eval.report import _without_all_readings
+from eval.report.page import _grids
+from eval.report.rows import _without_all_readings
 
 
 def row(speed: float, tau: float, **grid: int) -> dict[str, Any]:

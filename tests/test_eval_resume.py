@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 import eval.speed
 from drafters.ouroboros import OuroborosDrafter
 from drafters.speculative import SpeculativeDrafter
-from eval import identity, journal
-from eval.measure import Run
+from eval.measure import identity, journal
+from eval.measure.runner import Run
 from eval.prompts import Prompt
 
 METHODS = ["autoregressive", "draft model", "Ouroboros", "stock generate"]
@@ -36,7 +36,7 @@ class Killed(BaseException):
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here."""
-    monkeypatch.setattr("eval.output.draw", lambda report, path: path.write_bytes(b""))
+    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import pytest
 import torch
 from programs import status
 
-from drafters.decoding import loading
-from eval import roofline, shapes
-from eval.roofline_parts import add_ratios, copy_bandwidth, scaled
+from drafters.model import loading
+from eval import roofline
+from eval.rooflines import shapes
+from eval.rooflines.parts import add_ratios, copy_bandwidth, scaled
 
 SMALL = ["context=24", "new_tokens=12", "rounds=1", "rows=[1,3]", "dtype=float32", "threads=1"]
 
@@ -17,7 +18,7 @@ SMALL = ["context=24", "new_tokens=12", "rounds=1", "rows=[1,3]", "dtype=float32
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(shapes.LLAMAS, "llama-tiny", (32, 48, 3, 4, 2, 61))
-    monkeypatch.setattr("eval.roofline_parts.COPIED", {"cpu": 1 << 16, "cuda": 1 << 16})
+    monkeypatch.setattr("eval.rooflines.parts.COPIED", {"cpu": 1 << 16, "cuda": 1 << 16})
     return "llama-tiny"
 
 

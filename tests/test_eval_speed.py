@@ -14,7 +14,7 @@ from programs import status
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
-import eval.lineup
+import eval.measure.lineup
 import eval.speed
 import eval.speed_run
 from drafters import Drafter, TargetModel
@@ -23,9 +23,9 @@ from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.sampling import Sampling
 from drafters.environment import environment
 from drafters.speculative import SpeculativeDrafter
-from eval.energy import Meter
 from eval.entries import STOCK
-from eval.report import statements, warnings
+from eval.measure.energy import Meter
+from eval.report.rows import statements, warnings
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -192,7 +192,7 @@ def test_energy_is_reported_or_its_absence_explained(
 
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=3)
     with monkeypatch.context() as patch:
-        patch.setattr("eval.energy.Rapl", OneJoule)
+        patch.setattr("eval.measure.energy.Rapl", OneJoule)
         assert run(config, tmp_path) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     for row in report["rows"]:
@@ -211,7 +211,7 @@ def test_a_wrong_drafter_is_caught(
 ) -> None:
     """Catches an exact_match that is computed from the method's own output, or that nobody gets to see."""
 
-    monkeypatch.setattr(eval.lineup, "make_drafter", make_wrong)
+    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_wrong)
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
     assert run(config, tmp_path) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
@@ -308,7 +308,7 @@ def test_a_report_outlives_its_picture(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such font")
 
-    monkeypatch.setattr("eval.output.draw", fail)
+    monkeypatch.setattr("eval.report.files.draw", fail)
     out = tmp_path / "out"
     out.mkdir()
     (out / "speedup.png").write_text("of another run")
@@ -325,8 +325,8 @@ def test_a_report_outlives_the_search_for_divergences(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(eval.lineup, "make_drafter", make_wrong)
-    monkeypatch.setattr("eval.report.find_divergences", fail)
+    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_wrong)
+    monkeypatch.setattr("eval.report.rows.find_divergences", fail)
     assert run(config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1), tmp_path) == 0
     _, wrong = strict((tmp_path / "out" / "report.json").read_text())["rows"]
     assert wrong["exact_match"] == 0.0

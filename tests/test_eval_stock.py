@@ -10,8 +10,8 @@ from transformers.generation import candidate_generator
 
 from drafters import TargetModel
 from drafters.decoding.loop import eos_ids
-from eval.measure import Limits
-from eval.stock import StockEntry, stock_method
+from eval.measure.runner import Limits
+from eval.measure.stock import StockEntry, stock_method
 
 IDS = list(range(3, 20))
 

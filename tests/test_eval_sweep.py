@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import eval.sweep
 import eval.sweep_run
 from drafters import TargetModel
-from eval.measure import MeasurementError
-from eval.sweep_report import numeric, series
+from eval.measure.runner import MeasurementError
+from eval.report.sweep import numeric, series
 
 
 @pytest.fixture

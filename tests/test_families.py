@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.self_check import ROWS
 from drafters.eagle import EagleDrafter, EagleHead
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.model.self_check import ROWS
 from train.attention import use_dialogue_attention
 
 NEW_TOKENS = 12

@@ -18,15 +18,16 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
 from transformers import AutoTokenizer
 
-from data_prep import disk, features, features_run, loss_mask
-from data_prep.dump import FORWARD_COST, plan_batches
-from data_prep.encoding import encode_split, template_hash, tokenizer_hash
-from data_prep.loss_mask import ChatTokenizer, RenderedDialogue
-from data_prep.manifest import plan_shards, read_manifest
+from data_prep import disk, features, features_run
+from data_prep.dialogues import loss_mask
+from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
+from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
 from data_prep.ranks import Rank
-from data_prep.store import FeatureStore
+from data_prep.store.dump import FORWARD_COST, plan_batches
+from data_prep.store.manifest import plan_shards, read_manifest
+from data_prep.store.reader import FeatureStore
 from drafters.config import load_config
-from drafters.decoding.target import TargetModel
+from drafters.model.target import TargetModel
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwe
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.product import Product
-from drafters.decoding.row_mask import attention_bias, attention_mask, row_positions
+from drafters.model.linear import Product
+from drafters.model.rows import attention_bias, attention_mask, row_positions
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 MORE = {"qwen2": Qwen2Config, "qwen3-moe": Qwen3MoeConfig}

@@ -13,7 +13,7 @@ from rigged import eagle, kangaroo, perturbed
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
+from drafters.model.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
 from drafters.speculative import SpeculativeDrafter
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]

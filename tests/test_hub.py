@@ -18,8 +18,8 @@ from huggingface_hub import constants
 from torch import nn
 
 from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
-from drafters.decoding.loading import load_model
-from drafters.decoding.model_files import load_bare_tokenizer, load_config_only
+from drafters.model.files import load_bare_tokenizer, load_config_only
+from drafters.model.loading import load_model
 from drafters.model_card import model_card
 
 ROOT = Path(__file__).parents[1]

@@ -13,9 +13,9 @@ from test_store_ranks import LENGTHS, work
 from transformers import AutoTokenizer
 
 from data_prep import inspect, inspect_run
-from data_prep.manifest import read_manifest
 from data_prep.ranks import Rank
-from data_prep.store import FeatureStore
+from data_prep.store.manifest import read_manifest
+from data_prep.store.reader import FeatureStore
 
 
 @pytest.fixture

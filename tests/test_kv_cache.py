@@ -8,7 +8,7 @@ from conformance import NO_EOS, checked_commits, plain_greedy, prompt, rows_of, 
 
 from drafters import generate
 from drafters.autoregressive import AutoregressiveDrafter
-from drafters.decoding.kv_cache import KVCache
+from drafters.model.kv_cache import KVCache
 
 
 def make(batch: int, capacity: int = 32) -> KVCache:

@@ -10,10 +10,10 @@ from conformance import NO_EOS, checked_commits, prompt, rows_of
 from rigged import eagle
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding import loading
-from drafters.decoding.graphs import Graphs
-from drafters.decoding.kv_cache import KVCache, cache_bytes
-from drafters.decoding.self_check import check_layers_agree, graphs_agree
+from drafters.model import loading
+from drafters.model.graphs import Graphs
+from drafters.model.kv_cache import KVCache, cache_bytes
+from drafters.model.self_check import check_layers_agree, graphs_agree
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
 

@@ -24,9 +24,9 @@ from chat_formats import (
     sentencepiece_like,
 )
 
-from data_prep.dialogues import DroppedError, Message
-from data_prep.encoding import FIRST_WITHOUT_ANSWER, encode_split
-from data_prep.loss_mask import ChatTokenizer, MaskedTokens
+from data_prep.dialogues.encoding import FIRST_WITHOUT_ANSWER, encode_split
+from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
+from data_prep.dialogues.reader import DroppedError, Message
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 DIALOGUE: list[Message] = [

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_prep.store import FeatureStore
-from drafters.decoding.frozen import FrozenEnds
+from data_prep.store.reader import FeatureStore
 from drafters.eagle import EagleHead
+from drafters.model.ends import FrozenEnds
 from train.config import EagleConfig, KangarooConfig
-from train.data import Batch, Span, collate
+from train.data.packing import Batch, Span, collate
 from train.losses import (
     default_chunk_rows,
     eagle_rows,

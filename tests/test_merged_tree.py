@@ -3,7 +3,7 @@
 import torch
 
 from drafters import Sampling
-from drafters.merged_tree import MergedTree
+from drafters.drafting.merged_tree import MergedTree
 
 #   root -> 5 -> 6 -> 7     sequences 5 6 7, 8 9 (EOS), 5 6 4
 #                  -> 4

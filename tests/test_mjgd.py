@@ -10,7 +10,7 @@ from likelihood import excess
 from tiny import build
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.beam_search import Paths
+from drafters.drafting.beam_search import Paths
 from drafters.mjgd import JointMaximum, MJGDDrafter, side_by_side
 
 

@@ -11,8 +11,8 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Verdict
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState, last_of, padded
+from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
 from drafters.ouroboros import OuroborosDrafter
-from drafters.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
 
 SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
 

@@ -14,14 +14,14 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_prep.encoding import load_tokenizer
-from data_prep.store import FeatureStore
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, load_frozen_ends
 from drafters.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
-from drafters.draft_model import load_draft_model
+from drafters.drafting.draft_model import load_draft_model
+from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.eagle import EagleHead
 from drafters.ouroboros import PhrasePool
-from drafters.pool_file import load_pool, save_pool
 from drafters.tensor_files import save_tensors
 
 OPENERS: dict[str, Callable[[str], object]] = {

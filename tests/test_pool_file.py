@@ -14,11 +14,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 
-from drafters import TargetModel, generate, make_drafter, pool_file
+from drafters import TargetModel, generate, make_drafter
+from drafters.drafting import pool_file
+from drafters.drafting.phrase_pool import PhrasePool
+from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.lookahead import LookaheadDrafter
 from drafters.ouroboros import OuroborosDrafter
-from drafters.phrase_pool import PhrasePool
-from drafters.pool_file import load_pool, save_pool
 
 PHRASES = [(5, (1, 2, 3)), (9, (4,)), (5, (6, 7)), (0, (96, 0, 1)), (5, (1, 2, 8)), (9, (3, 3))]
 

@@ -10,14 +10,14 @@ from conformance import NO_EOS, prompt, rows_of
 from rigged import eagle, perturbed
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.product import Int4, Int8, Product, Quantization
+from drafters.model.linear import Int4, Int8, Product, Quantization
 from drafters.speculative import SpeculativeDrafter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_single_row_of_a_large_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches the shape of what is returned, and another row's values, where one row is multiplied four times over."""
-    monkeypatch.setattr("drafters.decoding.product.LARGE", 1000)
+    monkeypatch.setattr("drafters.model.linear.LARGE", 1000)
     torch.manual_seed(0)
     weight, bias = torch.randn(70, 48).to(dtype), torch.randn(70).to(dtype)
     for shape in ((1, 1, 48), (1, 48), (48,), (1, 2, 48)):

@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "train/eagle.py": TRAIN,
     "train/kangaroo.py": TRAIN | {"exit_layer": 2},
     "train.throughput": TRAIN,
-    "train/target.py": TARGET_RUN,
+    "train.target": TARGET_RUN,
 }
 NO_FOLDER = "there is no folder|folders do not exist"
 # A program's arguments, besides those that all configs share, and what the last line says.
@@ -84,7 +84,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["features=./none"], "none"),
         (["--rounds", "none"], "--rounds: must be a whole number, found .none."),
     ],
-    "train/target.py": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
+    "train.target": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }
 
@@ -121,10 +121,10 @@ def test_every_program_is_held_to_it() -> None:
     """Catches a new program that is left out above."""
     programs = set()
     for folder in ("data_prep", "train", "eval"):
-        for file in (ROOT / folder).glob("*.py"):
+        for file in (ROOT / folder).rglob("*.py"):
             if '__name__ == "__main__"' in file.read_text():
-                programs.add(file.stem if folder == "train" else f"{folder}.{file.stem}")
-    assert programs == {name.removesuffix(".py").replace("train/", "").replace("train.", "") for name in MISTAKES}
+                programs.add(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
+    assert programs == {name.removesuffix(".py").replace("/", ".") for name in MISTAKES}
 
 
 def test_names_of_methods_are_those_of_the_classes() -> None:

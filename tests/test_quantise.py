@@ -8,12 +8,12 @@ import torch
 from test_store import header
 from torch import Tensor
 
-from data_prep import store as store_module
-from data_prep.manifest import StoreManifest
-from data_prep.quantise import SCALED, from_storage, storage_dtype, to_storage, token_bytes
-from data_prep.store import FeatureStore
-from data_prep.store_writer import Shard, StoreWriter
-from train.data import collate
+from data_prep.store import reader as store_module
+from data_prep.store.manifest import StoreManifest
+from data_prep.store.quantise import SCALED, from_storage, storage_dtype, to_storage, token_bytes
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import Shard, StoreWriter
+from train.data.packing import collate
 
 HIDDEN = 256
 LENGTHS = [30, 5, 12]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.metrics import ends_in_loop
+from eval.figures.metrics import ends_in_loop
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

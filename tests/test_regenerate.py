@@ -15,13 +15,15 @@ import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
-from data_prep import regenerate, regenerate_run, store_lock, target_answers
-from data_prep.answer_journal import Batch, Conversation, Journal, Turn, read_journals, replay
-from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
-from data_prep.encoding import encode_split
-from data_prep.loss_mask import ChatTokenizer
-from data_prep.target_answers import TargetAnswers
-from data_prep.writing import Writing
+from data_prep import regenerate, regenerate_run
+from data_prep.answers import target as target_answers
+from data_prep.answers.journal import Batch, Conversation, Journal, Turn, read_journals, replay
+from data_prep.answers.target import TargetAnswers
+from data_prep.answers.writing import Writing
+from data_prep.dialogues.encoding import encode_split
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
+from data_prep.store import lock as store_lock
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 from drafters.eagle import EagleDrafter, EagleHead
@@ -317,7 +319,7 @@ def test_a_full_disk_costs_one_batch(
         fsync(descriptor)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"disk is full.*is kept.*again to continue"):
-        patch.setattr("data_prep.answer_journal.os.fsync", full)
+        patch.setattr("data_prep.answers.journal.os.fsync", full)
         run(config)
     assert run(config) == expected[0]
 

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from chat_server import ChatServer, completion, error, ok, shout
 
-from data_prep import endpoint_answers, regenerate
-from data_prep.answer_journal import read_journals
-from data_prep.dialogues import ReadCounts, read_dialogues
+from data_prep import regenerate
+from data_prep.answers import endpoint as endpoint_answers
+from data_prep.answers.journal import read_journals
+from data_prep.dialogues.reader import ReadCounts, read_dialogues
 
 KEY = "sk-very-secret-4711"
 

@@ -27,11 +27,11 @@ import eval.speed
 import eval.sweep
 import eval.tune
 import train.throughput
-from data_prep.dialogues import DroppedError
-from data_prep.loss_mask import ChatTokenizer
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.reader import DroppedError
 from drafters import TargetModel
 from drafters.checkpoint import make_config, save_checkpoint
-from drafters.draft_model import vocabulary
+from drafters.drafting.draft_model import vocabulary
 from drafters.eagle import EagleHead
 from train import cli
 from train.config import EagleConfig, KangarooConfig
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
 }
 # These load no model: text alone, shapes by their names, or a tokenizer that they trained themselves.
 WITHOUT_A_MODEL = {"data_prep/split.py", "data_prep/stdlib_corpus.py", "eval/roofline.py", "train/summary.py"}
-ELSEWHERE = {"data_prep/inspect.py", "train/target.py"}  # below
+ELSEWHERE = {"data_prep/inspect.py", "train/target/__main__.py"}  # below
 
 
 def programs() -> set[str]:
@@ -271,10 +271,10 @@ def test_inspect_runs_no_tokenizers_code(trap: Trap, said_yes: None, capsys: pyt
 
 
 def test_a_corpus_tokenizer_runs_no_code(trap: Trap, said_yes: None) -> None:
-    """Catches train/target.py asking for, or running, the code of a tokenizer that lies in its corpus."""
+    """Catches train.target asking for, or running, the code of a tokenizer that lies in its corpus."""
     from types import SimpleNamespace
 
-    from train.target_data import get_tokenizer
+    from train.target.data import get_tokenizer
 
     corpus = trap.root / "corpus"
     shutil.copytree(trap.known, corpus / f"tokenizer-{CHAT_VOCAB}")

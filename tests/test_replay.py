@@ -8,7 +8,7 @@ from conformance import NO_EOS, checked_commits, prompt, rows_of, target_of
 from rigged import eagle, kangaroo, perturbed
 
 from drafters import generate, make_drafter
-from drafters.decoding.target import TargetModel
+from drafters.model.target import TargetModel
 from drafters.replay import ReplayDrafter
 from drafters.speculative import SpeculativeDrafter
 

@@ -7,6 +7,8 @@ import stat
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,32 @@ LARGEST_FILE = 1_000_000  # bytes, outside checkpoints/
 LARGEST_CHECKPOINT_FILE = 17 * 1024**2
 OWN_LOADERS = ("TargetModel", "nn")  # whose from_pretrained is not transformers'
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 100  # lines
+# Each package from left to right: what stands in one place imports from there and from the left. A folder is a room and
+# has a place of its own; files that are not named here (methods, programs) stand on the right of all.
+HOUSE = {
+    "drafters": [
+        "checkpoint choices config hub model_card paths program provenance tensor_files text_files wording",
+        "model",
+        "environment",
+        "decoding",
+        "base methods",
+        "drafting",
+    ],
+    "data_prep": ["disk progress ranks", "dialogues", "store", "answers"],
+    "train": [
+        "attention config optimizer runtime",
+        "data",
+        "run",
+        "summary",
+        "losses positions ratio tasks",
+        "watch",
+        "loop setup",
+        "preflight",
+        "bench",
+        "target",
+    ],
+    "eval": ["entries prompts", "measure", "figures", "report", "rooflines"],
+}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -54,11 +82,74 @@ def test_every_package_is_installed() -> None:
 def test_arrows_point_one_way(path: Path) -> None:
     """Catches the library importing a program built on it, or the programs importing the tests."""
     package = path.relative_to(ROOT).parts[0]
-    forbidden = {"tests", "conftest", "tiny"}
+    forbidden = {"tests", "conftest", "tiny", "train", "eval"} - {package}
     if package == "drafters":
-        forbidden |= {"data_prep", "train", "eval", "deepspeed", "datasets", "matplotlib", "tensorboard"}
+        forbidden |= {"data_prep", "deepspeed", "datasets", "matplotlib", "tensorboard"}
     roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
     assert not roots & forbidden
+
+
+def modules() -> dict[str, Path]:
+    """By dotted name; a package is its __init__.py."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources(*PACKAGES)}
+    return {name.removesuffix(".__init__"): path for name, path in files.items()}
+
+
+def imported(name: str, known: dict[str, Path], late: bool) -> set[str]:
+    """The modules among ``known`` that ``name`` imports: within functions only if ``late``, for types alone never."""
+    package = name if known[name].name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    left: list[ast.AST] = [ast.parse(known[name].read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            members = {f"{source}.{alias.name}" for alias in node.names}
+            found |= members if members <= known.keys() else {source} | (members & known.keys())
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            left += node.orelse
+        elif late or not isinstance(node, ast.FunctionDef):
+            left += ast.iter_child_nodes(node)
+    return (found & known.keys()) - {name}
+
+
+def place(name: str) -> int:
+    """Where a module stands in its package, from the left."""
+    package, *rest = name.split(".")
+    places = [index for index, names in enumerate(HOUSE[package]) if rest and rest[0] in names.split()]
+    return places[0] if places else len(HOUSE[package])
+
+
+def test_rooms_import_from_the_left() -> None:
+    """Catches an arrow backwards: the target importing the loop that runs it, a store its program."""
+    known = modules()
+    for name in known:
+        package = name.split(".")[0]
+        for other in imported(name, known, late=True):
+            if other.split(".")[0] == package and other not in PACKAGES[1:]:  # those hold nothing but a docstring
+                order = " < ".join(HOUSE[package])
+                assert place(other) <= place(name), f"{name} -> {other}, which stands to its right: {order}"
+
+
+def test_the_house_lists_what_is_there() -> None:
+    """Catches a room that the list forgets, and would put on the right of all, and names that are gone."""
+    known = modules()
+    listed = {f"{package}.{name}" for package, places in HOUSE.items() for names in places for name in names.split()}
+    assert listed <= known.keys()
+    rooms = {name for name, path in known.items() if path.name == "__init__.py" and "." in name}
+    assert rooms <= listed
+    assert all(name.partition(".")[2] in HOUSE[name.partition(".")[0]] for name in rooms), "a room shares its place"
+
+
+def test_no_circle_of_imports() -> None:
+    """Catches modules that only import in a lucky order. What a function imports, late, is not counted."""
+    known = modules()
+    try:
+        TopologicalSorter({name: imported(name, known, late=False) for name in known}).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " -> ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding import fused, target
-from drafters.decoding.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
-from drafters.decoding.product import Product
+from drafters.model import fused, target
+from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from drafters.model.linear import Product
 
 DTYPES = ["bfloat16", "float16", "float32"]
 DEEP = 16

@@ -18,7 +18,7 @@ from drafters.cascade import CascadeDrafter
 from drafters.decoding.acceptance import Rule
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.merged_tree import MergedTree, Trials
+from drafters.drafting.merged_tree import MergedTree, Trials
 from drafters.specinfer import SpecInferDrafter, SpecInferOptions, run_trials, verify_stochastic
 from drafters.speculative import SpeculativeDrafter
 

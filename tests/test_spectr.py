@@ -17,7 +17,7 @@ from drafters.decoding.acceptance import Rule
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import residual
-from drafters.merged_tree import MergedTree, Trials
+from drafters.drafting.merged_tree import MergedTree, Trials
 from drafters.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq
 
 # rho.

@@ -10,7 +10,7 @@ import pytest
 
 from data_prep import disk
 from data_prep import split as program
-from data_prep.dialogues import Dialogue, ReadCounts, read_dialogues
+from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
 from data_prep.split import main, split
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from data_prep.manifest import StoreManifest
-from data_prep.store import FeatureStore
-from data_prep.store_writer import Shard, StoreWriter
+from data_prep.store.manifest import StoreManifest
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import Shard, StoreWriter
 from drafters import tensor_files
 
 HIDDEN, TAPS = 6, [1, 3]
@@ -342,7 +342,7 @@ def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 HOLD_THE_LOCK = """
 import sys, time
 from test_store import header
-from data_prep.store_writer import StoreWriter
+from data_prep.store.writer import StoreWriter
 with StoreWriter(sys.argv[1], header()):
     print("locked", flush=True)
     time.sleep(60)

@@ -15,10 +15,10 @@ import torch
 from test_features import run, write_config
 from test_store import HIDDEN, ROOT, header
 
-from data_prep.manifest import ShardPlan, StoreManifest, read_manifest
 from data_prep.ranks import Rank
-from data_prep.store import FeatureStore
-from data_prep.store_writer import Shard, StoreWriter
+from data_prep.store.manifest import ShardPlan, StoreManifest, read_manifest
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import Shard, StoreWriter
 
 LENGTHS = [7, 3, 9, 2, 5, 4, 8, 1, 6, 10, 3]
 PLANNED = ShardPlan.of(LENGTHS, 8)  # six shards

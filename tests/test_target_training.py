@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
 from drafters.config import load_config
-from train import target_model, target_run
-from train.target_config import TargetConfig
-from train.target_data import pack_rows
-from train.target_model import lr_scale
+from train.target import model as target_model
+from train.target import run as target_run
+from train.target.config import TargetConfig
+from train.target.data import pack_rows
+from train.target.model import lr_scale
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "target"
 SHAPE = {"vocab_size": 400, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from test_features import write_config
 
-from data_prep import dump, throughput, throughput_run
-from drafters.decoding.target import TargetModel
+from data_prep import throughput, throughput_run
+from data_prep.store import dump
+from drafters.model.target import TargetModel
 
 
 def test_both_sides_run_the_same_batches(

@@ -14,7 +14,7 @@ from drafters.eagle import EagleHead
 from drafters.kangaroo import KangarooAdapter
 from train import attention
 from train.attention import Dialogues, blocked_attention, dialogue_attention, fused_attention, use_dialogue_attention
-from train.data import dialogue_mask
+from train.data.packing import dialogue_mask
 
 LENGTHS = [[5, 300, 1], [128, 129], [256]]  # shorter than a block, at its borders, several blocks
 WIDTH = 320

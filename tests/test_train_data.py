@@ -1,4 +1,4 @@
-"""train/data.py: batches, packing, ranks, resuming."""
+"""train/data/packing.py: batches, packing, ranks, resuming."""
 
 import time
 from pathlib import Path
@@ -8,10 +8,10 @@ import tiny
 import tiny_run
 import torch
 
-from data_prep.store import FeatureStore
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from train.attention import Dialogues
-from train.data import (
+from train.data.packing import (
     Batch,
     Position,
     StepData,

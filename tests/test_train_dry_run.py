@@ -18,15 +18,15 @@ from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from data_prep.features import FeaturesConfig
-from data_prep.quantise import token_bytes
+from data_prep.store.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
-from train.checks import Report
 from train.cli import main
 from train.config import EagleConfig, KangarooConfig
-from train.data import TrainData
-from train.dry_run import Assumptions, dry_run
-from train.estimate import (
+from train.data.packing import TrainData
+from train.preflight.checks import Report
+from train.preflight.dry_run import Assumptions, dry_run
+from train.preflight.estimate import (
     MicroBatch,
     memory_parts,
     meta_ends,
@@ -35,7 +35,7 @@ from train.estimate import (
     pass_memory,
     target_parameters,
 )
-from train.run_files import run_folder_bytes
+from train.run.files import run_folder_bytes
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 

@@ -16,10 +16,10 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config, validate
 from train import loop, tasks
 from train.config import EagleConfig, deepspeed_config
-from train.data import Span
+from train.data.packing import Span
 from train.loop import TrainingDiverged
 from train.losses import Noise
-from train.run_files import read_metrics
+from train.run.files import read_metrics
 
 CONFIGS = tiny_run.ROOT / "configs"
 

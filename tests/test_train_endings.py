@@ -15,14 +15,14 @@ from data_prep import disk
 from data_prep.features import main as make_features
 from drafters import TargetModel
 from drafters.config import load_config, validate
-from drafters.decoding.frozen import load_frozen_ends
+from drafters.model.ends import load_frozen_ends
 from eval.speed import SpeedConfig
 from eval.speed import check as check_speed
 from train import runtime
 from train.cli import main
 from train.config import EagleConfig, KangarooConfig
-from train.endings import measure_command, what_is_kept
-from train.run_files import check_run_folder
+from train.run.endings import measure_command, what_is_kept
+from train.run.files import check_run_folder
 from train.tasks import EagleTask, KangarooTask
 
 

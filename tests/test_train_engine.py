@@ -16,7 +16,7 @@ from drafters.config import validate
 from drafters.eagle import EagleHead
 from train import loop, runtime, setup
 from train.config import EagleConfig
-from train.run_files import read_metrics
+from train.run.files import read_metrics
 
 STAGES = (0, 1, 2, 3)
 

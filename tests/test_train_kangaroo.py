@@ -11,7 +11,7 @@ import torch
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config
 from train.config import KangarooConfig
-from train.run_files import read_metrics
+from train.run.files import read_metrics
 
 CONFIGS = tiny_run.ROOT / "configs"
 

@@ -20,19 +20,21 @@ from chat_formats import dialogue
 from transformers import PreTrainedModel
 
 from data_prep import features
-from data_prep.encoding import EncodedSplit
-from data_prep.loss_mask import MaskedTokens
-from data_prep.store import FeatureStore
+from data_prep.dialogues.encoding import EncodedSplit
+from data_prep.dialogues.loss_mask import MaskedTokens
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter
 from drafters.config import load_config, validate
-from train import cli, online, runtime, tau
+from train import cli, runtime
 from train.config import EagleConfig, KangarooConfig
-from train.data import collate, collate_or_stand_in
-from train.dry_run import Assumptions, dry_run
-from train.online import OnlineFeatures
-from train.run_files import StateFolder, read_metrics
+from train.data import online
+from train.data.online import OnlineFeatures
+from train.data.packing import collate, collate_or_stand_in
+from train.preflight.dry_run import Assumptions, dry_run
+from train.run.files import StateFolder, read_metrics
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
+from train.watch import tau
 
 
 @pytest.fixture(scope="module")

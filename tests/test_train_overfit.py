@@ -9,15 +9,16 @@ import pytest
 import tiny_run
 import torch
 
-from data_prep.store import FeatureStore
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.config import validate
-from train import overfit, runtime, tasks
+from train import runtime, tasks
 from train.cli import main
 from train.config import EagleConfig, KangarooConfig
-from train.data import shift
+from train.data.packing import shift
 from train.loop import TrainingDiverged
-from train.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
+from train.preflight import overfit
+from train.preflight.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 

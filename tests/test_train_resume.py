@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from drafters.config import validate
 from train import loop
 from train.config import EagleConfig
-from train.run_files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
-from train.state import SavedState, checksums
+from train.run.files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
+from train.run.state import SavedState, checksums
 
 STEPS = 120
 

@@ -15,7 +15,7 @@ from drafters.config import validate
 from train import runtime
 from train.cli import main
 from train.config import EagleConfig
-from train.run_files import read_metrics
+from train.run.files import read_metrics
 from train.tasks import EagleTask
 
 TASK = {

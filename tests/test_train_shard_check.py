@@ -1,4 +1,4 @@
-"""train/shard_check.py: a flipped bit stops a run before a checkpoint is made from it, on any number of ranks."""
+"""train/data/shard_check.py: a flipped bit stops a run before a checkpoint is made from it, on any number of ranks."""
 
 import json
 import shutil
@@ -13,14 +13,14 @@ import pytest
 import tiny_run
 import torch
 
-from data_prep import store as store_module
-from data_prep.store import FeatureStore
-from data_prep.store_writer import Shard, StoreWriter
+from data_prep.store import reader as store_module
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
-from train import shard_check
+from train.data import shard_check
+from train.data.shard_check import ShardCheck
 from train.loop import TrainRun
 from train.runtime import Ranks
-from train.shard_check import ShardCheck
 
 EACH = 5  # dialogues of a shard
 

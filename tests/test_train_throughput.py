@@ -1,4 +1,4 @@
-"""train/throughput.py and the plain formulation that it compares with (train/plain.py)."""
+"""train/throughput.py and the plain formulation that it compares with (train/bench/reference.py)."""
 
 import json
 import sys
@@ -10,16 +10,18 @@ import tiny_run
 import torch
 import yaml
 
-from data_prep.store import FeatureStore
+from data_prep.store.reader import FeatureStore
 from drafters.config import validate
-from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
-from train import formulations, runtime, shard_check, throughput
+from drafters.model.ends import FrozenEnds, load_frozen_ends
+from train import runtime, throughput
+from train.bench import sides as formulations
+from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
 from train.config import EagleConfig, KangarooConfig
-from train.data import collate
-from train.plain import SampleFiles, pad, plain_loss_sum, write_samples
+from train.data import shard_check
+from train.data.packing import collate
+from train.optimizer import MasterAdamW
 from train.setup import make_engine
 from train.tasks import EagleTask, KangarooTask, Task
-from train.update import MasterAdamW
 
 DIALOGUES = [3, 0, 1, 2, 6]
 SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"

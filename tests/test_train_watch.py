@@ -17,18 +17,19 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_prep.store import FeatureStore
+from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.decoding.trace import Trace
 from drafters.eagle import EagleHead
 from drafters.kangaroo import KangarooAdapter
-from train import heldout, loop, summary
-from train.data import collate
-from train.flops import CONSTANT_INPUT, LM_HEAD_PRODUCTS, peak_tflops, training_cost
+from train import loop, summary
+from train.data.packing import collate
 from train.losses import soft_cross_entropy_sum
 from train.positions import answer_positions, bucket_name
-from train.run_files import TIMED, read_metrics
-from train.tau import held_out_prompts
+from train.run.files import TIMED, read_metrics
+from train.watch import heldout
+from train.watch.flops import CONSTANT_INPUT, LM_HEAD_PRODUCTS, peak_tflops, training_cost
+from train.watch.tau import held_out_prompts
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import tiny
 import torch
 import yaml
 
-from data_prep.store import StoreManifest
-from data_prep.store_writer import Shard, StoreWriter
+from data_prep.store.reader import StoreManifest
+from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
 from drafters.config import validate
 from drafters.program import leave
 from train import runtime, setup
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.loop import TrainRun
-from train.run_files import check_run_folder
+from train.run.files import check_run_folder
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 

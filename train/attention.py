@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from drafters.decoding.layers import PROBE, differ, no_head, probe_states
+from drafters.model.layers import PROBE, differ, no_head, probe_states
 
 NAME = "dialogues"
 BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs

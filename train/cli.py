@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.dialogues import check_source
+from data_prep.dialogues.reader import check_source
 from drafters.config import load_config
 from drafters.paths import check_model
 from drafters.program import keeping, leave, run_program
 from train.config import TrainConfig
-from train.run_files import check_run_folder
+from train.run.files import check_run_folder
 
 if TYPE_CHECKING:
     from train.tasks import Task

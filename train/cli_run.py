@@ -8,8 +8,8 @@ from data_prep.ranks import find_rank
 from drafters.program import command
 from train import runtime
 from train.config import TrainConfig
-from train.endings import farewell, finished_at, what_is_kept
 from train.loop import TrainRun
+from train.run.endings import farewell, finished_at, what_is_kept
 from train.setup import check_run_disk, open_inputs
 from train.tasks import Task
 
@@ -42,7 +42,7 @@ def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:
 
 def dry_run(config: TrainConfig, arguments: argparse.Namespace, make: type[Task]) -> int:
     """--dry-run; 1 if the run could not start."""
-    from train.dry_run import Assumptions, dry_run
+    from train.preflight.dry_run import Assumptions, dry_run
 
     names = Assumptions.__dataclass_fields__
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
@@ -54,6 +54,6 @@ def dry_run(config: TrainConfig, arguments: argparse.Namespace, make: type[Task]
 
 def overfit(config: TrainConfig, arguments: argparse.Namespace, make: type[Task]) -> int:
     """--overfit; 1 if the pipeline is not sound."""
-    from train.overfit import overfit
+    from train.preflight.overfit import overfit
 
     return overfit(config, make, arguments)

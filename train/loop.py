@@ -21,19 +21,19 @@ from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
 from drafters.program import Failure
 from drafters.provenance import replace_text
-from train.data import Batch, Position, StepData, TrainData
-from train.endings import step_limit
-from train.flops import training_cost
-from train.heldout import Heldout
-from train.meter import Meter
-from train.run_files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
+from train.data.packing import Batch, Position, StepData, TrainData
+from train.data.shard_check import ShardCheck
+from train.run.endings import step_limit
+from train.run.files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
+from train.run.state import SavedState, save_state
 from train.runtime import Ranks, seed_step
 from train.setup import Inputs, full_state, make_engine, target_identity
-from train.shard_check import ShardCheck
-from train.state import SavedState, save_state
 from train.summary import write_summary
 from train.tasks import Task
-from train.tau import HeldoutTau
+from train.watch.flops import training_cost
+from train.watch.heldout import Heldout
+from train.watch.meter import Meter
+from train.watch.tau import HeldoutTau
 
 EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
 

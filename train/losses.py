@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.data import Batch, Span, shift
+from train.data.packing import Batch, Span, shift
 
 MaskAlignment = Literal["shifted", "paper-code"]
 Noise = Literal["paper", "code", "none"]

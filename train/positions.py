@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from train.data import Batch, shift
+from train.data.packing import Batch, shift
 from train.ratio import Ratio
 
 if TYPE_CHECKING:

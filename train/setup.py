@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from data_prep.dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
 from data_prep.disk import check_room
-from data_prep.encoding import load_tokenizer, template_hash, tokenizer_hash
-from data_prep.manifest import MANIFEST, StoreManifest
-from data_prep.store import FeatureStore
+from data_prep.store.manifest import MANIFEST, StoreManifest
+from data_prep.store.reader import FeatureStore
 from drafters.checkpoint import make_config
-from drafters.decoding.frozen import FrozenEnds, load_frozen_ends
-from drafters.decoding.target import TargetModel
+from drafters.model.ends import FrozenEnds, load_frozen_ends
+from drafters.model.target import TargetModel
 from drafters.wording import size_text
 from train.config import TrainConfig, deepspeed_config
-from train.data import Source
-from train.online import OnlineFeatures, load_target, open_online
-from train.run_files import run_folder_bytes
+from train.data.online import OnlineFeatures, load_target, open_online
+from train.data.packing import Source
+from train.optimizer import buffers_of, restore_buffers
+from train.run.files import run_folder_bytes
 from train.runtime import local_ranks
 from train.tasks import Task
-from train.update import buffers_of, restore_buffers
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Inputs:
         """Load the target of ``features: online`` onto ``device``; stores need none.
 
         Raises:
-            ValueError: see ``train.online.load_target``.
+            ValueError: see ``train.data.online.load_target``.
         """
         online = [source for source in (self.train, self.heldout) if isinstance(source, OnlineFeatures)]
         if not online:
@@ -96,7 +96,7 @@ def open_inputs(config: TrainConfig, exit_layer: int | None = None, device: str 
 
     Raises:
         ValueError: no store, one of another target, a missing tap, or no such target; for an online run see
-            ``train.online.open_online``.
+            ``train.data.online.open_online``.
     """
     if isinstance(config.features, str):
         texts = open_online(config, exit_layer)

@@ -13,7 +13,7 @@ from typing import Any
 
 from drafters.program import run_program
 from drafters.provenance import replace_text
-from train.run_files import StateFolder, read_metrics
+from train.run.files import StateFolder, read_metrics
 
 SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
 
@@ -29,7 +29,7 @@ def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     """
     summary = make_summary(run, ended)
     replace_text(run / "summary.json", json.dumps(summary, indent=2) + "\n")
-    from train.summary_picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
+    from train.run.picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
 
     draw(summary, read_metrics(run), run / "summary.png")
     return summary

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from drafters.base import LearnedDrafter
 from drafters.checkpoint import load_state
-from drafters.decoding.frozen import FrozenEnds
-from drafters.decoding.target import TargetModel
 from drafters.eagle import EagleDrafter, EagleHead
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.model.ends import FrozenEnds
+from drafters.model.target import TargetModel
 from train.attention import use_dialogue_attention
 from train.config import EagleConfig, KangarooConfig, TrainConfig
-from train.data import Batch, shift
+from train.data.packing import Batch, shift
 from train.losses import (
     default_chunk_rows,
     eagle_rows,

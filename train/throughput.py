@@ -1,4 +1,4 @@
-"""Training throughput beside the plain formulation's (train/plain.py), in one run, in turns.
+"""Training throughput beside the plain formulation's (train/bench/reference.py), in one run, in turns.
 
     python -m train.throughput --config configs/eagle/stdlib.yaml [key=value ...] [--out throughput.json]
     python -m train.throughput --shape hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 --tokens 8192

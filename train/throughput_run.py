@@ -15,8 +15,8 @@ from data_prep.progress import Bar
 from drafters.environment import load_average
 from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
 from drafters.wording import size_text
+from train.bench.sides import Side, from_config, from_shape
 from train.config import TrainConfig
-from train.formulations import Side, from_config, from_shape
 
 
 def run(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.Namespace) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
+from ..model.clock import Clock
+from ..model.kv_cache import KVCache
+from ..model.target import FeatureOutput, TargetModel
 from ..wording import shortened, with_article
 from .acceptance import Rule, Verdict
 from .draft_tree import DraftTree
-from .kv_cache import KVCache
 from .sampling import Sampling, draw, most_likely
-from .target import FeatureOutput, TargetModel
-from .trace import Clock, Step, Trace
+from .trace import Step, Trace
 
 if TYPE_CHECKING:
     from ..base import Drafter

@@ -1,0 +1,1 @@
+"""Answers of a target to the dialogues' questions."""

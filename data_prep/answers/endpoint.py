@@ -1,0 +1,293 @@
+"""Answers written by a server with OpenAI's chat interface (vLLM, SGLang, llama.cpp, or a hosted model).
+
+Requests run side by side in threads. What may pass is tried again: a lost connection, 408, 429 and 5xx, a reply that
+is no completion. A refusal of one dialogue drops that dialogue; one that concerns all of them ends the run. The API key
+is read from the environment, sent to that server alone, and taken out of every message.
+"""
+
+import email.utils
+import http.client
+import json
+import os
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from drafters.config import Config
+
+from ..dialogues.reader import Message
+from .journal import RETRIED, Batch, Conversation, Turn
+from .writing import Writing, derived_seed
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
+# Odd dialogues are refused one by one; so many mean that the server or the settings are to blame.
+MOST_LOST, SHARE_LOST = 20, 0.05
+# A server's way to say that a prompt is too long differs; these words are in all of them.
+TOO_LONG = re.compile(r"context[ _-]?(length|size|window)", re.IGNORECASE)
+
+
+class EndpointConfig(Config):
+    """Where the answers come from."""
+
+    url: str  # up to and with /v1
+    model: str  # as the server calls it
+    concurrency: int = Field(16, ge=1)  # requests at the same time
+    api_key_env: str | None = "OPENAI_API_KEY"  # environment variable with the key; without one, none is sent
+    timeout: float = Field(600.0, gt=0)  # seconds without a byte from the server
+    retries: int = Field(5, ge=0)  # more attempts after the first
+    extra: dict[
+        str, Any
+    ] = {}  # more keys of the request, {chat_template_kwargs: {enable_thinking: false}}; null: fewer
+
+    @property
+    def base(self) -> str:
+        """The address, as requests need it."""
+        return self.url.rstrip("/").removesuffix("/chat/completions")
+
+    def check(self) -> None:
+        """Whether the address can be one; apart from the schema, whose messages would print a password in it.
+
+        Raises:
+            ValueError: it is none, or holds a secret.
+        """
+        parts = urlsplit(self.url)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError(
+                "endpoint.url: no user, password or query belongs into the address, which messages and files repeat; "
+                "a key is read from the environment variable that endpoint.api_key_env names"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint.url is {self.url!r}; give an address like http://localhost:8000/v1")
+
+
+class RefusedError(ValueError):
+    """The server will not do it; ``status`` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BadReplyError(ValueError):
+    """The server answered 200 with something that is no chat completion."""
+
+
+class EndpointAnswers:
+    """Answers conversations through an endpoint, ``concurrency`` at a time, each turn by turn.
+
+    Args:
+        writing: its ``max_context`` is the server's own business and not looked at.
+
+    Raises:
+        ValueError: the environment variable holds something that cannot be a key.
+    """
+
+    def __init__(self, config: EndpointConfig, writing: Writing) -> None:
+        self.config, self.writing = config, writing
+        self._key = (os.environ.get(config.api_key_env, "") if config.api_key_env else "").strip()
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            raise ValueError(f"the environment variable {config.api_key_env} holds no valid API key; set it again")
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._stop = threading.Event()
+        self._answered, self._lost = 0, 0
+
+    def check(self) -> None:
+        """Ask for one token, so that a wrong address, model or key is found before anything else is done.
+
+        Raises:
+            ValueError, OSError: the server refuses, sends nonsense, or cannot be reached.
+        """
+        body = self._body([])
+        if "max_tokens" in body:
+            body["max_tokens"] = 1
+        self._complete([{"role": "user", "content": "Hi"}], body)
+
+    def batches(self, conversations: list[Conversation]) -> Iterator[Batch]:
+        """Answer all that is open; between two batches the caller takes the turns of the last one in.
+
+        After a failure the requests under way are waited for and handed out, too, before it is raised.
+
+        Raises:
+            ValueError: refused for a reason that holds for all dialogues, or too many of them were refused.
+            OSError: the server cannot be reached.
+        """
+        waiting = (conversation for conversation in conversations if not conversation.done)
+        pending: dict[Future[tuple[Turn, str]], Conversation] = {}
+        failure: BaseException | None = None
+        pool = ThreadPoolExecutor(self.config.concurrency)
+        try:
+            while True:
+                while failure is None and len(pending) < self.config.concurrency:
+                    if (conversation := next(waiting, None)) is None:
+                        break
+                    pending[pool.submit(self._answer, conversation)] = conversation
+                if not pending:
+                    break
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    conversation = pending.pop(future)
+                    failure = failure or future.exception()
+                    if future.exception() is None:
+                        turn, detail = future.result()
+                        yield Batch([turn])
+                        failure = failure or self._too_many_lost(turn, detail)
+                    if failure is not None:
+                        self._stop.set()
+                    elif not conversation.done:
+                        pending[pool.submit(self._answer, conversation)] = conversation
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        if failure is not None:
+            raise failure
+
+    def _answer(self, conversation: Conversation) -> tuple[Turn, str]:
+        """The next turn of a conversation, and, where it is lost, why in the server's words. Runs in a thread."""
+        index, number = conversation.index, len(conversation.answers)
+        history = conversation.history()
+        try:
+            choice, tokens = self._complete(history, self._body([(index, number)]))
+        except BadReplyError as error:
+            return Turn(index, number, drop="bad_reply"), str(error)
+        except RefusedError as error:
+            if error.status in (400, 413, 422):
+                if TOO_LONG.search(str(error)):
+                    return Turn(index, number, end="no_room"), str(error)
+                return Turn(index, number, drop="refused"), str(error)
+            raise
+        text, reason = choice["message"].get("content"), choice.get("finish_reason")
+        if reason == "content_filter":
+            return Turn(index, number, drop="content_filter"), ""
+        if reason == "length" and not self.writing.keep_truncated:
+            return Turn(index, number, end="truncated"), ""
+        if not isinstance(text, str) or not text.strip():
+            return Turn(index, number, drop="empty_answer"), ""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer
+            return Turn(index, number, drop="invalid_text"), ""
+        return Turn(index, number, text, tokens, reason == "length"), ""
+
+    def _too_many_lost(self, turn: Turn, detail: str) -> ValueError | None:
+        self._answered += 1
+        self._lost += turn.drop in RETRIED
+        if self._lost < MOST_LOST or self._lost <= SHARE_LOST * self._answered:
+            return None
+        return ValueError(
+            f"{self._lost} of {self._answered} requests were refused or had unusable replies; the last: {detail}. Mend "
+            "that and run the same command again: those dialogues will be tried again"
+        )
+
+    def _body(self, asked: list[tuple[int, int]]) -> dict[str, Any]:
+        writing = self.writing
+        body: dict[str, Any] = {"max_tokens": writing.max_new_tokens, "temperature": writing.temperature}
+        if writing.temperature > 0:
+            body["seed"] = derived_seed(writing.seed, asked)
+            body |= {"top_p": writing.top_p} if writing.top_p < 1 else {}
+            body |= {"top_k": writing.top_k} if writing.top_k else {}  # vLLM and SGLang know it, OpenAI does not
+        body = {"model": self.config.model, **body, **self.config.extra}
+        return {key: value for key, value in body.items() if value is not None}
+
+    def _complete(self, messages: list[Message], body: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The first choice of a chat completion and its number of tokens (0 where the server does not say)."""
+        data = json.dumps({**body, "messages": messages}).encode()
+        attempt = 0
+        while True:
+            pause = FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25)
+            try:
+                return self._parse(self._post(data))
+            except BadReplyError as error:
+                failure: Exception = error
+            except urllib.error.HTTPError as error:
+                failure, pause = self._read_error(error, pause)
+            except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+                failure = OSError(self._hide(f"{self.config.base} cannot be reached: {reason}"))
+            attempt += 1
+            if attempt > self.config.retries or self._stop.wait(min(pause, LONGEST_WAIT)):
+                raise failure
+
+    def _post(self, data: bytes) -> bytes:
+        request = urllib.request.Request(f"{self.config.base}/chat/completions", data, method="POST")
+        request.add_header("Content-Type", "application/json")
+        if self._key:
+            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+        with self._opener.open(request, timeout=self.config.timeout) as reply:
+            return reply.read()
+
+    def _read_error(self, error: urllib.error.HTTPError, pause: float) -> tuple[Exception, float]:
+        """What to raise, and how long to wait before another attempt; raises at once where none is worth it."""
+        with error:
+            try:
+                said = _message(error.read(100_000))
+            except (OSError, http.client.HTTPException):
+                said = ""
+        text = self._hide(f"{self.config.base} answered {error.code} {error.reason}: {said or 'no explanation'}")
+        if error.code in (408, 429) or error.code >= 500:
+            return OSError(text), max(pause, _retry_after(error.headers.get("Retry-After")))
+        if error.code < 400:
+            place = self._hide(str(error.headers.get("Location")))
+            raise RefusedError(error.code, f"{self.config.base} redirects to {place}; put that into endpoint.url")
+        if error.code in (401, 403):
+            sent = f"the API key in {self.config.api_key_env} was sent" if self._key else "no API key was sent"
+            text = f"{text} ({sent}; endpoint.api_key_env names the environment variable that holds it)"
+        raise RefusedError(error.code, text)
+
+    def _parse(self, data: bytes) -> tuple[dict[str, Any], int]:
+        try:
+            reply = json.loads(data)
+            choice = reply["choices"][0]
+            choice["message"].get("content")
+            tokens = (reply.get("usage") or {}).get("completion_tokens")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            shown = self._hide(data[:200].decode(errors="replace"))
+            raise BadReplyError(f"{self.config.base} sent what is no chat completion: {shown!r}") from None
+        return choice, tokens if isinstance(tokens, int) else 0
+
+    def _hide(self, text: str) -> str:
+        return text.replace(self._key, "[API key]") if self._key else text
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would arrive as a GET, perhaps at another host."""
+
+    def redirect_request(self, *arguments: Any, **named: Any) -> None:
+        return None
+
+
+def _message(data: bytes) -> str:
+    """The server's own words in the body of an error: OpenAI's form, FastAPI's, or whatever text there is."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return data[:500].decode(errors="replace").strip()
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        if isinstance(error, dict):
+            said = error.get("message") or error.get("detail")
+            code = error.get("code")
+            if said:
+                return f"{said} ({code})" if isinstance(code, str) and code not in str(said) else str(said)
+    return json.dumps(body)[:500]
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds that a Retry-After header asks for: a number, or the date of the next attempt; 0 for none."""
+    if not value:
+        return 0.0
+    try:
+        return max(float(value), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return 0.0

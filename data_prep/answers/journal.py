@@ -1,0 +1,223 @@
+"""The state of a regeneration: dialogues in the making, and the journal that a kill leaves readable.
+
+While a run lasts, ``<out>.unfinished/`` holds ``run.json`` (what the answers depend on) and a journal for each process,
+``rank-0-of-2.jsonl``: a line for each finished batch, flushed to the disk. Dialogues are known by their place among the
+usable ones of the source; the journals of all processes together say where each stands.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from drafters.provenance import changes, replace_text
+
+from ..dialogues.reader import Dialogue, Message
+from ..disk import write_error
+from ..store.lock import folder_lock, is_locked, lock_file
+
+RUN_FILE = "run.json"
+# Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
+RETRIED = frozenset({"refused", "bad_reply"})
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What became of one user turn: an answer, or why there is none.
+
+    Attributes:
+        index: the dialogue's place among the usable ones of the source. turn: counts its user turns from 0.
+        answer: the assistant's text; None where ``end`` or ``drop`` says why.
+        tokens: that were generated for it. truncated: it was cut at the limit, no end-of-turn token followed.
+        end: reason to end the dialogue before this turn. drop: reason to drop the dialogue.
+    """
+
+    index: int
+    turn: int
+    answer: str | None = None
+    tokens: int = 0
+    truncated: bool = False
+    end: str | None = None
+    drop: str | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Turns that were finished together, a line of the journal.
+
+    Attributes:
+        committed, forwards: tokens committed after the prefill and the target forwards that it took, all rows together.
+        seconds: wall time since the line before; the journal fills it in.
+    """
+
+    turns: list[Turn]
+    committed: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Conversation:
+    """A dialogue of the source whose answers are being replaced, one turn after the other."""
+
+    index: int
+    dialogue: Dialogue
+    answers: list[str] = field(default_factory=list)
+    truncated: int = 0
+    tokens: int = 0
+    ended: str | None = None
+    dropped: str | None = None
+
+    @property
+    def questions(self) -> list[Message]:
+        """The user turns of the source."""
+        return [message for message in self.dialogue.messages if message["role"] == "user"]
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to answer."""
+        return self.dropped is not None or self.ended is not None or len(self.answers) == len(self.questions)
+
+    def history(self) -> list[Message]:
+        """The system message if there is one, the answered turns with their new answers, and the next question."""
+        messages = [message for message in self.dialogue.messages if message["role"] == "system"]
+        for question, answer in zip(self.questions, self.answers, strict=False):
+            messages += [question, {"role": "assistant", "content": answer}]
+        return messages if self.done else [*messages, self.questions[len(self.answers)]]
+
+    def take(self, turn: Turn) -> None:
+        """Take in what became of the next turn; of any other one it is ignored (two processes did the same work)."""
+        if self.done or turn.turn != len(self.answers):
+            return
+        self.dropped = turn.drop
+        if turn.end is not None:  # without an answer before it there is no dialogue
+            self.ended, self.dropped = (turn.end, None) if self.answers else (None, turn.end)
+        if turn.answer is not None:
+            self.answers.append(turn.answer)
+            self.truncated += turn.truncated
+            self.tokens += turn.tokens
+
+    def result(self) -> Dialogue | None:
+        """The new dialogue; None if it was dropped."""
+        assert self.done
+        return None if self.dropped else dataclasses.replace(self.dialogue, messages=tuple(self.history()))
+
+
+def replay(conversations: list[Conversation], batches: list[Batch], retry: bool) -> None:
+    """Bring conversations to where the journals' batches left them.
+
+    Args:
+        conversations: all of the source, in its order.
+        retry: forget the drops that may be gone by now (``RETRIED``).
+    """
+    turns = [turn for batch in batches for turn in batch.turns if turn.index < len(conversations)]
+    turns = [turn for turn in turns if not (retry and turn.drop in RETRIED)]
+    # Several files may hold parts of one dialogue; and an answer counts for more than an earlier refusal.
+    for turn in sorted(turns, key=lambda turn: (turn.turn, turn.drop in RETRIED)):
+        conversations[turn.index].take(turn)
+
+
+class Journal:
+    """One process's journal, as a context manager that holds its lock.
+
+    Args:
+        folder: ``<out>.unfinished``; it is made if missing.
+        identity: what the answers depend on; journals of another one are never continued.
+        rank, ranks: this process among those that share the work.
+
+    Raises (on entering):
+        ValueError: the folder was made with another identity; or another process has this rank; or processes of another
+            number of ranks are at work there.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], rank: int, ranks: int) -> None:
+        self.folder, self.identity = folder, identity
+        self.path = folder / f"rank-{rank}-of-{ranks}.jsonl"
+        self._of = f"-of-{ranks}.jsonl"
+        self._file: IO[bytes] | None = None
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> "Journal":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self.folder):
+            run, journals = self.folder / RUN_FILE, list(self.folder.glob("rank-*.jsonl"))
+            begun = any(path.stat().st_size or is_locked(path) for path in journals)
+            if run.is_file() and begun:
+                check_identity(self.folder, json.loads(run.read_text()), self.identity)
+            else:  # nothing is written yet: with the settings of now
+                replace_text(run, json.dumps(self.identity, indent=1) + "\n")
+            for other in journals:
+                if not other.name.endswith(self._of) and is_locked(other):
+                    raise ValueError(
+                        f"{other} is being written by a process that shares the work with another number of ranks; "
+                        "wait for it or stop it first"
+                    )
+            self._file = self._open()
+        self._last = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def write(self, batch: Batch) -> None:
+        """Append a finished batch; when this returns it is on the disk.
+
+        Raises:
+            OSError: the disk is full or the file cannot be written; all batches before stay.
+        """
+        assert self._file is not None
+        now = time.perf_counter()
+        line = dataclasses.asdict(dataclasses.replace(batch, seconds=now - self._last))
+        self._last = now
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise write_error(error, self.path, "what was answered before is kept") from error
+
+    def _open(self) -> IO[bytes]:
+        """The journal for appending, locked, without what a kill left of its last line."""
+        file = self.path.open("ab+")
+        try:
+            lock_file(self.folder, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(
+                f"{self.path} is being written by another process; wait for it or stop it, or give each process its "
+                "own --rank"
+            ) from None
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        return file
+
+
+def read_journals(folder: Path) -> list[Batch]:
+    """The batches of all processes. A line that is being written, or damaged, is left out: its work is done again."""
+    batches = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                values = json.loads(line)
+                turns = [Turn(**turn) for turn in values.pop("turns")]
+                batches.append(Batch(turns, **values))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                continue
+    return batches
+
+
+def check_identity(place: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError, naming every difference, if ``place`` was made with another identity than ``now``."""
+    if changed := changes(before, now):
+        raise ValueError(
+            f"{place} was made with other settings: {'; '.join(changed)}; undo that, give another `out`, or delete it"
+        )

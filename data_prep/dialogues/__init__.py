@@ -1,0 +1,1 @@
+"""Files of conversations in, masked tokens out."""

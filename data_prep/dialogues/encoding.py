@@ -1,0 +1,120 @@
+"""One split's dialogues as masked tokens: read, filtered, truncated and counted, before the target is loaded."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafters.model.files import load_bare_tokenizer
+from drafters.text_files import read_text
+
+from ..progress import Bar
+from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
+from .reader import Dialogue, DroppedError, ReadCounts, read_dialogues
+
+CHUNK = 256  # dialogues tokenized in one call
+FIRST_WITHOUT_ANSWER = 32  # so many dialogues without a printed answer, and none with one: it is the template
+
+
+@dataclass
+class EncodedSplit:
+    """The dialogues that stay, in the order of the data file, and what became of the others."""
+
+    ids: list[str] = field(default_factory=list)
+    dialogues: list[MaskedTokens] = field(default_factory=list)
+    counts: ReadCounts = field(default_factory=ReadCounts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all dialogues together."""
+        return sum(len(dialogue.input_ids) for dialogue in self.dialogues)
+
+
+def load_tokenizer(name: str, revision: str | None = None, chat_template: str | None = None) -> ChatTokenizer:
+    """The target's tokenizer with its chat template, or the one in the file ``chat_template``; no remote code is run.
+
+    Raises:
+        ValueError: no tokenizer or template there, or a tokenizer without a chat template where none is given.
+    """
+    template = _read_template(chat_template) if chat_template else None
+    tokenizer = load_bare_tokenizer(name, revision)
+    if template is not None:
+        tokenizer.chat_template = template
+    return ChatTokenizer(tokenizer, name)
+
+
+def _read_template(file: str) -> str:
+    try:
+        text = read_text(Path(file))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chat_template {file} is no readable text file ({error})") from error
+    if not text.strip():
+        raise ValueError(f"chat_template {file} is empty; leave the key out to use the tokenizer's own template")
+    return text
+
+
+def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int | None = None) -> EncodedSplit:
+    """Tokens and masks of the usable dialogues of ``source``, at most ``limit``, each at most ``max_length`` long.
+
+    Raises:
+        ValueError: unreadable data, a template that prints no answers (of the first dialogues, or of all), or no
+            dialogue left (with the counts).
+    """
+    split = EncodedSplit()
+    counts = split.counts
+    stream = read_dialogues(source, counts)
+    details: dict[str, str] = {}  # of the last dialogue dropped for each reason
+    with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
+        while chunk := _take(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids))):
+            results = chat.encode([item.messages for item in chunk], max_length)
+            for dialogue, result in zip(chunk, results, strict=True):
+                try:
+                    kept = _fit(result, max_length, counts)
+                except DroppedError as error:
+                    counts.drop(error.reason)
+                    details[error.reason] = str(error)
+                    continue
+                split.ids.append(dialogue.id)
+                split.dialogues.append(kept)
+            progress.update(len(chunk))
+            if not split.ids and counts.dropped[NO_ANSWER] >= FIRST_WITHOUT_ANSWER:
+                raise ValueError(f"{source}: {details[NO_ANSWER]}")
+    counts.kept = len(split.ids)
+    if not split.ids:
+        detail = details.get(NO_ANSWER) or next(reversed(details.values()), "")
+        example = f"; for example: {detail}" if detail else ""
+        raise ValueError(f"{source}: no dialogue is left for training: {counts.describe()}{example}")
+    return split
+
+
+def _take(stream: Iterator[Dialogue], count: int) -> list[Dialogue]:
+    return list(itertools.islice(stream, count))
+
+
+def _fit(result: MaskedTokens | DroppedError, max_length: int, counts: ReadCounts) -> MaskedTokens:
+    """Truncate; a dialogue whose answers all lie beyond ``max_length`` is worth nothing."""
+    if isinstance(result, DroppedError):
+        raise result
+    if len(result.input_ids) <= max_length:
+        return result
+    short = result.cut(max_length)
+    if not short.loss_mask.any():
+        raise DroppedError("no_response_left", f"no answer begins within the first {max_length} tokens")
+    counts.changed["truncated"] += 1
+    return short
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Tells tokenizers apart: a hash of vocabulary and special tokens, the same on every machine and version."""
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    added = sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items())
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items()), added], ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def template_hash(template: str) -> str:
+    """A hash of the chat template's text."""
+    return hashlib.sha256(template.encode()).hexdigest()[:16]

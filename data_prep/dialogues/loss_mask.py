@@ -1,0 +1,267 @@
+"""Messages -> token ids and an exact mask of the assistant's tokens, for any chat template.
+
+`{% generation %}` tags are not needed and not relied on: most templates have none, and tags often leave out the
+end-of-turn token, which a drafter must learn to propose. Instead the rendered text tells. For each answer the dialogue
+is rendered twice more: once up to the generation prompt, which ends where the target would start to write, and once
+with a placeholder in the answer's place, whose remainder must end the full text as well. Both hold for templates that
+strip, merge the system message into the first user turn, or print earlier turns differently from the last; where a
+template breaks them, the dialogue is refused, never masked by guess.
+
+The mask covers what the target has to generate: all that follows the generation prompt, through the end-of-turn token.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from .reader import DroppedError, Message
+
+NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
+PLACEHOLDER = "\ue0f0\ue0f1the answer\ue0f2\ue0f3"  # private-use characters: no template strips or splits on them
+LONGEST_TOKEN = 64  # characters; far more than the tokens of a long text have on average
+
+
+@dataclass(frozen=True)
+class RenderedDialogue:
+    """The template's text, and the answers' ``[start, end)`` character spans in it, in order."""
+
+    text: str
+    answers: list[tuple[int, int]]
+
+    def beginning(self, characters: int) -> "RenderedDialogue":
+        """The first ``characters`` of the text, with what they hold of the answers; itself where there are no more."""
+        if len(self.text) <= characters:
+            return self
+        answers = [(start, min(end, characters)) for start, end in self.answers if start < characters]
+        return RenderedDialogue(self.text[:characters], answers)
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """``input_ids`` [T] int64 and ``loss_mask`` [T] bool: True where the assistant wrote the token."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+    def cut(self, max_length: int) -> "MaskedTokens":
+        """The first ``max_length`` tokens."""
+        return MaskedTokens(self.input_ids[:max_length], self.loss_mask[:max_length])
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template, as the data preparation uses them.
+
+    Content that spells one of the tokenizer's special tokens is refused (``special_token_in_text``): encoded, it would
+    become the real token, so that a text about ``</s>`` ends a turn in its middle. Rewriting it would train on text
+    that nobody wrote.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, name: str = "the tokenizer") -> None:
+        self.tokenizer = tokenizer
+        self.name = name
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"{name} has no chat template; write one to its folder as chat_template.jinja, or give a file with "
+                "one as chat_template, in the exact form that the target was tuned with"
+            )
+        self.template: str = tokenizer.get_chat_template()
+        self.special_tokens = _special_tokens(tokenizer)
+        escaped = "|".join(re.escape(token) for token in sorted(self.special_tokens, key=len, reverse=True))
+        self._special = re.compile(escaped or r"(?!)")
+        self._special_next = re.compile(rf"\s*(?P<token>{escaped})" if escaped else r"(?!)(?P<token>)")
+
+    def encode(
+        self, dialogues: Sequence[Sequence[Message]], wanted: int | None = None
+    ) -> list[MaskedTokens | DroppedError]:
+        """Token ids and mask of each dialogue, or why it cannot be had; tokenizes all of them in one batch.
+
+        Where ``wanted`` is given, only the first so many tokens of a dialogue are needed: of megabytes no more is
+        tokenized than these take. The template gets all of the text: what it prints may hang on the end (of thoughts).
+
+        The reasons are those of ``render``; a mask of zeros counts as ``no_answer_printed``.
+        """
+        results: list[Any] = []
+        for messages in dialogues:
+            try:
+                results.append(self.render(messages))
+            except DroppedError as error:
+                results.append(error)
+        rendered = [result for result in results if isinstance(result, RenderedDialogue)]
+        tokens = iter(self._encode(rendered, wanted))
+        return [next(tokens) if isinstance(result, RenderedDialogue) else result for result in results]
+
+    def render(self, messages: Sequence[Message]) -> RenderedDialogue:
+        """The template's text with the answers' character spans.
+
+        Raises:
+            DroppedError: reasons ``special_token_in_text``, ``template_refused`` (the template raised),
+                ``template_not_incremental`` (an answer could not be located with certainty), and
+                ``no_answer_printed`` (the template leaves out every answer).
+        """
+        self.check_text(messages)
+        text = self._apply(messages)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        pieces = {turn: self._around_answer(messages, turn) for turn in turns}
+        if not any(pieces.values()):
+            raise self._no_answer(text)
+        last = pieces[turns[-1]]
+        spans: list[tuple[int, int]] = []
+        for turn, piece in pieces.items():
+            if piece is None:  # the template leaves this turn out
+                continue
+            before, after = piece
+            start = self._answer_start(text, messages[:turn], before)
+            end = len(text) - len(after)
+            floor = spans[-1][1] if spans else 0
+            if start is None or not text.endswith(after) or not floor <= start < end:
+                raise DroppedError(
+                    "template_not_incremental",
+                    f"the chat template of {self.name} prints other turns differently depending on the text of answer "
+                    f"{turn}, or on its own end, so the answer cannot be located; use a template without such rules",
+                )
+            spans.append((start, end + self._end_of_turn(after, last[1] if last else "")))
+        return RenderedDialogue(text, spans)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
+        """What the target is given to answer ``messages``, which end with a user turn.
+
+        Returns:
+            the prompt's token ids; and the text that the template puts between the prompt and an answer's content
+            (Vicuna's space, Qwen3's empty thoughts). A target that writes it does not mean it as part of the content.
+
+        Raises:
+            DroppedError: ``special_token_in_text``, ``template_refused``, or ``no_answer_printed``.
+        """
+        self.check_text(messages)
+        text = self._apply(messages, prompt=True)
+        piece = self._around_answer([*messages, {"role": "assistant", "content": PLACEHOLDER}], len(messages))
+        if piece is None:
+            raise self._no_answer(text)
+        lead = piece[0].removeprefix(text) if piece[0].startswith(text) else ""
+        if lead.strip() and "add_generation_prompt" not in self.template:  # the assistant's header: not generated
+            text, lead = text + lead, ""
+        return self._ids(text), lead
+
+    def check_text(self, messages: Sequence[Message]) -> None:
+        """Raise DroppedError (``special_token_in_text``) where a message spells one of the special tokens."""
+        for message in messages:
+            if found := self._special.search(message["content"]):
+                raise DroppedError("special_token_in_text", f"the text contains the special token {found[0]!r}")
+
+    def _apply(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise DroppedError("template_refused", f"the chat template of {self.name} refused: {error}") from error
+
+    def _around_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
+        """The text before and after the answer's content; None where the template does not print it."""
+        stand_in = [*messages[:turn], {"role": "assistant", "content": PLACEHOLDER}, *messages[turn + 1 :]]
+        parts = self._apply(stand_in).split(PLACEHOLDER)
+        if len(parts) > 2:
+            raise DroppedError("template_not_incremental", f"the chat template of {self.name} prints an answer twice")
+        return (parts[0], parts[1]) if len(parts) == 2 else None
+
+    def _answer_start(self, text: str, earlier: Sequence[Message], before: str) -> int | None:
+        """Where the target starts to write: after the generation prompt, or else right before the answer's content."""
+        prompt = self._apply(earlier, prompt=True)
+        if text.startswith(prompt):
+            lead = before[len(prompt) :] if before.startswith(prompt) else ""
+            # Without a generation prompt in the template, the assistant's header follows; it is not generated.
+            if "add_generation_prompt" in self.template or not lead.strip():
+                return len(prompt)
+        return len(before) if text.startswith(before) else None
+
+    def _end_of_turn(self, after: str, after_last: str) -> int:
+        """Length of the end-of-turn mark at the start of ``after``.
+
+        It is the first special token there, if the dialogue's last answer is followed by the same one (else it opens
+        the next user turn, as Llama-2's ``<s>``); failing special tokens, a plain-text mark such as ``### End``.
+        """
+        found, found_last = self._special_next.match(after), self._special_next.match(after_last)
+        if found and found_last and found["token"] == found_last["token"]:
+            return found.end()
+        mark = after_last.rstrip()
+        return len(mark) if not found_last and commonprefix([after, mark]) == mark else 0
+
+    def _encode(self, rendered: list[RenderedDialogue], wanted: int | None) -> list[MaskedTokens | DroppedError]:
+        beginnings = rendered if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in rendered]
+        results: list[MaskedTokens | DroppedError] = []
+        for whole, part, tokens in zip(rendered, beginnings, self._tokenize(beginnings), strict=True):
+            is_cut = part is not whole
+            # With twice as many tokens, the cut lies too far behind those that are wanted to change them.
+            if is_cut and wanted is not None and len(tokens.input_ids) < 2 * wanted:
+                is_cut, tokens = False, self._tokenize([whole])[0]
+            # An answer that begins behind the cut is printed all the same.
+            results.append(tokens if is_cut or tokens.loss_mask.any() else self._no_answer(whole.text))
+        return results
+
+    def _tokenize(self, rendered: list[RenderedDialogue]) -> list[MaskedTokens]:
+        if not rendered:
+            return []
+        if getattr(self.tokenizer, "is_fast", False):
+            texts = [dialogue.text for dialogue in rendered]
+            encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            masks = [
+                mask_from_offsets(dialogue, np.asarray(offsets, dtype=np.int64).reshape(-1, 2))
+                for dialogue, offsets in zip(rendered, encoded["offset_mapping"], strict=True)
+            ]
+            every_ids = encoded["input_ids"]
+        else:
+            every_ids = [self._ids(dialogue.text) for dialogue in rendered]
+            masks = [self._mask_from_prefixes(d, ids) for d, ids in zip(rendered, every_ids, strict=True)]
+        return [MaskedTokens(np.asarray(ids, dtype=np.int64), mask) for ids, mask in zip(every_ids, masks, strict=True)]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _mask_from_prefixes(self, dialogue: RenderedDialogue, ids: list[int]) -> np.ndarray:
+        """For tokenizers without offsets: tokenize the text up to each boundary and compare with the whole."""
+        mask = np.zeros(len(ids), dtype=bool)
+        for start, end in dialogue.answers:
+            first = len(commonprefix([self._ids(dialogue.text[:start]), ids]))
+            upto = self._ids(dialogue.text[:end])
+            shared = len(commonprefix([upto, ids]))
+            straddles = shared < len(upto)  # a token runs over the end of the answer: part of it is the answer's
+            mask[first : shared + straddles] = True
+        return mask
+
+    def _no_answer(self, text: str) -> DroppedError:
+        return DroppedError(
+            NO_ANSWER,
+            f"the loss mask is all zero: the chat template of {self.name} prints no assistant answer (template ends "
+            f"...{self.template[-160:]!r}; the text it made ends ...{text[-80:]!r}). Give a template that prints "
+            "messages with role 'assistant', in the form that the target was tuned with",
+        )
+
+
+def mask_from_offsets(dialogue: RenderedDialogue, offsets: np.ndarray) -> np.ndarray:
+    """Mask [T] from the tokens' character ``offsets`` [T, 2].
+
+    A token counts if it overlaps an answer, unless it also holds part of the text before it other than whitespace
+    (`` answer`` belongs to the answer, ``>answer`` would not).
+    """
+    count = len(offsets)
+    ends = offsets[:, 1]
+    previous = np.concatenate([np.zeros(1, dtype=np.int64), np.maximum.accumulate(ends)[:-1]]) if count else ends
+    starts = np.minimum(offsets[:, 0], previous)  # some tokenizers trim whitespace from their offsets
+    mask = np.zeros(count, dtype=bool)
+    for start, end in dialogue.answers:
+        inside = (starts < end) & (ends > start)
+        for index in np.flatnonzero(inside & (starts < start)):
+            inside[index] = not dialogue.text[starts[index] : start].strip()
+        mask |= inside
+    return mask
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {*tokenizer.all_special_tokens, *(str(token) for token in added if getattr(token, "special", False))} - {""}

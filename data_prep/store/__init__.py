@@ -1,0 +1,1 @@
+"""The feature store: written by a dump, read by training."""

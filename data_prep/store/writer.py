@@ -1,0 +1,327 @@
+"""Writing a feature store so that a kill, a full disk or a second process never leaves a wrong one behind.
+
+A shard is written under a temporary name, flushed to disk and renamed; then its record is written in the same way.
+What has no record does not exist: a run that died between the two writes that shard again. Shards are numbered over
+the whole split, so that any number of processes can share the work, and another number can go on with it.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from drafters.provenance import replace_text, sync_folder
+from drafters.tensor_files import save_tensors
+
+from ..disk import write_error
+from ..ranks import Rank
+from .lock import LOCK, RankLock, folder_lock
+from .manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    NON_FINITE,
+    RECORDS,
+    ShardEntry,
+    ShardRecord,
+    StoreManifest,
+    check_same,
+    plan_shards,
+    read_header,
+    read_records,
+    shard_file,
+)
+from .quantise import to_storage
+from .reader import file_sha256, size_problem
+
+TEMPORARY = ".tmp"
+# Odd dialogues overflow one by one; so many mean that the dtype is too narrow, or the target broken.
+MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Whole dialogues laid end to end; ``features`` and each tap are [tokens, H] in floating point.
+
+    Or as they are to be stored already, where ``scales`` {name: float32 [tokens]} tells so.
+    """
+
+    ids: list[str]
+    lengths: list[int]
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    features: torch.Tensor
+    taps: dict[int, torch.Tensor]
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Features and taps by the names of the store's format."""
+        return {"features": self.features, **{f"tap_{layer}": tap for layer, tap in self.taps.items()}}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The shard's tensors by the names of the store's format."""
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0)
+        named = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.bool(), "offsets": offsets}
+        return {**named, **self.states(), **{f"{name}_scale": scale for name, scale in self.scales.items()}}
+
+    def stored_as(self, dtype: str) -> "Shard":
+        """This shard with its states as the store's ``dtype`` wants them."""
+        if self.scales:
+            return self
+        pairs = {name: to_storage(values, dtype) for name, values in self.states().items()}
+        return replace(
+            self,
+            features=pairs["features"][0],
+            taps={layer: pairs[f"tap_{layer}"][0] for layer in self.taps},
+            scales={name: scale for name, (_, scale) in pairs.items() if scale is not None},
+        )
+
+    def finite(self) -> tuple["Shard", list[str]]:
+        """The dialogues without NaN or infinite values; of each other one, its id and what is not finite."""
+        bad = {name: self._not_finite(name, values) for name, values in self.states().items()}
+        if not any(tokens.any() for tokens in bad.values()):
+            return self, []
+        of_dialogue = {
+            name: torch.stack([part.any() for part in tokens.split(self.lengths)]) for name, tokens in bad.items()
+        }
+        whole = ~torch.stack(list(of_dialogue.values())).any(0)
+        tokens = whole.repeat_interleave(torch.tensor(self.lengths))
+        kept = Shard(
+            ids=[name for name, good in zip(self.ids, whole, strict=True) if good],
+            lengths=[length for length, good in zip(self.lengths, whole, strict=True) if good],
+            input_ids=self.input_ids[tokens],
+            loss_mask=self.loss_mask[tokens],
+            features=self.features[tokens],
+            taps={layer: tap[tokens] for layer, tap in self.taps.items()},
+            scales={name: scale[tokens] for name, scale in self.scales.items()},
+        )
+        wrong = [
+            f"{self.ids[row]} ({', '.join(name.replace('_', ' ') for name, rows in of_dialogue.items() if rows[row])})"
+            for row in (~whole).nonzero()[:, 0].tolist()
+        ]
+        return kept, wrong
+
+    def _not_finite(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """bool [tokens]. An 8-bit value cannot be NaN or infinite, but its scale is where the value was."""
+        if name in self.scales:
+            return ~torch.isfinite(self.scales[name])
+        return ~torch.isfinite(values).all(-1)
+
+
+class StoreWriter:
+    """Writes one process's shards of one split's store, as a context manager that holds its rank's lock of the folder.
+
+    Args:
+        path: the store's folder; it is made if missing. A half-written store in it is continued.
+        header: the manifest's settings (and plan), with all counts zero.
+        rank: this process among those that write the store.
+
+    Raises (on entering):
+        ValueError: another process writes there as the same rank or with another number of ranks, the folder holds
+            something else, or a store made with other settings.
+    """
+
+    def __init__(self, path: str | Path, header: StoreManifest, rank: Rank | None = None) -> None:
+        self.path = Path(path)
+        self.rank = rank or Rank()
+        self.stale_writer: str | None = None  # who held the lock and died without releasing it
+        self.damaged: list[str] = []  # finished shards that were found missing or cut, and have to be written again
+        self._header = header.model_copy(deep=True)
+        self._records: dict[int, ShardRecord] = {}
+        self._lock: RankLock | None = None
+
+    def __enter__(self) -> "StoreWriter":
+        self.path.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self.path):
+            self._lock = RankLock(self.path, self.rank)
+            self.stale_writer = self._lock.stale
+            try:
+                self._continue_or_start(shared=self._lock.others > 0)
+            except BaseException:
+                self._lock.release()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @property
+    def manifest(self) -> StoreManifest:
+        """The manifest with all shards that this process knows of: those it found on entering, and its own."""
+        return self._header if self._header.complete else self._header.with_records(self._records.values())
+
+    def missing(self, lengths: list[int]) -> list[tuple[int, int, int]]:
+        """``(number, first, last)`` of the shards of dialogues ``first..last`` that this rank has still to write.
+
+        ``lengths``: the tokens of all dialogues of the split. How they are cut was settled by whoever began the store.
+        """
+        assert self._header.plan is not None
+        if self._header.complete:
+            return []
+        begun = len(self._header.shards)  # by a version that kept no records
+        plan = plan_shards(lengths, self._header.consumed, self._header.plan.shard_tokens)
+        numbered = ((number, first, last) for number, (first, last) in enumerate(plan, start=begun))
+        return [shard for shard in numbered if self.rank.takes(shard[0]) and shard[0] not in self._records]
+
+    def write(self, shard: Shard, number: int | None = None) -> list[str]:
+        """Write one shard, without the dialogues that hold NaN or infinite values, and its record; counts them.
+
+        Args:
+            shard: its states are converted to the store's dtype.
+            number: its place in the plan; None: the next one.
+
+        Returns:
+            of each dialogue left out, its id and what is not finite in it.
+
+        Raises:
+            ValueError: so many are not finite that the dtype or the target is to blame; the shard is not written.
+            OSError: the disk is full or the file cannot be written; the shards before it stay.
+        """
+        if number is None:
+            number = max(self._records, default=len(self._header.shards) - 1) + 1
+        kept, wrong = shard.stored_as(self._header.dtype).finite()
+        manifest = self.manifest
+        consumed = manifest.consumed + len(shard.lengths)
+        non_finite = manifest.dropped.get(NON_FINITE, 0) + len(wrong)
+        if _too_many(non_finite, consumed):
+            raise ValueError(self._blame(non_finite, consumed, wrong))
+        record = ShardRecord(
+            number=number,
+            consumed=len(shard.lengths),
+            non_finite=len(wrong),
+            response_tokens=int(kept.loss_mask.sum()),
+        )
+        self._write_shard(kept, record)
+        return wrong
+
+    def _write_shard(self, shard: Shard, record: ShardRecord) -> None:
+        """The file first, then its record; a shard of no dialogue has no file."""
+        name = shard_file(record.number)
+        temporary = self.path / (name + TEMPORARY)
+        try:
+            if shard.lengths:
+                save_tensors(shard.tensors(), temporary)
+                record.entry = ShardEntry(
+                    file=name,
+                    dialogues=len(shard.lengths),
+                    tokens=sum(shard.lengths),
+                    bytes=temporary.stat().st_size,
+                    sha256=file_sha256(temporary),
+                )
+                temporary.rename(self.path / name)
+                sync_folder(self.path)
+            replace_text(self._record_file(record.number), record.model_dump_json())
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise self._explain(error, name) from error
+        self._records[record.number] = record
+
+    def finish(self, dropped: dict[str, int], changed: dict[str, int]) -> StoreManifest:
+        """Merge all ranks' records into the manifest and mark the store complete, if every shard is there.
+
+        Otherwise another rank has shards to write, and merges when it is through: ``complete`` of the manifest
+        returned tells. A kill before, in or after the merging loses nothing. ``dropped``: the records left out before
+        the target ran, by reason; ``changed``: those kept in another form.
+
+        Raises:
+            ValueError: it holds no dialogue, or few of all, since the others were not finite.
+        """
+        with folder_lock(self.path):
+            self._header = read_header(self.path)
+            if self._header.complete:
+                self._remove_records()
+                return self._header
+            self._load_records()
+            merged = self.manifest
+            if merged.plan is not None and merged.consumed < merged.plan.dialogues:
+                return merged
+            non_finite = merged.dropped.get(NON_FINITE, 0)
+            if non_finite and (not merged.dialogues or _too_many(non_finite, merged.consumed)):
+                raise ValueError(self._blame(non_finite, merged.consumed, []))
+            dropped = {**dropped, NON_FINITE: non_finite} if non_finite else dropped
+            merged.dropped, merged.changed = dict(sorted(dropped.items())), dict(sorted(changed.items()))
+            merged.complete = True
+            self._save_header(merged)
+            self._remove_records()
+            return merged
+
+    def _continue_or_start(self, shared: bool) -> None:
+        wanted = self._header
+        if not (self.path / MANIFEST).exists():
+            foreign = sorted(item.name for item in self.path.iterdir() if not item.name.startswith((LOCK, ".manifest")))
+            if foreign:
+                raise ValueError(
+                    f"{self.path} is no feature store, yet holds {', '.join(foreign[:3])}; give another `out`, or "
+                    f"empty the folder"
+                )
+            self._save_header(wanted)
+            return
+        found = read_header(self.path)
+        if not found.complete:
+            self._load_records()
+            self._remove_temporaries()
+        check_same(self.path, found.with_records(self._records.values()), wanted, shared)
+        begun = found.complete or found.consumed or self._records or shared
+        if not begun:  # nothing was written yet: with the settings of now
+            self._save_header(wanted)
+        elif found.complete or found.plan is not None or wanted.plan is None:
+            self._header = found
+        else:  # begun by a version without plans
+            self._save_header(found.model_copy(update={"plan": wanted.plan, "format_version": FORMAT_VERSION}))
+
+    def _load_records(self) -> None:
+        """The records there; one whose shard is missing or cut is removed, so that the shard is written again."""
+        self._records = {}
+        for record in read_records(self.path):
+            if record.entry is not None and (problem := size_problem(self.path, record.entry)):
+                self.damaged.append(problem)
+                self._record_file(record.number).unlink(missing_ok=True)
+            else:
+                self._records[record.number] = record
+
+    def _record_file(self, number: int) -> Path:
+        return (self.path / shard_file(number)).with_suffix(".json")
+
+    def _remove_temporaries(self) -> None:
+        """What a dead process left of its share; the other ranks may be writing theirs."""
+        for pattern in (f"shard-*{TEMPORARY}", f".shard-*{TEMPORARY}"):
+            for leftover in self.path.glob(pattern):
+                number = leftover.name.lstrip(".").removeprefix("shard-").partition(".")[0]
+                if number.isdigit() and self.rank.takes(int(number)):
+                    leftover.unlink(missing_ok=True)
+
+    def _remove_records(self) -> None:
+        for file in self.path.glob(RECORDS):
+            file.unlink(missing_ok=True)
+        self._records = {}
+
+    def _save_header(self, header: StoreManifest) -> None:
+        replace_text(self.path / MANIFEST, json.dumps(header.model_dump(), indent=1))
+        self._header = header
+
+    def _blame(self, non_finite: int, consumed: int, wrong: list[str]) -> str:
+        ran, stored = self._header.target_dtype, self._header.dtype
+        if "float16" in (ran, stored):
+            fix = "float16 ends at 65,504: set dtype (and store_dtype, if given) to bfloat16 or float32"
+        else:
+            fix = f"In {ran} no sound target overflows: look at its weights, or try dtype float32"
+        example = "".join(f"; for example {dialogue}" for dialogue in wrong[:1])
+        kept = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
+        return (
+            f"{non_finite:,} of the first {consumed:,} dialogues have NaN or infinite features (target in {ran}, "
+            f"stored as {stored}{example}). {fix}{kept}"
+        )
+
+    def _explain(self, error: OSError, name: str) -> OSError:
+        there = self.manifest
+        done = f"the {len(there.shards)} shards before it ({there.dialogues:,} dialogues) are kept"
+        return write_error(error, self.path / name, done)
+
+
+def _too_many(non_finite: int, consumed: int) -> bool:
+    return non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed

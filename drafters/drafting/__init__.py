@@ -1,0 +1,1 @@
+"""What several methods draft with: draft models, tree plans, beams, phrase pools."""

@@ -1,0 +1,85 @@
+"""What drafters with a draft model share: the model itself, checked against the target, and its cache."""
+
+from functools import lru_cache
+
+from pydantic import InstanceOf
+
+from ..base import Drafter
+from ..decoding.loop import DecodeState, padded
+from ..model.files import load_bare_tokenizer
+from ..model.kv_cache import KVCache
+from ..model.target import TargetModel
+
+# An option of a method: where to load a draft model from, or a loaded one, so that several drafters share it.
+DraftModel = str | InstanceOf[TargetModel]
+
+
+class DraftModelDrafter(Drafter):
+    """A drafter that drafts with a smaller LM of the target's tokenizer.
+
+    Args:
+        draft_model: a loaded draft model, or the folder or Hub repository to load one from (in the target's dtype).
+
+    Raises:
+        ValueError: the draft model's vocabulary differs from the target's.
+    """
+
+    def __init__(self, target: TargetModel, draft_model: str | TargetModel) -> None:
+        super().__init__(target)
+        self.draft_model = load_draft_model(target, draft_model)
+
+    @property
+    def max_context(self) -> int:
+        return min(self.target.max_context, self.draft_model.max_context)
+
+
+def prefill(draft_model: TargetModel, cache: KVCache, state: DecodeState) -> None:
+    """Take the prompts into a draft model's cache, all but the roots."""
+    prompts = [row[:-1] for row in state.tokens]
+    draft_model.run(padded(prompts, draft_model.device), cache)
+    cache.commit([list(range(len(prompt))) for prompt in prompts])
+
+
+def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
+    """The draft model, checked against its target.
+
+    Raises:
+        ValueError: another vocabulary size, or another tokenizer.
+    """
+    if not isinstance(draft_model, TargetModel):
+        draft_model = TargetModel.from_pretrained(draft_model, dtype=target.dtype, device=target.device)
+    if draft_model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens and "
+            f"target {target.name} one of {target.vocab_size}: they must share a tokenizer; choose a draft model of "
+            "the target's family"
+        )
+    _check_tokenizers(target, draft_model)
+    return draft_model
+
+
+def vocabulary(model: TargetModel) -> dict[str, int] | None:
+    """Token -> id of the tokenizer that lies beside a model; None for a model that comes without one."""
+    return _vocabulary(model.source, model.revision) if model.source is not None else None
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
+    try:
+        vocabulary: dict[str, int] = load_bare_tokenizer(source, revision).get_vocab()
+        return vocabulary
+    except ValueError:
+        return None  # token ids in, token ids out: a model may come without a tokenizer
+
+
+def _check_tokenizers(target: TargetModel, draft_model: TargetModel) -> None:
+    """Equal sizes do not make equal vocabularies: with another tokenizer hardly a draft token would be accepted."""
+    theirs, ours = vocabulary(target), vocabulary(draft_model)
+    if theirs is None or ours is None:
+        return
+    differing = [token for token, index in theirs.items() if ours.get(token) != index]
+    if differing:
+        raise ValueError(
+            f"draft model {draft_model.name} has another tokenizer than target {target.name}: {len(differing)} of "
+            f"{len(theirs)} tokens differ, for example {differing[0]!r}; choose a draft model of the target's family"
+        )

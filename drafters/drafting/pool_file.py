@@ -1,0 +1,136 @@
+"""Phrase pools on disk: one safetensors file, so that what a drafter learnt in one run drafts in the next."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ..model.target import TargetModel
+from ..paths import readable
+from ..provenance import sync_folder
+from .draft_model import vocabulary
+from .phrase_pool import PhrasePool
+
+CONTENT = "phrase pool"
+FORMAT_VERSION = "1"
+_ARRAYS = ("first", "lengths", "tails")
+
+
+def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
+    """Write a pool of ``model``'s token ids; a kill leaves the old file or the new one, never a part.
+
+    The file holds ``first [n]`` (first tokens), ``lengths [n]`` and ``tails`` (all tails' tokens, one after the other),
+    int32, in the pool's order. Its metadata says the longest tail, the vocabulary's size and, where a tokenizer lies
+    beside the model, the vocabulary's hash.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
+    path = Path(path)
+    phrases = list(pool.items())
+    columns = (
+        [first for first, _ in phrases],
+        [len(tail) for _, tail in phrases],
+        [token for _, tail in phrases for token in tail],
+    )
+    metadata = {
+        "content": CONTENT,
+        "format_version": FORMAT_VERSION,
+        "tail": str(pool.tail),
+        "vocab_size": str(model.vocab_size),
+        "vocabulary": _vocabulary_hash(model) or "",
+        "model": model.name,
+    }
+    arrays = {name: np.array(column, dtype=np.int32) for name, column in zip(_ARRAYS, columns, strict=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(save(arrays, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -> PhrasePool:
+    """A saved pool for a drafter of ``model``; tails longer than ``tail`` are cut, of too many the newest are kept.
+
+    Raises:
+        ValueError: no such file, no pool or only part of one, or one of another vocabulary.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no phrase pool at {path}: write one with a drafter's save_pool(path)")
+    try:
+        with safe_open(readable(Path(path)), framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no phrase pool, or only part of one ({error}): save it anew") from error
+    _check_metadata(path, metadata, model)
+    _check_arrays(path, arrays, model)
+    first, lengths, tokens = (arrays[name].tolist() for name in _ARRAYS)
+    pool = PhrasePool(tail, per_token)
+    start = 0
+    for token, length in zip(first, lengths, strict=True):
+        pool.add(token, tokens[start : start + length])
+        start += length
+    return pool
+
+
+def _check_metadata(path: str | Path, metadata: dict[str, str], model: TargetModel) -> None:
+    """Content, version and vocabulary."""
+    if metadata.get("content") != CONTENT:
+        raise ValueError(f"{path} is a safetensors file but no phrase pool: give one that save_pool wrote")
+    if (version := metadata.get("format_version")) != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version} and this release reads {FORMAT_VERSION}: save the pool anew, or use "
+            "the release that wrote it"
+        )
+    maker = metadata.get("model")
+    if metadata.get("vocab_size") != str(model.vocab_size):
+        raise ValueError(
+            f"{path} holds phrases of {maker}, whose vocabulary has {metadata.get('vocab_size')} tokens; that of "
+            f"{model.name} has {model.vocab_size}: use a pool of this target"
+        )
+    theirs, ours = metadata.get("vocabulary"), _vocabulary_hash(model)
+    if theirs and ours and theirs != ours:  # either may have come without a tokenizer
+        raise ValueError(
+            f"{path} holds phrases of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of {model.name} "
+            f"({ours[:12]}): its token ids mean other words; use a pool of this target"
+        )
+
+
+def _check_arrays(path: str | Path, arrays: dict[str, np.ndarray], model: TargetModel) -> None:
+    """Sizes that fit each other, and token ids of the vocabulary."""
+    flat = sorted(arrays) == sorted(_ARRAYS) and all(
+        array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays.values()
+    )
+    if not flat:
+        found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+        raise ValueError(f"{path} is damaged: it must hold flat integers {', '.join(_ARRAYS)}, found {found}")
+    first, lengths, tails = (arrays[name] for name in _ARRAYS)
+    if len(first) != len(lengths) or bool((lengths < 1).any()) or int(lengths.sum(dtype=np.int64)) != len(tails):
+        raise ValueError(
+            f"{path} is damaged: {len(first)} phrases have {len(lengths)} lengths, which sum to {lengths.sum()} (none "
+            f"may be below 1), and {len(tails)} tokens; save it anew"
+        )
+    for name, ids in (("first", first), ("tails", tails)):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
+            raise ValueError(
+                f"{path} is damaged: token ids in {name!r} run from {ids.min()} to {ids.max()}, and the vocabulary of "
+                f"{model.name} has {model.vocab_size}; save it anew"
+            )
+
+
+def _vocabulary_hash(model: TargetModel) -> str | None:
+    """Of the tokenizer beside the model; None where there is none."""
+    tokens = vocabulary(model)
+    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else None

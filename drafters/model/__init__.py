@@ -1,0 +1,1 @@
+"""The target, its cache and its engines: one forward pass."""

@@ -1,0 +1,218 @@
+"""Decoder layers rewritten for decoding: transformers' weights, a third of its operations.
+
+One row of hidden states passes through some sixty operations in a stock layer, and each costs more to start than to
+compute. Here queries, keys and values are one product, as are gate and up; RoPE turns queries and keys together; and
+query heads that share a key head attend as rows of it, so that grouped heads need no copy of the cache.
+
+The weights are not copied: the stock layer's projections become views of the joined ones (but see linear.py for CPUs).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from drafters.choices import Quantization
+
+from .kv_cache import KVCache
+from .linear import Product
+from .loading import is_only_moved
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+# Families whose layers are exactly norm, attention, norm, MLP with RoPE over whole heads.
+FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+
+
+def why_not(layer: nn.Module, config: PretrainedConfig) -> str | None:
+    """None for a layer that can be rewritten, else the reason why not."""
+    if config.model_type not in FAMILIES:
+        return f"model_type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
+    if config._attn_implementation != "sdpa":
+        return f"its attention implementation is {config._attn_implementation!r}, not 'sdpa'"
+    if any(
+        module._forward_hooks or module._forward_pre_hooks or not is_only_moved(module) for module in layer.modules()
+    ):
+        return "hooks are set on its layers"
+    attention: Any = layer.self_attn
+    linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    if hasattr(layer, "mlp") and hasattr(layer.mlp, "gate_proj"):
+        linears += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]  # type: ignore[union-attr]
+    other = next((type(linear).__name__ for linear in linears if type(linear) is not nn.Linear), None)
+    return f"it has {other} layers in place of plain linear ones" if other else None
+
+
+def signed(rope: Rope) -> Rope:
+    """cos and sin ``[B, R, D]`` -> ``[B, R, 1, D]`` with the sign of ``rotate_half`` moved into the sines."""
+    cos, sin = rope
+    half = sin.shape[-1] // 2
+    return cos[:, :, None], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[:, :, None]
+
+
+class FusedNorm:
+    """RMSNorm in one kernel; nothing at all for a layer that has none (EAGLE's first).
+
+    torch has that kernel on CUDA alone. On a CPU it is LayerNorm over (h, -h), whose mean is 0 and whose variance is
+    the mean of h^2: of one row's forward through the shipped target, RMSNorm's eight operations are a fifth.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        self.weight = norm.weight if not isinstance(norm, nn.Identity) else None
+        self.eps = norm.variance_epsilon if self.weight is not None else 0.0
+        self.twice: torch.Tensor | None = None
+        if self.weight is not None and self.weight.device.type == "cpu":
+            self.twice = torch.cat((self.weight, self.weight))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., H]`` -> ``[..., H]``."""
+        if self.weight is None:
+            return hidden
+        if self.twice is not None:
+            both = torch.cat((hidden, -hidden), dim=-1)
+            return torch.native_layer_norm(both, self.twice.shape, self.twice, None, self.eps)[0][
+                ..., : len(self.weight)
+            ]
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class FusedAttention:
+    """Self-attention of a stock layer, over a ``KVCache`` or over its own rows."""
+
+    def __init__(self, attention: Any) -> None:
+        self.heads = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = Product(attention.o_proj.weight, attention.o_proj.bias)
+        self.head_dim: int = attention.head_dim
+        self.scale: float = attention.scaling
+        self.query_heads = attention.q_proj.out_features // self.head_dim
+        self.key_heads = attention.k_proj.out_features // self.head_dim
+        self.groups = self.query_heads // self.key_heads
+        self.head_norm: torch.Tensor | None = None
+        if hasattr(attention, "q_norm"):  # Qwen3: over each head, before RoPE
+            self.eps = attention.q_norm.variance_epsilon
+            norms = [attention.q_norm.weight] * self.query_heads + [attention.k_norm.weight] * self.key_heads
+            self.head_norm = torch.stack(norms)
+
+    def __call__(
+        self, hidden: torch.Tensor, rope: Rope, bias: torch.Tensor | None, cache: KVCache | None, index: int
+    ) -> torch.Tensor:
+        """``[B, R, H]`` -> ``[B, R, H]``.
+
+        Args:
+            rope: of the rows' positions, ``signed``.
+            bias: ``attention_bias`` of the rows, for ``groups``; None: one row sees all, more are causal.
+            cache: directed at the rows' slots (``KVCache.at``); None attends within the rows.
+            index: the cache's layer.
+        """
+        batch, rows, _ = hidden.shape
+        heads = self.heads(hidden).view(batch, rows, -1, self.head_dim)
+        turned, values = heads.split_with_sizes((self.query_heads + self.key_heads, self.key_heads), dim=2)
+        if self.head_norm is not None:
+            turned = F.rms_norm(turned, (self.head_dim,), eps=self.eps) * self.head_norm
+        cos, sin = rope
+        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
+        queries, keys = turned.split_with_sizes((self.query_heads, self.key_heads), dim=2)
+        queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        if cache is not None:
+            keys, values = cache.update(keys, values, index)
+        if bias is None and rows > 1:
+            attended = self._prompt(queries, keys, values)
+        else:
+            together = self.groups * rows
+            queries = queries.reshape(batch, self.key_heads, together, self.head_dim)
+            if together == 1 and queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
+                queries = queries.expand(-1, -1, 2, -1)  # whose kernel takes half the time for two rows
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=self.scale)
+            attended = attended[:, :, :together]
+            attended = attended.reshape(batch, self.query_heads, rows, self.head_dim)
+        return self.out(attended.transpose(1, 2).reshape(batch, rows, -1))
+
+    def _prompt(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Causal attention of a block with nothing before it: long, so through the kernel made for that."""
+        grouped = self.groups > 1
+        if grouped and queries.device.type == "cpu":  # whose kernels take no groups, and would not use one at all
+            keys, values = (x.repeat_interleave(self.groups, dim=1) for x in (keys, values))
+            grouped = False
+        return F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=self.scale, enable_gqa=grouped
+        )
+
+
+class FusedMLP:
+    """The gated MLP of a stock layer; a mixture of experts is called as it is."""
+
+    def __init__(self, mlp: Any) -> None:
+        self.experts = None if hasattr(mlp, "gate_proj") else mlp
+        if self.experts is None:
+            self.gate_up = _join([mlp.gate_proj, mlp.up_proj])
+            self.down = Product(mlp.down_proj.weight, mlp.down_proj.bias)
+            self.activation = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, R, H]`` -> ``[B, R, H]``."""
+        if self.experts is not None:
+            return self.experts(hidden)
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+class FusedLayer:
+    """A decoder layer: ``h + attention(norm(h))``, then ``h + mlp(norm(h))``."""
+
+    def __init__(self, layer: Any) -> None:
+        self.attention_norm, self.mlp_norm = FusedNorm(layer.input_layernorm), FusedNorm(layer.post_attention_layernorm)
+        self.attention, self.mlp = FusedAttention(layer.self_attn), FusedMLP(layer.mlp)
+
+    def __call__(
+        self, hidden: torch.Tensor, rope: Rope, bias: torch.Tensor | None, cache: KVCache | None, index: int
+    ) -> torch.Tensor:
+        """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rope, bias, cache, index)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    @property
+    def products(self) -> list[Product]:
+        """The layer's linear layers, a mixture's experts apart."""
+        own = [self.attention.heads, self.attention.out]
+        return own if self.mlp.experts is not None else [*own, self.mlp.gate_up, self.mlp.down]
+
+    def quantize(self, layer: Any, kind: Quantization) -> None:
+        """Quantise the projections and take their weights from the stock ``layer``, which cannot run any more.
+
+        Raises:
+            ValueError: a mixture of experts, or sizes that int4 cannot group.
+        """
+        if self.mlp.experts is not None:
+            raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
+        for product in self.products:
+            product.quantize(kind)
+        for module in (*layer.self_attn.children(), *layer.mlp.children()):
+            if isinstance(module, nn.Linear):
+                module.weight.data = module.weight.data.new_empty(0)
+
+
+def _join(linears: list[nn.Linear]) -> Product:
+    """Linear layers one above the other as one product; their weights become views of its."""
+    weights = _adjoin([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears))
+    return Product(weights, _adjoin(biases) if biases else None)
+
+
+@torch.no_grad()
+def _adjoin(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.cat(parts)``, with the parts made views of it; if they already are, the whole they are views of."""
+    base, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == base.untyped_storage().data_ptr() and part.is_contiguous()
+        if not same or part.storage_offset() != end:
+            break
+        end += part.numel()
+    else:
+        return base.as_strided((sum(part.shape[0] for part in parts), *base.shape[1:]), base.stride())
+    joined = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, joined.split([part.shape[0] for part in parts]), strict=True):
+        part.data = view
+    return joined

@@ -1,0 +1,132 @@
+"""Single layers of a target's own kind, to build learned heads from, without loading the target."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+
+from .files import SUPPORTED
+from .kv_cache import KVCache
+
+PROBE = 4  # rows that a new head is tried on
+
+
+@dataclass
+class LayerKind:
+    """Classes of a model family: call them with (config, layer_idx), (config) and (hidden_size, eps)."""
+
+    config: PretrainedConfig
+    decoder_layer: type[nn.Module]
+    attention: type[nn.Module]
+    rotary: type[nn.Module]
+    norm: type[nn.Module]
+    eps: float
+
+
+def layer_kind(config: PretrainedConfig) -> LayerKind:
+    """Look up the layer classes of ``config``'s family.
+
+    A mixture of experts gets Mistral's dense layer of the same widths: the EAGLE paper's head for Mixtral has 0.28B
+    parameters (Table 2), which is one dense layer; eight experts would be 1.4B.
+
+    Raises:
+        ValueError: no head can be built of the family's layers, or trained on its embedding and LM head.
+    """
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = 1
+    own._attn_implementation = "sdpa"
+    if getattr(own, "layer_types", None):
+        own.layer_types = ["full_attention"]
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", trust_remote_code=False)
+        body, head = model.model, model.get_output_embeddings()
+        layer, embedding, norm = body.layers[0], body.embed_tokens, body.norm
+        attention, rotary = layer.self_attn, body.rotary_emb
+        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise no_head(config, error) from error
+    # Training reads their weights from the files and does no more with them than these classes do.
+    if type(embedding) is not nn.Embedding:
+        raise no_head(config, f"its embedding is a {type(embedding).__name__}, not a plain one")
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise no_head(config, "its LM head is not a plain product without a bias")
+    experts = any("expert" in name for name, _ in layer.named_modules()) or any(
+        weights.dim() > 2 for weights in layer.parameters()
+    )
+    return LayerKind(
+        config=own,
+        decoder_layer=MistralDecoderLayer if experts else type(layer),
+        attention=type(attention),
+        rotary=type(rotary),
+        norm=type(norm),
+        eps=eps,
+    )
+
+
+def made(config: PretrainedConfig, kind: type[nn.Module], *arguments: Any, **named: Any) -> nn.Module:
+    """A module of a target's family.
+
+    Raises:
+        ValueError: the class wants something that the target's configuration does not have.
+    """
+    try:
+        return kind(*arguments, **named)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise no_head(config, f"{kind.__name__}: {error}") from error
+
+
+def no_head(config: PretrainedConfig, reason: object) -> ValueError:
+    """What is raised where no head can be built for a target, or would not be decoded as it is trained."""
+    return ValueError(
+        f"no learned head can be made for a target of model_type {config.model_type!r}: {str(reason).splitlines()[0]}; "
+        f"use {SUPPORTED}, or a drafter that needs no training"
+    )
+
+
+def probe_states(head: Any, width: int) -> list[torch.Tensor]:
+    """The ``inputs`` of a new head, ``[1, PROBE, width]`` each, to try it on; not drawn, so that a seed means what it
+    did."""
+    count = head.inputs
+    values = torch.arange(count * PROBE * width, dtype=torch.float32).sin().to(next(head.parameters()).dtype)
+    return list(values.view(count, 1, PROBE, width))
+
+
+@torch.no_grad()
+def check_head(head: Any, config: PretrainedConfig) -> None:
+    """Try a new head: rows one after the other over a cache, as it drafts, give what all give at once, as it trains.
+
+    ``head.inputs`` says how many hidden states ``[B, T, H]`` it takes, before positions, a mask and a cache.
+
+    Raises:
+        ValueError: the family's layers take other arguments, or give something else then.
+    """
+    positions = torch.arange(PROBE)[None]
+    states = probe_states(head, config.hidden_size)
+    training = head.training
+    head.eval()  # some families drop values out while they train
+    try:
+        whole = head(*states, positions)
+        cache = KVCache.for_config(config, 1, PROBE, whole.dtype, whole.device, layers=1)
+        first, last = ([part[:, :-1] for part in states], [part[:, -1:] for part in states])
+        head(*first, positions[:, :-1], cache=cache.at(PROBE - 1))
+        cache.commit([list(range(PROBE - 1))])
+        alone = head(*last, positions[:, -1:], cache=cache.at(1))
+    except (AttributeError, TypeError, RuntimeError, ValueError, KeyError) as error:
+        raise no_head(config, error) from error
+    finally:
+        head.train(training)
+    differ(config, "one row at a time", alone, whole[:, -1:])
+
+
+def differ(config: PretrainedConfig, how: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise ValueError if a head that was run in another way gave something else; tensors without contents agree."""
+    if found.device.type == "meta" or type(found) is not torch.Tensor:
+        return
+    gap, scale = (found - expected).abs().max().item(), expected.abs().max().item()
+    if not gap <= max(1e-3, 8 * torch.finfo(found.dtype).eps) * scale:
+        raise no_head(config, f"run {how} it gives something else (off by {gap:.2g}, values up to {scale:.2g})")

@@ -1,0 +1,1 @@
+"""Runs: what is decoded, by which drafters, on which machine, and how long it took."""

@@ -1,0 +1,222 @@
+"""The journal: every single run of a report as a line of JSON, from which a killed report goes on."""
+
+import fcntl
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from drafters.decoding.trace import Step, Trace
+from drafters.program import command
+from drafters.provenance import naming
+from eval.measure.identity import differing, digest
+from eval.measure.runner import Run
+from eval.prompts import Prompt
+
+JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"
+START = ("date", "load_average")
+STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
+TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")
+
+
+class Journal:
+    """The journal of a report in the making, as a context manager: the environment, then a line a run.
+
+    Until the report is there it bears its identity's digest in its name, so that runs of two identities cannot meet. A
+    kill may leave half a line, and a prompt that some methods have not decoded: both are cut off, for methods are
+    compared on a prompt while they take turns on it. The next run of the same identity begins with what stands before.
+
+    Args:
+        out: the report's folder; made if missing.
+        identity: see ``eval.measure.identity``.
+        facts: the environment as it is now. ``parts`` is added: date and load average of every start, of those before
+            with the runs that they left.
+        methods: the labels that decode every prompt of a temperature.
+
+    Attributes:
+        runs: what earlier starts measured, whole prompts only.
+        notes: what the user should know of the journals found.
+
+    Raises (on entering):
+        ValueError: another process is writing it.
+        OSError: it cannot be read or written.
+    """
+
+    def __init__(
+        self, out: Path, identity: dict[str, Any], facts: dict[str, Any], methods: Callable[[float], Iterable[str]]
+    ) -> None:
+        self.path = out / UNFINISHED.replace("*", digest(identity))
+        self._identity, self._facts = identity, facts
+        self._methods = functools.cache(lambda temperature: frozenset(methods(temperature)))
+        self.runs: list[Run] = []
+        self.notes: list[str] = []
+        self._file: IO[bytes]
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab+")
+        if not _lock(self._file):
+            self._file.close()
+            raise ValueError(f"{self.path} is being written by another process; wait for it, or give another out")
+        parts = self._take_over()
+        start = {name: self._facts[name] for name in START}
+        if parts:
+            self._append({"resumed": start})
+            self.notes.append(f"going on after {len(self.runs):,} runs, measured from {parts[0]['date']} on")
+        else:
+            self._append({"environment": self._facts, "identity": self._identity})
+        self._facts["parts"] = [*parts, start]
+        self.notes += [_about_other(path, self._identity) for path in self._others()]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:  # once more what a full disk has no room for; the error under way names the file, this one none
+            if error is None:
+                raise
+        if not self.runs:  # nothing was measured: nothing to go on from
+            self.path.unlink(missing_ok=True)
+
+    def write(self, run: Run, prompt: Prompt) -> None:
+        """Append a run.
+
+        Raises:
+            OSError: the disk is full, say; the runs before stay.
+        """
+        self._append(journal_line(run, prompt))
+        self.runs.append(run)
+
+    def kept(self) -> str:
+        """What an interrupted run leaves, and the command that goes on."""
+        if self.path.name == JOURNAL:
+            return f"report.json and {JOURNAL} in {self.path.parent} are complete; to measure again: {command()}"
+        prompts = Counter((run.temperature, run.round, run.prompt) for run in self.runs)
+        whole = sum(runs for prompt, runs in prompts.items() if runs == len(self._methods(prompt[0])))
+        kept = f"{whole:,} runs, those of whole prompts, are kept in {self.path}" if whole else "no prompt is whole yet"
+        return f"{kept}; to go on: {command()}"
+
+    def finish(self) -> None:
+        """The report is written: the journal takes its final name, and those of other identities go."""
+        for other in self._others():
+            with other.open("rb+") as file:  # NFS locks only what is open for writing
+                if _lock(file):  # else another process is at it
+                    other.unlink()
+        self.path = self.path.replace(self.path.with_name(JOURNAL))
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with naming(self.path):
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+
+    def _others(self) -> list[Path]:
+        return [path for path in sorted(self.path.parent.glob(UNFINISHED)) if path != self.path]
+
+    def _take_over(self) -> list[dict[str, Any]]:
+        """Read ``runs``, cut off what follows the last whole prompt, and return every start with what it measured."""
+        parts: list[dict[str, Any]] = []
+        prompt: list[Run] = []
+        end = 0
+        for place, line in _lines(self._file):
+            start = line.get("environment") or line.get("resumed")
+            if start is not None:
+                parts.append({name: start[name] for name in START} | {"runs": 0})
+            else:
+                prompt.append(run_from_line(line))
+                if {run.method for run in prompt} != self._methods(prompt[0].temperature):
+                    continue
+                self.runs += prompt
+                parts[-1]["runs"] += len(prompt)
+                prompt = []
+            end = place
+        self._file.truncate(end if self.runs else 0)
+        return [part for part in parts if part["runs"]]
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every line, and where it ends; up to the first that a kill or a full disk left half written."""
+    file.seek(0)
+    end = 0
+    for line in file.readlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            return
+        if not line.endswith(b"\n") or not isinstance(found, dict):
+            return
+        end += len(line)
+        yield end, found
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether no other process holds the file; true as well where the file system knows no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _about_other(path: Path, identity: dict[str, Any]) -> str:
+    with path.open("rb") as file:
+        lines = [line for _, line in _lines(file)]
+    runs = sum("method" in line for line in lines)
+    theirs = lines[0].get("identity", {}) if lines else {}
+    other = ", ".join(differing(theirs, identity)) or "everything"
+    return (
+        f"{path} holds {runs:,} runs of another kind, which are not mixed with these (other: {other}); it goes when "
+        "this report is written: to keep it, choose another out"
+    )
+
+
+def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
+    """All of a run, so that nothing measured is lost whatever comes after it; seconds, joules, steps in order."""
+    line: dict[str, Any] = {
+        "method": run.method,
+        "temperature": run.temperature,
+        "round": run.round,
+        "index": run.prompt,
+        "prompt": prompt.id,
+        "prompt_tokens": len(prompt.ids),
+        "new_tokens": len(run.tokens),
+        "tokens": run.tokens,
+        "prefill_seconds": run.prefill_seconds,
+        "decode_seconds": run.decode_seconds,
+        "wall_seconds": run.wall_seconds,
+        "first_tokens": run.first_tokens,
+        "energy_joules": run.energy_joules,
+        "host_energy_joules": run.host_energy_joules,
+    }
+    if run.trace is not None:
+        line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
+        line |= {name: getattr(run.trace, name) for name in TIME_FIELDS}
+    return line
+
+
+def run_from_line(line: dict[str, Any]) -> Run:
+    """What ``journal_line`` was made from."""
+    trace = None
+    if STEP_FIELDS[0] in line:
+        steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
+        trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
+    return Run(
+        method=line["method"],
+        temperature=line["temperature"],
+        round=line["round"],
+        prompt=line["index"],
+        tokens=line["tokens"],
+        prefill_seconds=line["prefill_seconds"],
+        decode_seconds=line["decode_seconds"],
+        wall_seconds=line["wall_seconds"],
+        trace=trace,
+        first_tokens=line["first_tokens"],
+        energy_joules=line["energy_joules"],
+        host_energy_joules=line["host_energy_joules"],
+    )

@@ -1,0 +1,226 @@
+"""Decode the same prompts with every method, alternating, and keep what each did and how long it took.
+
+No method's prefill, nor the first token, which the prefill gives, counts as decoding.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from drafters import Drafter, TargetModel, generate
+from drafters.decoding.trace import Trace
+from drafters.program import Failure
+from eval.measure.energy import Meter, Reading
+from eval.prompts import Prompt
+
+
+class MeasurementError(Failure):
+    """A method failed on a prompt. Nothing is reused in its place: the run ends."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How every method decodes: at most ``max_new_tokens``, cut at the first token of ``eos``; batch 1."""
+
+    max_new_tokens: int
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    eos: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded once by one method.
+
+    Attributes:
+        prompt: its index.
+        prefill_seconds: until the first new tokens came out. decode_seconds: from there to the end.
+        trace: None for stock generate, which tells no steps.
+        first_tokens: how many the prefill gave: one, but assisted generation drafts before its first forward and may
+            give several at once.
+        energy_joules, host_energy_joules: of the whole call, the device's and, beside a GPU, the CPU's; None where they
+            are not available.
+    """
+
+    method: str
+    temperature: float
+    round: int
+    prompt: int
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    wall_seconds: float
+    trace: Trace | None
+    first_tokens: int = 1
+    energy_joules: float | None = None
+    host_energy_joules: float | None = None
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens after those that the prefill gave."""
+        return len(self.tokens) - self.first_tokens
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Decoding alone."""
+        return self.decode_seconds / max(self.decoded_tokens, 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method made of one prompt; see ``Run``."""
+
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    trace: Trace | None = None
+    first_tokens: int = 1
+
+
+Method = Callable[[list[int], int], Outcome]  # of prompt ids and a seed
+
+
+def measure(
+    build: Callable[[float], Mapping[str, Method]],
+    prompts: list[Prompt],
+    warmup: list[Prompt],
+    temperatures: list[float],
+    rounds: int,
+    limits: Limits,
+    keep: Callable[[Run], None] = lambda run: None,
+    on_run: Callable[[str], None] = lambda method: None,
+    meter: Meter | None = None,
+    done: Sequence[Run] = (),
+    remembering: Collection[str] = (),
+) -> list[Run]:
+    """Run every method on every prompt, ``rounds`` times at each temperature.
+
+    Args:
+        build: the methods of a temperature by label. Called anew for every round, so that a method that remembers
+            (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's before are
+            released first.
+        warmup: decoded first by every method of a round; not measured.
+        keep: gets each run as soon as it is done.
+        on_run: called before each run with its method's label.
+        meter: of the energy; None measures none.
+        done: what was measured of this before a kill, whole prompts from the first on; the result begins with it.
+        remembering: methods that carry something from prompt to prompt. In a round that goes on, they decode the
+            prompts before once more, unmeasured, so that each comes to its next prompt as if nothing had happened.
+
+    Raises:
+        MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
+    """
+    runs = list(done)
+    for temperature in temperatures:
+        for round_ in range(rounds):
+            before = {run.prompt for run in done if (run.temperature, run.round) == (temperature, round_)}
+            if len(before) == len(prompts):
+                continue
+            one_round = _Round(build(temperature), limits, temperature, round_, on_run, meter)
+            for run in one_round.runs(prompts, warmup, len(before), remembering):
+                runs.append(run)
+                keep(run)
+            del one_round  # its drafters, before the next round's are built
+    return runs
+
+
+@dataclass(frozen=True)
+class _Round:
+    methods: Mapping[str, Method]
+    limits: Limits
+    temperature: float
+    number: int
+    on_run: Callable[[str], None]
+    meter: Meter | None
+
+    def runs(
+        self, prompts: list[Prompt], warmup: list[Prompt], done: int, remembering: Collection[str]
+    ) -> Iterator[Run]:
+        for number, prompt in enumerate(warmup):
+            for method in self.methods:
+                self._run(method, prompt, -1 - number)
+        for index, prompt in enumerate(prompts[:done]):
+            for method in self.methods:
+                if method in remembering:
+                    self._run(method, prompt, index)
+        for index, prompt in enumerate(prompts[done:], start=done):
+            for method in method_order(list(self.methods), index, self.limits.seed + self.number):
+                yield self._run(method, prompt, index)
+
+    def _run(self, method: str, prompt: Prompt, index: int) -> Run:
+        self.on_run(method)
+        try:
+            with self.meter.measure() if self.meter else contextlib.nullcontext(Reading()) as joules:
+                start = time.perf_counter()
+                # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
+                made = self.methods[method](prompt.ids, self.limits.seed + index)
+                wall = time.perf_counter() - start
+            _check_tokens(made, self.limits)
+        except Exception as error:
+            raise MeasurementError(
+                f"{method} failed at temperature {self.temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} "
+                f"tokens): {type(error).__name__}: {error}"
+            ) from error
+        return Run(
+            method=method,
+            temperature=self.temperature,
+            round=self.number,
+            prompt=index,
+            tokens=made.tokens,
+            prefill_seconds=made.prefill_seconds,
+            decode_seconds=made.decode_seconds,
+            wall_seconds=wall,
+            trace=made.trace,
+            first_tokens=made.first_tokens,
+            energy_joules=joules.device,
+            host_energy_joules=joules.host,
+        )
+
+
+def method_order(methods: list[str], index: int, seed: int) -> list[str]:
+    """The order of methods on prompt ``index``: shuffled once per ``len(methods)`` prompts and rotated in between.
+
+    Within such a block every method stands once in every place, so that none always runs first, when the caches are
+    cold; between blocks it changes who runs before whom.
+    """
+    block, shift = divmod(index, len(methods))
+    order = random.Random(f"{seed}/{block}").sample(methods, len(methods))
+    return order[shift:] + order[:shift]
+
+
+def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, limits: Limits) -> Method:
+    """Decode in the shared loop."""
+    sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
+
+    def decode(ids: list[int], seed: int) -> Outcome:
+        result = generate(
+            target,
+            drafter,
+            [ids],
+            max_new_tokens=limits.max_new_tokens,
+            temperature=temperature,
+            eos_token_id=sorted(limits.eos),
+            seed=seed,
+            **sampled,  # type: ignore[arg-type]
+        )
+        tokens = result.tokens[0, : result.lengths[0]].tolist()
+        trace = result.trace
+        if trace.decoded_tokens != len(tokens) - 1:
+            raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {len(tokens) - 1}")
+        return Outcome(tokens, trace.prefill_seconds, trace.decode_seconds, trace)
+
+    return decode
+
+
+def _check_tokens(made: Outcome, limits: Limits) -> None:
+    """Every method is counted alike, whatever its own code believes."""
+    tokens = made.tokens
+    if not 1 <= len(tokens) <= limits.max_new_tokens:
+        raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
+    if any(token in limits.eos for token in tokens[:-1]):
+        raise ValueError(f"tokens after EOS are counted: {tokens}")
+    if not 1 <= made.first_tokens <= len(tokens):
+        raise ValueError(f"the prefill cannot have given {made.first_tokens} of {len(tokens)} tokens")

@@ -1,0 +1,123 @@
+"""transformers' own ``generate``, plain and accelerated, by the same counts as the loop.
+
+A streamer notes when the first new tokens come out, so that the prefill is taken apart just as the loop takes its own.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from drafters import TargetModel
+from eval.entries import StockEntry
+from eval.measure.runner import Limits, Method, Outcome
+
+
+def stock_method(
+    target: TargetModel,
+    temperature: float,
+    limits: Limits,
+    entry: StockEntry | None = None,
+    assistant: TargetModel | None = None,
+) -> Method:
+    """Decode with transformers' own ``generate``: greedily, or sampling with the same temperature, top-k and top-p.
+
+    Its settings are the limits' and no others. A model's own generation config may hold more, a repetition penalty
+    say, which changes the output and costs time; the loop does nothing of the kind. Sampled tokens come from PyTorch's
+    global generator, so they are others than the loop's, from the same distribution.
+
+    Args:
+        entry: how it is accelerated; None: not at all.
+        assistant: the loaded ``entry.assistant_model``.
+    """
+    settings = _settings(temperature, limits, entry)
+    assisted = {"assistant_model": assistant.model} if assistant is not None else {}
+    drafting = _drafting(entry.num_assistant_tokens if entry is not None else None)
+
+    def decode(ids: list[int], seed: int) -> Outcome:
+        input_ids = torch.tensor([ids], device=target.device)
+        streamer = _Timestamps()
+        torch.manual_seed(seed)
+        with _only(target, settings), _only(assistant, drafting):
+            start = time.perf_counter()
+            output = target.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=settings,
+                streamer=streamer,
+                **assisted,
+            )
+            tokens = output[0, len(ids) :].tolist()  # waits for the device
+            end = time.perf_counter()
+        first = streamer.first
+        return Outcome(tokens, first - start, end - first, first_tokens=streamer.first_tokens)
+
+    return decode
+
+
+def _settings(temperature: float, limits: Limits, entry: StockEntry | None) -> GenerationConfig:
+    warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
+    lookup: dict[str, int | None] = {}
+    if entry is not None and entry.prompt_lookup_num_tokens is not None:
+        lookup["prompt_lookup_num_tokens"] = entry.prompt_lookup_num_tokens
+        lookup["max_matching_ngram_size"] = entry.max_matching_ngram_size
+    return GenerationConfig(
+        max_new_tokens=limits.max_new_tokens,
+        do_sample=temperature > 0,
+        eos_token_id=sorted(limits.eos) or None,
+        pad_token_id=min(limits.eos, default=0),
+        **warped,
+        **lookup,
+    )
+
+
+def _drafting(tokens: int | None) -> GenerationConfig:
+    """What ``generate`` reads off the assistant's own config: how long a draft is.
+
+    An explicit length is every draft's, as it is a drafter's gamma. transformers would else stop a draft where the
+    assistant is less sure than 0.4, a threshold that it may adapt as it goes; these defaults hold where no length is
+    given.
+    """
+    if tokens is None:
+        return GenerationConfig()
+    return GenerationConfig(
+        num_assistant_tokens=tokens, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+
+
+@contextlib.contextmanager
+def _only(model: TargetModel | None, settings: GenerationConfig) -> Iterator[None]:
+    """``generate`` fills what a given config leaves open from the model's own: put the given one in its place."""
+    if model is None:
+        yield
+        return
+    inner: Any = model.model
+    own, inner.generation_config = inner.generation_config, settings
+    try:
+        yield
+    finally:
+        inner.generation_config = own
+
+
+class _Timestamps:
+    """A streamer that keeps the time of the first new tokens, and how many they were.
+
+    ``generate`` hands it the prompt, then on the host the tokens of each step: one, or, where it drafts, as many as the
+    target's forward gave, from the first step on.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.first = 0.0
+        self.first_tokens = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            self.first, self.first_tokens = time.perf_counter(), value.numel()
+
+    def end(self) -> None:
+        pass

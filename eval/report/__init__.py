@@ -1,0 +1,1 @@
+"""Figures as JSON, as a page, as a picture, on the screen."""

@@ -1,0 +1,43 @@
+"""The files of a report. What an earlier run left stays until there is something complete to put in its place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drafters.program import Failure
+from drafters.provenance import replace_text
+from eval.measure.journal import Journal
+from eval.report.page import markdown
+from eval.report.picture import draw
+
+REPORT, PAGE, PICTURE = "report.json", "report.md", "speedup.png"
+
+
+class PictureError(Failure):
+    """The picture could not be drawn; the rest of the report is complete."""
+
+
+def write_report(report: dict[str, Any], out: Path, journal: Journal) -> None:
+    """report.json (strict JSON: a NaN is an error), the journal under its final name, and report.md.
+
+    The most valuable first; each is replaced at once. The picture of an earlier report goes, for it shows another run.
+    """
+    replace_text(out / REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    journal.finish()
+    (out / PICTURE).unlink(missing_ok=True)
+    replace_text(out / PAGE, markdown(report, Path(PICTURE)))
+
+
+def draw_picture(report: dict[str, Any], out: Path) -> None:
+    """speedup.png.
+
+    Raises:
+        PictureError: whatever stopped the drawing.
+    """
+    try:
+        draw(report, out / PICTURE)
+    except Exception as error:
+        raise PictureError(
+            f"the picture could not be drawn ({type(error).__name__}: {error}); {out / REPORT} and {out / PAGE} are "
+            "complete"
+        ) from error

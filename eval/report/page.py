@@ -1,0 +1,216 @@
+"""How a report looks: the Markdown page, and its table on the screen."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from eval.report.rows import number, shown_name, statements, warnings
+
+EXPLANATION = """\
+- **tau**: tokens committed per target forward, bonus token included; plain decoding is 1.0 by definition.
+  *tau, no loops*: the same without the row's own outputs that end in a loop.
+- **tokens/s**: decoding alone, batch 1: without the prefill's time and without the first token, which it gives.
+  *end to end*: all new tokens over the whole call, prefill included.
+- **speedup**: tokens/s over the autoregressive drafter in the same loop, from totals over the same prompts; in brackets
+  the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios. Of several rounds
+  each prompt counts with the one of its median ratio; *tokens/s* is of the row's own median times.
+- **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
+  sampled.
+- **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every
+  token weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's shows the change.
+- **J/token**: energy of the device over whole calls, prefill included, over all new tokens, first ones included; all
+  rounds together. It is the counter's own reading, idle power included; where there is none it is not estimated.
+- **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
+  before), the target's forward with the acceptance rule, the rest. A drafter's pass over the prompt belongs to the
+  prefill, which is in *end to end* and in none of these.
+- **overhead**: share of a step's time outside forward passes (of the target, draft models and trained heads alike):
+  pools, trees, masks, acceptance rules, the host.
+- **stock generate**: transformers' `generate`, by the same count. Where sampling, it draws other tokens than the loop
+  (same temperature, top-k and top-p, another generator); the two are paired by prompt all the same.
+- rows marked **(stock)** are transformers' accelerated generation, which tells no steps: no tau. It drafts before its
+  first forward; the tokens that this forward gives at once, and its time, are counted as prefill.
+- **drafted**: nodes proposed a step. **lossy** methods change the target's output distribution; all others preserve it.
+"""
+
+Row = dict[str, Any]
+
+
+def speedup_with_interval(row: Row) -> str:
+    """As text: ``1.87x [1.67, 2.07]``."""
+    interval = row["speedup_ci"]
+    return number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def percent(share: float | None) -> str:
+    """As text; "-" where there is none."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "drafter": shown_name,
+    "T": lambda row: f"{row['temperature']:g}",
+    "tau": lambda row: number(row["tau"], 2),
+    "tau, no loops": lambda row: number(row["tau_without_loops"], 2),
+    "tokens/s": lambda row: number(row["tokens_per_second"], 1),
+    "end to end": lambda row: number(row["end_to_end_tokens_per_second"], 1),
+    "speedup": speedup_with_interval,
+    "median": lambda row: number(row["speedup_median"], 2, "x"),
+    "exact": lambda row: number(row["exact_match"], 3),
+    "ppl": lambda row: number(row["perplexity"], 2),
+    "J/token": lambda row: number(row["joules_per_token"], 3),
+    "host J/token": lambda row: number(row["host_joules_per_token"], 3),
+    "draft ms": lambda row: number(row["draft_ms"], 2),
+    "verify ms": lambda row: number(row["verify_ms"], 2),
+    "other ms": lambda row: number(row["other_ms"], 2),
+    "overhead": lambda row: percent(row["overhead"]),
+    "drafted": lambda row: number(row["drafted_per_step"], 1),
+}
+
+
+NOT_ON_SCREEN = ("median", "other ms")  # the page has them; a terminal is narrow
+
+
+def _columns(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
+    """All, but the host's energy only where it was measured, which is beside a GPU."""
+    hidden = set() if any(row["host_joules_per_token"] is not None for row in report["rows"]) else {"host J/token"}
+    return {name: cell for name, cell in COLUMNS.items() if name not in hidden}
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """The table on the screen."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = {name: cell for name, cell in _columns(report).items() if name not in NOT_ON_SCREEN}
+    for index, column in enumerate(shown):
+        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
+    last = None
+    for row in report["rows"]:
+        if last is not None and row["temperature"] != last:
+            table.add_section()
+        last = row["temperature"]
+        table.add_row(*(cell(row) for cell in shown.values()), style=None if row["lossless"] else "yellow")
+    console.print(table)
+    for line in statements(report):
+        console.print(line, markup=False, highlight=False)
+    for line in warnings(report):
+        console.print(line, style="bold red", markup=False, highlight=False)
+
+
+def markdown(report: dict[str, Any], picture: Path) -> str:
+    """``report.md``."""
+    lines = ["# Speed of drafters", "", *setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
+    columns = _columns(report)
+    lines += [f"| {' | '.join(columns)} |", "|" + " --- |" + " ---: |" * (len(columns) - 1)]
+    lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in report["rows"]]
+    lines += ["", *(f"- {line}" for line in statements(report))]
+    lines += [f"- **{line}**" for line in warnings(report)]
+    lines += ["", "## Columns", "", EXPLANATION]
+    lines += _grids(report) + _categories(report)
+    lines += ["## To run it again", "", f"    {shlex.join(report['environment']['argv'])}", ""]
+    return "\n".join(lines)
+
+
+def setting(report: dict[str, Any]) -> list[str]:
+    """What was measured, where."""
+    facts = report["environment"]
+    prompts, limits = facts["prompt_set"], facts["limits"]
+    skipped = ", ".join(f"{reason} {count:,}" for reason, count in prompts["skipped"].items()) or "none"
+    order = f"; {prompts['consecutive']} of one category in a row" if prompts["consecutive"] else ""
+    counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
+    by_category = f" (by category: {counts}{order})" if counts else ""
+    return [
+        f"{target_line(facts)}, batch 1",
+        machine_line(facts),
+        f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}){by_category}, "
+        f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}; "
+        f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
+        f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
+        f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
+        software_line(facts),
+        *parts_line(facts),
+    ]
+
+
+def parts_line(facts: dict[str, Any]) -> list[str]:
+    """Of a report that was interrupted: when each part of it was measured."""
+    parts = facts.get("parts", [])
+    if len(parts) < 2:
+        return []
+    *before, last = parts
+    told = ", ".join(
+        f"{part['runs']:,} runs from {part['date']} (load average {number(part['load_average'], 1)})" for part in before
+    )
+    return [f"- interrupted and resumed {len(before)} time(s): {told}, the rest from {last['date']}"]
+
+
+def target_line(facts: dict[str, Any]) -> str:
+    """The target, for a list."""
+    target = facts["target"]
+    revision = f" at revision {target['revision']}" if target["revision"] else ""
+    return (
+        f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
+        f"engine {facts['engine']}{', layers in ' + facts['quantize'] if facts['quantize'] else ''}"
+    )
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """The machine and its load, for a list."""
+    return (
+        f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
+        f"load average {number(facts['load_average'], 1)} before, {number(facts['load_average_after'], 1)} after"
+    )
+
+
+def software_line(facts: dict[str, Any]) -> str:
+    """Versions, commit and date, for a list."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
+    return f"- software: {versions}; commit {commit}; {facts['date']}"
+
+
+def _categories(report: dict[str, Any]) -> list[str]:
+    rows = [row for row in report["rows"] if "categories" in row]
+    if not rows:
+        return []
+    names = list(rows[0]["categories"])
+    lines = [
+        "## Speedup (tau) by category",
+        "",
+        f"| drafter | T | {' | '.join(names)} |",
+        "| --- |" + " ---: |" * (len(names) + 1),
+    ]
+    for row in rows:
+        cells = [f"{number(c['speedup'], 2, 'x')} ({number(c['tau'], 2)})" for c in row["categories"].values()]
+        lines.append(f"| {shown_name(row)} | {row['temperature']:g} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _grids(report: dict[str, Any]) -> list[str]:
+    """A table for every grid of two or three knobs: the last one across."""
+    grids: dict[tuple[str, float], list[Row]] = {}
+    for row in report["rows"]:
+        if row["grid"] and 2 <= len(row["grid"]) <= 3:
+            grids.setdefault((row["entry"], row["temperature"]), []).append(row)
+    return [line for (entry, temperature), rows in grids.items() for line in _pivot(entry, temperature, rows)]
+
+
+def _pivot(entry: str, temperature: float, rows: list[Row]) -> list[str]:
+    *down, across = rows[0]["grid"]
+    fastest = max(row["tokens_per_second"] or 0.0 for row in rows)
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        figure = number(row["tokens_per_second"], 1)
+        figure = f"**{figure}**" if row["tokens_per_second"] == fastest else figure
+        place = {knob: str(value) for knob, value in row["grid"].items()}
+        line = cells.setdefault(tuple(place[knob] for knob in down), {})
+        line[place[across]] = f"{figure} ({number(row['tau'], 2)})"
+    columns = list(dict.fromkeys(value for line in cells.values() for value in line))
+    titles = [*down, *(f"{across} = {value}" for value in columns)]
+    lines = [f"## {entry}, T = {temperature:g}: tokens/s (tau); the fastest in bold", "", f"| {' | '.join(titles)} |"]
+    lines.append("|" + " ---: |" * len(titles))
+    lines += [f"| {' | '.join([*place, *(line.get(c, '-') for c in columns)])} |" for place, line in cells.items()]
+    return [*lines, ""]

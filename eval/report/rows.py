@@ -1,0 +1,232 @@
+"""The rows of ``report.json``, and what must be said of them; how they are shown is ``eval.report.page``'s."""
+
+from itertools import chain
+from typing import Any
+
+from drafters import TargetModel
+from eval.entries import STOCK
+from eval.figures.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
+from eval.figures.metrics import (
+    acceptance,
+    ends_in_loop,
+    joules_per_token,
+    paired_speedup,
+    times,
+    tokens_per_second,
+    typical_run,
+)
+from eval.figures.perplexity import OutputPerplexity
+from eval.measure.runner import Run
+from eval.prompts import Prompt
+
+ABOUT_STOCK = (
+    "stock_generate_tokens_per_second",
+    "over_stock_generate",
+    "stock_generate_joules_per_token",
+    "stock_generate_exact_match",
+)
+
+
+def make_rows(
+    runs: list[Run],
+    described: dict[str, dict[str, Any]],
+    baseline_label: str,
+    prompts: list[Prompt],
+    target: TargetModel,
+    seed: int,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The report's ``baseline`` and ``rows``. ``described``: the methods in their order, and what is known of them."""
+    by_key: dict[tuple[float, str], list[list[Run]]] = {}
+    for run in runs:
+        rounds = by_key.setdefault((run.temperature, run.method), [[] for _ in prompts])
+        rounds[run.prompt].append(run)
+    rows, baselines = [], []
+    perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
+    for temperature in dict.fromkeys(run.temperature for run in runs):
+        plain = by_key[temperature, baseline_label]
+        baselines.append(_baseline(temperature, plain, by_key.get((temperature, STOCK))))
+        for label, known in described.items():
+            if (temperature, label) in by_key:
+                rounds = by_key[temperature, label]
+                row: dict[str, Any] = {"drafter": label, "temperature": temperature, **known}
+                row |= _row(rounds, plain, prompts, seed)
+                row |= perplexity.describe([typical_run(of_prompt) for of_prompt in rounds])
+                row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}
+                rows.append(row)
+    return {**baselines[0], "temperatures": baselines}, rows
+
+
+def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
+    """Plain decoding; of stock generate None where it was not measured."""
+    typical = [typical_run(rounds) for rounds in plain]
+    about: dict[str, Any] = dict.fromkeys(ABOUT_STOCK)
+    if stock is not None:
+        about |= {
+            "stock_generate_tokens_per_second": tokens_per_second([typical_run(rounds) for rounds in stock]),
+            "over_stock_generate": paired_speedup(plain, stock).total,
+            "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"],
+            "stock_generate_exact_match": exact_share(stock, typical) if temperature == 0 else None,
+        }
+    own = {"tokens_per_second": tokens_per_second(typical), "loop_share": len(_looping(typical)) / len(typical)}
+    return {"temperature": temperature, **own, **about}
+
+
+def _looping(runs: list[Run]) -> set[int]:
+    """The prompts on which these outputs end in a loop: a lossy or a sampled one may where plain decoding does not."""
+    return {run.prompt for run in runs if ends_in_loop(run.tokens)}
+
+
+def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt], seed: int) -> dict[str, Any]:
+    typical = [typical_run(of_prompt) for of_prompt in rounds]
+    looping = _looping(typical)
+    steady = [place for place, run in enumerate(typical) if run.prompt not in looping]
+    speedup = paired_speedup(rounds, plain, seed)
+    row = acceptance(typical, looping) | times(typical)
+    row |= joules_per_token(list(chain(*rounds)))
+    row |= {
+        "speedup": speedup.total,
+        "speedup_ci": speedup.total_interval,
+        "speedup_median": speedup.median,
+        "speedup_median_ci": speedup.median_interval,
+        "speedup_without_loops": _speedup_on(steady, rounds, plain),
+        "loop_share": len(looping) / len(typical),
+        "prompts": len(typical),
+        "new_tokens": sum(len(run.tokens) for run in typical),
+        "decoded_tokens": sum(run.decoded_tokens for run in typical),
+    }
+    categories = sorted({prompt.category for prompt in prompts if prompt.category is not None})
+    for name in categories:
+        chosen = [place for place, prompt in enumerate(prompts) if prompt.category == name]
+        row.setdefault("categories", {})[name] = {
+            "prompts": len(chosen),
+            "tau": acceptance([typical[place] for place in chosen], set())["tau"],
+            "speedup": _speedup_on(chosen, rounds, plain),
+        }
+    return row
+
+
+def _speedup_on(places: list[int], rounds: list[list[Run]], plain: list[list[Run]]) -> float | None:
+    """Over these prompts alone."""
+    return paired_speedup([rounds[place] for place in places], [plain[place] for place in places]).total
+
+
+def _exactness(
+    rounds: list[list[Run]], baseline: list[list[Run]], prompts: list[Prompt], target: TargetModel
+) -> dict[str, Any]:
+    plain = [typical_run(of_prompt) for of_prompt in baseline]
+    row: dict[str, Any] = {"exact_match": exact_share(rounds, plain)}
+    try:
+        found = find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
+    except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
+        return row | {"divergences": unavailable(rounds, plain, error)}
+    return row | {"divergences": summary(found, len(prompts))}
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """What casts doubt on the figures: a slow baseline, and lossless rows whose output rounding does not explain."""
+    lines = []
+    for baseline in report["baseline"]["temperatures"]:
+        ratio = baseline["over_stock_generate"]
+        if ratio is not None and ratio < 1:
+            lines.append(
+                f"T = {baseline['temperature']:g}: the baseline is slower than stock generate ({ratio:.2f} times its "
+                f"speed): every speedup at this temperature is {1 / ratio:.2f} times what it is over stock generate"
+            )
+    for row in report["rows"]:
+        found = row.get("divergences", {"count": 0})
+        if not row["lossless"] or not found["count"]:
+            continue
+        count, fault = found["unexplained"], "more than rounding explains: a fault in the method or in the loop"
+        if count is None:
+            count, fault = found["count"], f"what rounding may or may not explain, unchecked ({found['unavailable']})"
+        if count:
+            lines.append(
+                f"{row['drafter']} is lossless, but {count} of {row['prompts']} greedy outputs differ from plain "
+                f"decoding's by {fault}"
+            )
+    return lines
+
+
+def shown_name(row: dict[str, Any]) -> str:
+    """The label, with its mark where the method is lossy, or transformers' own."""
+    return row["drafter"] + (" (stock)" if row["stock"] else "") + ("" if row["lossless"] else " (lossy)")
+
+
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """As text; "-" where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def statements(report: dict[str, Any]) -> list[str]:
+    """The prompts, the baseline's speed beside stock generate's, the loops, and the divergences."""
+    facts = report["environment"]
+    lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
+    for baseline in report["baseline"]["temperatures"]:
+        at = f"T = {baseline['temperature']:g}"
+        line = f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s"
+        if (ratio := baseline["over_stock_generate"]) is not None:
+            stock = number(baseline["stock_generate_tokens_per_second"], 1)
+            line += f", {number(ratio, 2)} times stock generate's {stock}"
+        lines.append(line)
+        lines.append(
+            f"{at}: {baseline['loop_share']:.1%} of plain decoding's outputs end in a loop (loops flatter every "
+            "drafter; tau without them stands beside tau over all)"
+        )
+    lines += about_energy(facts["energy"])
+    if _without_all_readings(report):
+        lines.append("energy: rows without a figure have runs from a start that could not read the counters")
+    started = [part["load_average"] for part in facts.get("parts", [facts])]  # of an interrupted report: every start
+    busiest = max((load for load in started if load is not None), default=0.0)
+    if busiest > facts["cpu_cores"]:
+        lines.append(f"the machine was busy when runs began (load average {busiest:.1f}): times are rough")
+    return lines + [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
+
+
+def about_energy(energy: dict[str, Any]) -> list[str]:
+    """How the joules were measured, or why they were not; ``energy`` is the meter's description."""
+    lines = []
+    for place, name in (("device", "energy"), ("host", "energy of the host")):
+        if place in energy:
+            state = "" if energy[place]["available"] else "not available: "
+            lines.append(f"{name}: {state}{energy[place]['how']}")
+    return lines
+
+
+def _without_all_readings(report: dict[str, Any]) -> bool:
+    """Whether the last start measured energy, and a row, of an interrupted report, has no figure all the same."""
+    measured = report["environment"]["energy"].get("device", {}).get("available", False)
+    return measured and any(row["joules_per_token"] is None for row in report["rows"])
+
+
+def shortage_line(prompts: dict[str, Any]) -> str | None:
+    """Says that fewer prompts are measured than the config asks for; None where they are not."""
+    if prompts["requested"] is None or prompts["prompts"] >= prompts["requested"]:
+        return None
+    return (
+        f"only {prompts['prompts']} prompts are measured, not the {prompts['requested']} asked for: "
+        f"{prompts['file']} has no more that can be used"
+    )
+
+
+def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
+    lines = []
+    found = row.get("divergences", {"count": 0})
+    if row["lossless"] and found["count"] and found["unexplained"] is not None:
+        lines.append(
+            f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
+            f"{found['count'] - found['unexplained']} of them where rounding in {dtype} "
+            f"explains it (largest top-2 margin there: {number(found['largest_margin'], 3)} logits)"
+        )
+    if row["perplexity"] is None:
+        which = f"{row['drafter']}, T = {row['temperature']:g}"
+        lines.append(f"{which}: no perplexity of its outputs ({row['perplexity_unavailable']})")
+    return lines
+
+
+def tolerance_note(target: TargetModel) -> dict[str, Any]:
+    """What divergence is accepted, for the report."""
+    return {
+        "relative_to_largest_logit": TOLERANCE[target.dtype],
+        "rule": "accepted where the logits of both tokens lie less than this share of the largest absolute logit below "
+        "the best one",
+    }

@@ -1,0 +1,1 @@
+"""Models of known shapes with random weights, and what one forward of them costs."""

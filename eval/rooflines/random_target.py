@@ -1,0 +1,60 @@
+"""Models of the shapes of eval.rooflines.shapes with random weights."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from drafters import TargetModel
+from drafters.choices import Engine, Quantization
+from drafters.model.files import load_config_only, resolve_device, resolve_dtype
+from drafters.model.loading import check_memory
+from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, check_shape
+
+
+def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
+    """The configuration of a named shape.
+
+    Raises:
+        ValueError: no such shape; the message lists those there are.
+    """
+    check_shape(shape)
+    if shape in PUBLISHED:
+        config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"), may_be_file=True)
+        config.max_position_embeddings = max_positions
+        return config
+    hidden, intermediate, layers, heads, kv_heads, vocab = LLAMAS[shape]
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+    )
+
+
+def random_target(
+    shape: str,
+    max_positions: int,
+    dtype: str,
+    device: str | None = None,
+    engine: Engine | None = None,
+    quantize: Quantization | None = None,
+    seed: int = 0,
+    cache_tokens: tuple[int, int] = (0, 0),
+) -> TargetModel:
+    """A target of a named shape, made on the device; ``cache_tokens`` as of ``TargetModel.from_pretrained``.
+
+    Raises:
+        ValueError: no such shape, device or dtype, or too little memory.
+    """
+    where = resolve_device(device)
+    config, kind = shape_config(shape, max_positions), resolve_dtype(dtype)
+    check_memory(shape, config, kind, [where], *cache_tokens)
+    torch.manual_seed(seed)
+    with torch.device(where):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=kind, attn_implementation="sdpa", trust_remote_code=False
+        )
+    return TargetModel(model, name=f"{shape} (random weights)", engine=engine, quantize=quantize)

@@ -1,0 +1,1 @@
+"""The training step beside a plain one."""

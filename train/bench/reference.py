@@ -1,0 +1,104 @@
+"""The plain formulation of training a drafter: the reference that train/throughput.py and the tests hold the loop to.
+
+What public trainers of EAGLE heads do, in its fair form: one file a dialogue, read by a DataLoader; a batch padded to
+its longest dialogue; the logits of target and drafter over the full vocabulary at every position, with autograd through
+the LM head. Nothing of it is used in training.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data_prep.store.reader import FeatureStore, StoredDialogue
+from train.data.packing import Batch, Span
+from train.losses import NOISE_WIDTH
+from train.tasks import EagleTask, KangarooTask, Task
+
+
+def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> None:
+    """One safetensors file for each of ``dialogues`` (indices into the store) in ``folder``, by index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in dialogues:
+        item = store[index]
+        tensors = {"input_ids": item.input_ids, "loss_mask": item.loss_mask, "features": item.features}
+        tensors |= {f"tap_{layer}": tap for layer, tap in item.taps.items()}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, sample_file(folder, index))
+
+
+def sample_file(folder: Path, index: int) -> Path:
+    """Where the dialogue ``index`` lies."""
+    return folder / f"{index:08d}.safetensors"
+
+
+class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
+    """Dialogues by index, each from its own file; only those written can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> tuple[int, StoredDialogue]:
+        tensors = load_file(sample_file(self.folder, index))
+        taps = {int(name[4:]): tensor for name, tensor in tensors.items() if name.startswith("tap_")}
+        return index, StoredDialogue(tensors["input_ids"], tensors["loss_mask"], tensors["features"], taps)
+
+
+def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
+    """One dialogue a row, padded on the right to the longest of them: ``[B, T]``."""
+    items = [item for _, item in samples]
+    length = max(len(item.input_ids) for item in items)
+
+    def padded(tensors: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+    lengths = torch.tensor([len(item.input_ids) for item in items])
+    positions = torch.arange(length).expand(len(items), -1)
+    return Batch(
+        input_ids=padded([item.input_ids for item in items]),
+        loss_mask=padded([item.loss_mask for item in items]),
+        features=padded([item.features for item in items]),
+        taps={layer: padded([item.taps[layer] for item in items]) for layer in items[0].taps},
+        position_ids=positions,
+        segments=torch.where(positions < lengths[:, None], 0, -1),
+        spans=[Span(row, 0, len(item.input_ids), index) for row, (index, item) in enumerate(samples)],
+    )
+
+
+def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise: bool) -> Tensor:
+    """The task's "loss" of ``Task.loss_sums``, differentiable, by full ``[B, T, V]`` logits and a mask.
+
+    Args:
+        task: EAGLE's or Kangaroo's.
+        module: what is trained.
+        batch: padded, on the module's device.
+        rows: flat indices int64 ``[n]`` into ``[B * T]`` of the trained positions.
+        noise: U(-0.1, 0.1) on EAGLE's input features, from the global generator.
+    """
+    trained = torch.zeros(batch.segments.numel(), device=batch.segments.device)
+    trained[rows] = 1.0
+    trained = trained.view(batch.segments.shape)
+    if isinstance(task, EagleTask):
+        features = batch.features
+        if noise:
+            features = features + torch.empty_like(features).uniform_(-NOISE_WIDTH, NOISE_WIDTH)
+        embeddings = task.ends.embed(torch.roll(batch.input_ids, -1, dims=1))
+        predicted = module(features, embeddings, batch.position_ids)
+        target = torch.roll(batch.features, -1, dims=1)
+        difference = F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1)
+        return (difference * trained).sum() + task.eagle.classification_weight * _cross_entropy(
+            task, predicted, target, trained
+        )
+    assert isinstance(task, KangarooTask)
+    predicted = module(batch.taps[task.kangaroo.exit_layer], batch.position_ids)
+    return _cross_entropy(task, predicted, batch.features, trained)
+
+
+def _cross_entropy(task: Task, predicted: Tensor, target: Tensor, trained: Tensor) -> Tensor:
+    with torch.no_grad():
+        p = F.softmax(task.ends.lm_head(target), dim=-1, dtype=torch.float32)
+    log_q = F.log_softmax(task.ends.lm_head(predicted), dim=-1, dtype=torch.float32)
+    return -((p * log_q).sum(-1) * trained).sum()

@@ -1,0 +1,214 @@
+"""Features computed by the target while a drafter trains: no store, no disk.
+
+The dialogues are those that data_prep.features would store, in the same order: the same reader, tokenizer, mask and
+checks. A micro-batch's dialogues go through the target together, packed into rows as long as the longest of them, and
+their features stay on the device.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
+from data_prep.features import FeaturesConfig
+from data_prep.features_run import make_headers
+from data_prep.progress import quiet_in_log_files
+from data_prep.ranks import find_rank, refuse_shared_map
+from data_prep.store.reader import StoredDialogue, StoreManifest
+from drafters.config import validate
+from drafters.model.files import resolve_dtype
+from drafters.model.target import FeatureOutput, TargetModel
+from train.config import OnlineData, TrainConfig
+from train.data.packing import Batch, LiveFeatures, Span, dialogue_mask, pack
+
+States = dict[int | None, Tensor]  # None: the features; else the hidden states after so many layers
+
+
+class OnlineFeatures(LiveFeatures):
+    """One split's dialogues in memory (5 bytes a token) and, once ``target`` is set, their features.
+
+    Args:
+        split: tokens and masks.
+        header: the manifest that a store of this split would begin with; its counts are filled in.
+        batch_tokens: tokens of one forward of the target, padding included.
+    """
+
+    def __init__(self, split: EncodedSplit, header: StoreManifest, batch_tokens: int) -> None:
+        self.ids, self.batch_tokens = split.ids, batch_tokens
+        self._lengths = torch.tensor([len(dialogue.input_ids) for dialogue in split.dialogues])
+        self._starts = [0, *itertools.accumulate(self._lengths.tolist())]
+        self._tokens = torch.cat([torch.from_numpy(one.input_ids).int() for one in split.dialogues])
+        self._mask = torch.cat([torch.from_numpy(one.loss_mask) for one in split.dialogues])
+        self.manifest = header.model_copy(
+            update={
+                "dialogues": len(split.dialogues),
+                "consumed": len(split.dialogues),
+                "tokens": len(self._tokens),
+                "response_tokens": int(self._mask.sum()),
+                "dropped": dict(split.counts.dropped),
+                "changed": dict(split.counts.changed),
+                "complete": True,
+            }
+        )
+        self.target: TargetModel | None = None
+        self.left_out: set[int] = set()  # dialogues whose features were not finite
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> StoredDialogue:
+        rows = slice(*self._starts[index : index + 2])
+        none = torch.empty(int(self._lengths[index]), 0, dtype=resolve_dtype(self.manifest.dtype))
+        return StoredDialogue(
+            self._tokens[rows].long(), self._mask[rows], none, dict.fromkeys(self.manifest.taps, none)
+        )
+
+    @torch.no_grad()
+    def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
+        """``batch`` with features and taps ``[R, L, H]`` on the target's device, zeros in the padding.
+
+        A dialogue whose features are not all finite (fp16 overflows in some targets) is reported once and gets an empty
+        loss mask: a store would have left it out.
+        """
+        target = self._loaded()
+        shape = (*batch.input_ids.shape, target.hidden_size)
+        dtype = resolve_dtype(self.manifest.dtype)
+        keys: list[int | None] = [None, *taps]
+        states = {key: torch.zeros(shape, dtype=dtype, device=target.device) for key in keys}
+        places = self._places(batch)
+        rows = pack([span.length for span in places])
+        rows.sort(key=len)  # those of one dialogue first: causal attention does for them what a mask would
+        length = max(span.length for span in places)
+        alone = sum(len(row) == 1 for row in rows)
+        at_once = max(1, self.batch_tokens // length)
+        for begin, end in ((0, alone), (alone, len(rows))):
+            for first in range(begin, end, at_once):
+                members = [[places[index] for index in row] for row in rows[first : min(first + at_once, end)]]
+                self._forward(batch, members, states, masked=begin == alone)
+        bad = torch.stack([~states[key].isfinite().all(-1) for key in keys]).any(0).any()
+        loss_mask = self._leave_out(batch, places, states) if bool(bad) else batch.loss_mask
+        tapped = {layer: states[layer] for layer in taps}
+        return Batch(batch.input_ids, loss_mask, states[None], tapped, batch.position_ids, batch.segments, batch.spans)
+
+    @staticmethod
+    def _places(batch: Batch) -> list[Span]:
+        """Where the dialogues lie; a stand-in's, which counts as none, is the whole of its batch."""
+        return batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
+
+    def _forward(self, batch: Batch, rows: list[list[Span]], states: States, masked: bool) -> None:
+        """Run the target on ``rows`` of dialogues, padded on the right, and write into ``states`` where they lie."""
+        target = self._loaded()
+        ids = pad_sequence([torch.cat([_cut(batch.input_ids, span) for span in row]) for row in rows], batch_first=True)
+        taps = tuple(key for key in states if key is not None)
+        if masked:
+            positions = [torch.cat([_cut(batch.position_ids, span) for span in row]) for row in rows]
+            depths = pad_sequence(positions, batch_first=True).to(target.device)
+            numbers = [torch.cat([torch.full((span.length,), i) for i, span in enumerate(row)]) for row in rows]
+            see = dialogue_mask(pad_sequence(numbers, batch_first=True, padding_value=-1).to(target.device))
+            output = target.run(ids.to(target.device), None, see=see, depths=depths, taps=taps)
+        else:
+            output = target.features(ids.to(target.device), taps=taps)
+        for key, found in _states(output):
+            for row, members in enumerate(rows):
+                start = 0
+                for span in members:
+                    _cut(states[key], span).copy_(found[row, start : start + span.length])
+                    start += span.length
+
+    def _leave_out(self, batch: Batch, places: list[Span], states: States) -> Tensor:
+        """Run every dialogue again by itself, since NaN spreads along a row; the loss mask without those that are bad.
+
+        Writes into ``states``; a bad dialogue's are zeros.
+        """
+        loss_mask = batch.loss_mask.clone()
+        for span in places:
+            self._forward(batch, [[span]], states, masked=False)
+            parts = [_cut(each, span) for each in states.values()]
+            if all(bool(part.isfinite().all()) for part in parts):
+                continue
+            for part in parts:
+                part.zero_()
+            _cut(loss_mask, span).zero_()
+            if span.dialogue >= 0 and span.dialogue not in self.left_out:
+                self.left_out.add(span.dialogue)
+                name = self.ids[span.dialogue]
+                text = f"warning: left out, the target's features are NaN or infinite: dialogue {name}"
+                tqdm.write(f"{text} ({len(self.left_out)} of {len(self)} so far)", file=sys.stderr)
+        return loss_mask
+
+    def _loaded(self) -> TargetModel:
+        assert self.target is not None, "load_target comes before the first batch"
+        return self.target
+
+
+def _cut(values: Tensor, span: Span) -> Tensor:
+    """A dialogue's part ``[T, ...]`` of values ``[R, L, ...]``: a view."""
+    return values[span.row, span.start : span.start + span.length]
+
+
+def _states(output: FeatureOutput) -> list[tuple[int | None, Tensor]]:
+    return [(None, output.features), *output.taps.items()]
+
+
+def open_online(config: TrainConfig, exit_layer: int | None) -> tuple[OnlineFeatures, OnlineFeatures]:
+    """The training and held-out dialogues of ``features: online``; the target is not loaded yet.
+
+    Raises:
+        ValueError: a missing or unreadable data file, one file given for both splits, an exit layer that the target
+            does not have, a ``max_length`` above its context, a tokenizer that does not fit, or no dialogue left.
+    """
+    data = config.data
+    assert data is not None
+    rank = find_rank(None, None)  # torch.distributed is not started yet
+    refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
+    chat = load_tokenizer(config.target, config.revision, data.chat_template)
+    headers = make_headers(as_features_config(config, data, exit_layer), chat)
+    opened = []
+    for split, source in (("train", data.train), ("heldout", data.heldout)):
+        encoded = encode_split(source, chat, data.max_length, data.limit)
+        if rank.index == 0:
+            print(f"{split}: {source}: {encoded.counts.describe()}")
+        opened.append(OnlineFeatures(encoded, headers[split], data.target_batch_tokens))
+    return opened[0], opened[1]
+
+
+def as_features_config(config: TrainConfig, data: OnlineData, exit_layer: int | None) -> FeaturesConfig:
+    """The config with which data_prep.features would store these features."""
+    values = {
+        "target": config.target,
+        "revision": config.revision,
+        "dtype": data.target_dtype,
+        "chat_template": data.chat_template,
+        "splits": {"train": data.train, "heldout": data.heldout},
+        "out": "nowhere",
+        "exit_layers": [] if exit_layer is None else [exit_layer],
+        "max_length": data.max_length,
+        "limit": data.limit,
+    }
+    return validate(FeaturesConfig, values, source="data")
+
+
+def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
+    """The target on the training device, on transformers' own layers: other engines keep copies of the weights.
+
+    Raises:
+        ValueError: nothing loadable there, or an unsupported model.
+    """
+    data = config.data
+    assert data is not None
+    quiet_in_log_files()
+    place: dict[str, Any] = {"device": device}
+    if data.target_device_map:
+        place = {"device_map": data.target_device_map}
+    return TargetModel.from_pretrained(
+        config.target, data.target_dtype, revision=config.revision, engine="eager", **place
+    )

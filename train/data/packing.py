@@ -1,0 +1,378 @@
+"""Dialogues -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
+
+A global batch is a sample of the epoch's dialogues that all but fills ``batch_tokens``. It is dealt to
+``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
+ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
+To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/attention.py). Where a
+mask is needed (held-out chains), rows are as long as the longest dialogue and shorter ones share a row, which keeps the
+mask's square small.
+"""
+
+import bisect
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data_prep.store.reader import FeatureStore, StoredDialogue, StoreManifest
+from train.attention import Dialogues
+from train.data.shard_check import ShardCheck
+
+# For a GPU a step's features (64 MB at 8,192 tokens of 4,096 values) are copied twice: out of the file, then into
+# page-locked memory. One thread may not do that as fast as the GPU takes steps.
+READERS = 4
+OPEN_BATCHES = 32  # that a dialogue may still be put into: more fill hardly better
+
+
+class Span(NamedTuple):
+    """Where a dialogue of the store lies in a packed batch."""
+
+    row: int
+    start: int
+    length: int
+    dialogue: int
+
+
+@dataclass
+class Batch:
+    """A packed micro-batch of R rows of L tokens.
+
+    Attributes:
+        input_ids: int64 ``[R, L]``; 0 in the padding.
+        loss_mask: bool ``[R, L]``, True for tokens of assistant answers.
+        features: ``[R, L, H]``; zeros in the padding.
+        taps: ``{layer: [R, L, H]}``.
+        position_ids: int64 ``[R, L]``, from 0 in each dialogue.
+        segments: int64 ``[R, L]``, which dialogue of the row a token belongs to; -1 for padding.
+        spans: where each dialogue lies.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    features: Tensor
+    taps: dict[int, Tensor]
+    position_ids: Tensor
+    segments: Tensor
+    spans: list[Span]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without the padding."""
+        return sum(span.length for span in self.spans)
+
+    def attention_mask(self) -> Tensor | None:
+        """bool ``[R, 1, L, L]``: causal within each dialogue; None where plain causal attention does the same."""
+        if all(span.start == 0 for span in self.spans):
+            return None  # one dialogue a row, padding only on the right, where no dialogue looks
+        return dialogue_mask(self.segments).unsqueeze(1)
+
+    def attention(self) -> Dialogues | Tensor | None:
+        """What ``attention_mask`` says, for a head with ``use_dialogue_attention``."""
+        if not self.spans:
+            return self.attention_mask()
+        lengths: list[list[int]] = [[] for _ in range(len(self.segments))]
+        for span in self.spans:  # of a row in order, from its beginning
+            lengths[span.row].append(span.length)
+        return Dialogues(lengths)
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            loss_mask=self.loss_mask.pin_memory(),
+            features=self.features.pin_memory() if self.features.numel() else self.features,
+            taps={layer: tap.pin_memory() if tap.numel() else tap for layer, tap in self.taps.items()},
+            position_ids=self.position_ids.pin_memory(),
+            segments=self.segments.pin_memory(),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """Copy to ``device``, the floating point tensors as ``dtype``."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            features=self.features.to(device, non_blocking=True).to(dtype),
+            taps={layer: tap.to(device, non_blocking=True).to(dtype) for layer, tap in self.taps.items()},
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            segments=self.segments.to(device, non_blocking=True),
+        )
+
+
+class LiveFeatures(ABC):
+    """Dialogues whose features are on no disk: read like a FeatureStore, they come without them (``[T, 0]``).
+
+    ``complete`` computes the features of a packed batch as a whole, where the target is.
+    """
+
+    manifest: StoreManifest
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Tensor:
+        """Tokens of each dialogue, int64 [dialogues]."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Dialogues."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> StoredDialogue:
+        """Tokens and mask of a dialogue."""
+
+    @abstractmethod
+    def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
+        """``batch`` with its features and ``taps``, on the target's device."""
+
+
+Source = FeatureStore | LiveFeatures
+
+
+def complete(store: Source, batch: Batch, taps: tuple[int, ...]) -> Batch:
+    """``batch`` with its features: they are there already unless the source computes them."""
+    return store.complete(batch, taps) if isinstance(store, LiveFeatures) else batch
+
+
+def dialogue_mask(segments: Tensor) -> Tensor:
+    """bool ``[R, L, L]`` from segments ``[R, L]``: causal within each dialogue. Padding sees padding: no NaN."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return (segments[:, :, None] == segments[:, None, :]) & causal
+
+
+def shift(values: Tensor, by: int, segments: Tensor) -> Tensor:
+    """``values[i + by]`` at index i ``[R, L]``; 0 or False where i + by lies in another dialogue or outside."""
+    shifted = torch.roll(values, -by, dims=1)
+    inside = torch.roll(segments, -by, dims=1) == segments
+    inside[:, max(0, inside.shape[1] - by) :] = False
+    return torch.where(inside & (segments >= 0), shifted, torch.zeros_like(shifted))
+
+
+def pack(lengths: list[int]) -> list[list[int]]:
+    """First-fit decreasing: indices into ``lengths`` grouped into rows no longer than the longest of them."""
+    row_length = max(lengths)
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, space in enumerate(free) if space >= lengths[index]), None)
+        if row is None:
+            rows.append([])
+            free.append(row_length)
+            row = len(rows) - 1
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows
+
+
+def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False) -> Batch:
+    """Read dialogues from the store into one packed batch; ``complete`` may have to add the features.
+
+    ``taps``: the layers wanted of what the store holds. ``one_row``: a single row, without padding.
+    """
+    items = [store[index] for index in dialogues]
+    lengths = [len(item.input_ids) for item in items]
+    rows, length = ([list(range(len(items)))], sum(lengths)) if one_row else (pack(lengths), max(lengths))
+    shape = (len(rows), length)
+    hidden = items[0].features.shape[-1]
+    batch = Batch(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        features=torch.zeros(*shape, hidden, dtype=items[0].features.dtype),
+        taps={layer: torch.zeros(*shape, hidden, dtype=items[0].features.dtype) for layer in taps},
+        position_ids=torch.zeros(shape, dtype=torch.int64),
+        segments=torch.full(shape, -1, dtype=torch.int64),
+        spans=[],
+    )
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(members):
+            item, end = items[index], start + lengths[index]
+            batch.input_ids[row, start:end] = item.input_ids
+            batch.loss_mask[row, start:end] = item.loss_mask
+            batch.features[row, start:end] = item.features
+            for layer in taps:
+                batch.taps[layer][row, start:end] = item.taps[layer]
+            batch.position_ids[row, start:end] = torch.arange(lengths[index])
+            batch.segments[row, start:end] = segment
+            batch.spans.append(Span(row, start, lengths[index], dialogues[index]))
+            start = end
+    return batch
+
+
+def collate_or_stand_in(
+    store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False
+) -> Batch:
+    """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
+
+    A rank without work still has to take part in the collectives, and must add nothing to the sums.
+    """
+    if hand:
+        return collate(store, hand, taps, one_row)
+    batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
+    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
+
+
+@dataclass(frozen=True)
+class Position:
+    """The next global batch to train on."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """The global batches of one epoch: every dialogue once, at most ``batch_tokens`` tokens a batch.
+
+    The epoch's shuffle is dealt dialogue by dialogue, each to the fullest open batch that it fits, so that a batch is a
+    random sample and still all but full. A dialogue longer than ``batch_tokens`` is a batch of its own.
+    A saved place in the data counts these batches: where they change, ``run_files.PACKING`` does.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    batches: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # of the open batches, sorted: tokens that still fit, place in ``batches``
+    for index in torch.randperm(len(lengths), generator=generator).tolist():
+        at = bisect.bisect_left(free, (lengths[index], 0))
+        if at < len(free):
+            space, place = free.pop(at)
+            batches[place].append(index)
+        else:
+            space, place = max(batch_tokens, lengths[index]), len(batches)
+            batches.append([index])
+        if space > lengths[index]:
+            bisect.insort(free, (space - lengths[index], place))
+        if len(free) > OPEN_BATCHES:
+            free.pop(0)
+    fill_emptiest(batches, lengths)
+    # A batch that waited long for its last dialogue was begun early: not the order to train in.
+    return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def fill_emptiest(batches: list[list[int]], lengths: list[int]) -> None:
+    """Move dialogues from the fullest batches to the emptiest until it has nine tenths of their tokens.
+
+    An epoch's last batch would else be a step on a few tokens, each of which counts as much as dozens of the others'.
+    """
+    tokens = [sum(lengths[index] for index in batch) for batch in batches]
+    emptiest = sorted((count, place) for place, count in enumerate(tokens))
+    fullest = sorted((-count, place) for count, place in emptiest if len(batches[place]) > 1)  # that can be divided
+    while fullest:
+        empty, full = emptiest[0][1], fullest[0][1]
+        gap = tokens[full] - tokens[empty]
+        fitting = [index for index in batches[full] if lengths[index] < gap]
+        if gap <= 0.1 * tokens[full] or not fitting:
+            break
+        moved = min(fitting, key=lambda index: abs(gap - 2 * lengths[index]))
+        for place, change in ((full, -lengths[moved]), (empty, lengths[moved])):
+            for order, sign in ((emptiest, 1), (fullest, -1)):
+                at = bisect.bisect_left(order, (sign * tokens[place], place))
+                if order[at : at + 1] == [(sign * tokens[place], place)]:
+                    order.pop(at)
+            tokens[place] += change
+        batches[full].remove(moved)
+        batches[empty].append(moved)
+        for place in (full, empty):
+            bisect.insort(emptiest, (tokens[place], place))
+            if len(batches[place]) > 1:
+                bisect.insort(fullest, (-tokens[place], place))
+
+
+def deal(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:
+    """Split a global batch into ``parts`` of nearly equal token counts (longest first, to the emptiest part).
+
+    With fewer dialogues than parts, some parts are empty.
+    """
+    hands: list[list[int]] = [[] for _ in range(parts)]
+    tokens = [0] * parts
+    for index in sorted(dialogues, key=lambda i: (-lengths[i], i)):
+        part = tokens.index(min(tokens))
+        hands[part].append(index)
+        tokens[part] += lengths[index]
+    return hands
+
+
+@dataclass
+class StepData:
+    """One optimiser step's micro-batches of this rank, the epoch they belong to, and the position after them."""
+
+    batches: list[Batch]
+    epoch: int
+    following: Position
+
+
+class TrainData:
+    """Endless optimiser steps over a store.
+
+    Args:
+        store: the training features, or dialogues whose features are computed.
+        taps: layers whose hidden states are wanted beside the features.
+        batch_tokens: tokens of a global batch.
+        micro_batches: micro-batches a rank takes per step.
+        rank, ranks: this process and how many there are.
+        pin: the reader copies into page-locked memory, which a GPU fetches from while the host goes on.
+        check: is told what is read, by any rank.
+    """
+
+    def __init__(
+        self,
+        store: Source,
+        taps: tuple[int, ...],
+        batch_tokens: int,
+        micro_batches: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        pin: bool = False,
+        check: ShardCheck | None = None,
+    ) -> None:
+        self.store, self.taps, self.batch_tokens, self.seed = store, taps, batch_tokens, seed
+        self.micro_batches, self.rank, self.ranks, self.pin = micro_batches, rank, ranks, pin
+        self.check = check
+        self.lengths: list[int] = store.lengths.tolist()
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """The global batches of an epoch, as store indices."""
+        return epoch_batches(self.lengths, self.batch_tokens, self.seed, number)
+
+    def steps_in(self, epochs: int) -> int:
+        """Optimiser steps in the first ``epochs`` epochs (each shuffle fills its batches a little differently)."""
+        return sum(len(self.epoch(number)) for number in range(epochs))
+
+    def steps(self, position: Position) -> Generator[StepData, None, None]:
+        """Steps from ``position`` on; the next ones are read by threads while the current one is trained on.
+
+        Features that a target computes are computed here, in the caller's thread: target and head share the device, so
+        that side by side neither would be faster, and a step's memory would be needed twice.
+        """
+        ahead = READERS if self.pin else 1
+        with ThreadPoolExecutor(ahead) as readers:
+            plan = self._plan(position)
+            waiting = deque(readers.submit(self._read, *next(plan)) for _ in range(ahead))
+            while True:
+                current = waiting.popleft()
+                waiting.append(readers.submit(self._read, *next(plan)))
+                data = current.result()
+                data.batches = [complete(self.store, batch, self.taps) for batch in data.batches]
+                yield data
+
+    def _plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
+        epoch, start = position.epoch, position.batch
+        while True:
+            batches = self.epoch(epoch)
+            for number in range(start, len(batches)):
+                last = number + 1 == len(batches)
+                yield batches[number], epoch, Position(epoch + 1, 0) if last else Position(epoch, number + 1)
+            epoch, start = epoch + 1, 0
+
+    def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
+        if self.check is not None:
+            self.check.first_read(self.store, dialogues)
+        hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
+        mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
+        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, one_row=True) for hand in mine]
+        return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

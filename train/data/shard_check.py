@@ -1,0 +1,97 @@
+"""The checksum of each shard that a run reads, once and beside the training: a flipped bit would be trained on unseen.
+
+Opening a store compares sizes and headers; its content would take minutes. So a shard is checked from when a dialogue
+of it is first read, by a thread (hashing holds no lock of Python's), and every checkpoint waits until the shards that
+it was made from are known to be sound.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from data_prep.store.manifest import ShardEntry
+from data_prep.store.reader import FeatureStore, is_whole
+from train.runtime import Ranks, local_ranks
+
+QUIET = 5.0  # seconds of waiting that need no explanation
+
+
+class ShardCheck:
+    """The shards of ``stores`` (those of other sources are not checked, if they have any), for a run on ``ranks``.
+
+    Every rank is told of the same dialogues, so that the ranks of a machine share the shards.
+    """
+
+    def __init__(self, stores: Sequence[object], ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._shards: list[tuple[FeatureStore, ShardEntry]] = []
+        self._begin: dict[str, int] = {}  # of each store's shards in that list
+        for store in stores:
+            if isinstance(store, FeatureStore) and str(store.path) not in self._begin:
+                self._begin[str(store.path)] = len(self._shards)
+                self._shards += [(store, entry) for entry in store.manifest.shards]
+        self._parts = local_ranks(1)
+        # Not by LOCAL_RANK, which is 0 for all where each process sees one GPU: shards would be left to nobody.
+        self._part = ranks.rank % self._parts
+        self._asked: set[int] = set()
+        self._broken: set[int] = set()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "checksums")
+        self._running: list[Future[None]] = []
+
+    def first_read(self, store: object, dialogues: Iterable[int]) -> None:
+        """Dialogues of ``store`` are about to be read: check their shards, where that was not begun."""
+        if not isinstance(store, FeatureStore) or str(store.path) not in self._begin:
+            return
+        numbers = {self._begin[str(store.path)] + shard for shard in store.shards_of(dialogues)}
+        with self._lock:
+            new = sorted(numbers - self._asked)
+            self._asked |= numbers
+            mine = [number for number in new if number % self._parts == self._part]
+            self._running += [self._thread.submit(self._check, number) for number in mine]
+
+    @property
+    def broken(self) -> int:
+        """How many shards this rank has found to be broken so far."""
+        return len(self._broken)
+
+    def wait(self, say: Callable[[str], object]) -> None:
+        """Until all shards read so far are checked; ``say`` is told if that takes long."""
+        with self._lock:  # what the readers, who are ahead, begin meanwhile is for the next to wait for
+            running, self._running = self._running, []
+        _, left = wait(running, timeout=QUIET)
+        if left:
+            say(f"waiting for the checksums of {len(left)} shards, so that no checkpoint is made from a broken one")
+            wait(left)
+
+    def problems(self) -> str:
+        """What is wrong with the shards checked so far, of all ranks and alike on each; "" if nothing. A collective."""
+        if not self._shards:
+            return ""
+        flags = torch.zeros(len(self._shards), dtype=torch.int64, device=self._device)
+        flags[list(self._broken)] = 1
+        files: dict[FeatureStore, list[str]] = defaultdict(list)
+        for number in self._ranks.total(flags).nonzero()[:, 0].tolist():
+            store, entry = self._shards[number]
+            files[store].append(entry.file)
+        return "; ".join(
+            f"the content of {', '.join(names)} in {store.path} is not what was written (SHA-256 differs, or it cannot "
+            f"be read): copy it again, or delete {store.path} and make the features again"
+            for store, names in files.items()
+        )
+
+    def close(self) -> None:
+        """Begin no further checks."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, number: int) -> None:
+        store, entry = self._shards[number]
+        sound = False
+        try:
+            sound = is_whole(store.path, entry)
+        finally:  # nobody asks for this thread's exceptions: none may pass for a sound shard
+            if not sound:
+                self._broken.add(number)

@@ -1,0 +1,195 @@
+"""What --dry-run looks at: whether all that a run needs is here and fits together, as the run itself would find out."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from transformers import PretrainedConfig
+
+from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.dialogues.reader import check_source
+from data_prep.features_run import make_headers
+from data_prep.store.reader import FeatureStore
+from drafters.model.files import load_config_only
+from drafters.wording import size_text
+from train.config import OnlineData, TrainConfig
+from train.data.online import OnlineFeatures, as_features_config
+from train.preflight.workload import SAMPLE
+from train.setup import open_inputs
+
+LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
+Found = TypeVar("Found")
+
+
+@dataclass
+class Report:
+    """What was found. ``problems`` would keep the run from starting; ``short`` is the estimate in one line."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    short: str = ""
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, text: str) -> None:
+        """One line of the table."""
+        self.lines.append(f"{name:<24} {text}")
+
+    def check(self, name: str, what: Callable[[], Any], done: str | Callable[[Any], str] = "ok") -> Any:
+        """Do it; its ValueError is a problem, its value is returned. ``done``: the line's text, or what tells it."""
+        try:
+            value = what()
+        except (ValueError, OSError) as error:
+            self.problems.append(f"{name}: {error}")
+            self.add(name, f"PROBLEM: {error}")
+            return None
+        self.add(name, done if isinstance(done, str) else done(value))
+        return value
+
+    def text(self) -> str:
+        """What is printed."""
+        found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
+        lines = [*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"]
+        return "\n".join(lines)
+
+
+def check_libraries() -> None:
+    """Raise ValueError where one is missing, which a run would find out at its first use."""
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
+
+
+def check_target(report: Report, config: TrainConfig, instead: str | None) -> PretrainedConfig | None:
+    """The target's configuration, or the one given in its place."""
+    where = "a folder" if Path(config.target).is_dir() else "in the Hub's cache"
+    found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
+    if instead:
+        found = report.check(
+            "target's shape", lambda: load_config_only(str(instead), may_be_file=True), f"from {instead}"
+        )
+    return found
+
+
+def _target_here(config: TrainConfig) -> PretrainedConfig:
+    """From a folder or the Hub's cache: a dry run waits for no network."""
+    local = here(config)
+    if local is None:
+        raise ValueError(
+            f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put the target there (the "
+            "features have to be made with it anyway)"
+        )
+    return load_config_only(local.target, local.revision)
+
+
+def here(config: TrainConfig) -> TrainConfig | None:
+    """``config`` with the target's folder, of the Hub's cache if need be; None where there is none."""
+    if Path(config.target).is_dir():
+        return config
+    try:
+        found = try_to_load_from_cache(config.target, "config.json", revision=config.revision)
+    except HFValidationError:  # a path, and nothing that the Hub could have
+        return None
+    if not isinstance(found, str):
+        return None
+    return config.model_copy(update={"target": str(Path(found).parent), "revision": None})
+
+
+def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
+    """What of the target's files a run would have to fetch from the Hub; "" where all are in a folder or its cache."""
+    if local is None:
+        return "target"
+    if local is config:  # a folder: what it lacks is an error
+        return ""
+    folder = Path(local.target)
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    missing = [] if all((folder / name).is_file() for name in names) else ["weights"]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer")
+    return " and ".join(missing)
+
+
+def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
+    """The store of a split; None where there is none."""
+
+    def described(store: FeatureStore) -> str:
+        manifest = store.manifest
+        return (
+            f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
+            f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint})"
+        )
+
+    store: FeatureStore | None = report.check(split, lambda: FeatureStore.open(path), described)
+    return store
+
+
+def check_stores_target(
+    report: Report, config: TrainConfig, local: TrainConfig | None, exit_layer: int | None, missing: str
+) -> None:
+    """Whether both stores are the target's, as the run finds out; the weights have to be here."""
+    assert local is not None
+    what = "target, tokenizer and exit layer are those of the features"
+    if missing:
+        what = "target and exit layer are those of the features"
+    report.check(
+        "target and features",
+        lambda: _with_name(config, local, lambda: open_inputs(local, exit_layer, device="meta")),
+        what,
+    )
+
+
+def check_sources(report: Report, data: OnlineData) -> bool:
+    """Whether the files of an online run are there."""
+    before = len(report.problems)
+    for split, source in (("train", data.train), ("heldout", data.heldout)):
+        report.check(split, functools.partial(check_source, source), f"{source}, features computed while it trains")
+    return len(report.problems) == before
+
+
+def check_dialogues(
+    report: Report, config: TrainConfig, local: TrainConfig, exit_layer: int | None
+) -> OnlineFeatures | None:
+    """What an online run checks before it loads its target, on the first dialogues of each split.
+
+    Returns the held-out ones, without features, and all of them if tau will choose among them; None where there is a
+    problem.
+    """
+    data = config.data
+    assert data is not None
+
+    def read() -> OnlineFeatures:
+        chat = load_tokenizer(local.target, local.revision, data.chat_template)
+        headers = make_headers(as_features_config(local, data, exit_layer), chat)
+        first = min(SAMPLE, data.limit or SAMPLE)
+        encode_split(data.train, chat, data.max_length, first)
+        heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
+        return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)
+
+    found: OnlineFeatures | None = report.check(
+        "target and dialogues",
+        lambda: _with_name(config, local, read),
+        f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)",
+    )
+    return found
+
+
+def _with_name(config: TrainConfig, local: TrainConfig, what: Callable[[], Found]) -> Found:
+    """Do it with the target's folder; errors call the target by its name."""
+    try:
+        return what()
+    except ValueError as error:
+        raise ValueError(str(error).replace(local.target, config.target)) from error
+    except EntryNotFoundError as error:  # an index that names files that are not there
+        raise ValueError(f"target: {error}") from error
+
+
+def check_exit_layer(exit_layer: int, target: PretrainedConfig) -> None:
+    """Raise ValueError where the target has no such layer; for what no other check looked at."""
+    if exit_layer >= target.num_hidden_layers:
+        raise ValueError(f"exit_layer: {exit_layer} must be below the target's {target.num_hidden_layers} layers")

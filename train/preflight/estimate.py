@@ -1,0 +1,215 @@
+"""What a training run will take, from shapes alone: memory by part, disk, FLOPs.
+
+Memory of the forward and backward pass is not a formula but a trace: the run's own code goes through one micro-batch of
+tensors without contents (torch's fake tensors), and every tensor that is made and let go is counted.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import PretrainedConfig
+
+from drafters.model.ends import FrozenEnds
+from drafters.model.loading import meta_model
+from train import attention
+from train.config import TrainConfig, deepspeed_config
+from train.data.packing import Batch, Span
+from train.losses import default_chunk_rows
+from train.setup import checkpoint_activations
+from train.tasks import Task
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """So many dialogues of ``length`` tokens, as large as they get; every position trained."""
+
+    dialogues: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all of them; there is no padding."""
+        return self.dialogues * self.length
+
+    @property
+    def spans(self) -> list[Span]:
+        """One row, as train.data.packing packs them."""
+        return [Span(0, number * self.length, self.length, number) for number in range(self.dialogues)]
+
+
+def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> FrozenEnds:
+    """The frozen ends of a target of this configuration, without contents (or with random ones, on another device)."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embed = nn.Embedding(vocab, hidden, device=device, dtype=dtype).requires_grad_(False)
+    lm_head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype).requires_grad_(False)
+    if config.tie_word_embeddings:
+        lm_head.weight = embed.weight
+    return FrozenEnds(embed, lm_head, config, "")
+
+
+def meta_task(make: type[Task], config: TrainConfig, ends: FrozenEnds) -> Task:
+    """The task with a module without contents."""
+    with torch.device("meta"):
+        return make(config, ends)
+
+
+def parameters(module: nn.Module) -> int:
+    """How many numbers are trained."""
+    return sum(weights.numel() for weights in module.parameters())
+
+
+def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
+    """A target's parameters, and those that a token's forward multiplies with: no embeddings, two experts of eight."""
+    total = active = 0
+    for name, weights in meta_model(config).named_parameters():
+        total += weights.numel()
+        if weights.dim() < 2 or ("embed_tokens" in name and not config.tie_word_embeddings):
+            continue
+        share = 1.0
+        if ".experts." in name:
+            experts = getattr(config, "num_local_experts", None) or config.num_experts
+            share = config.num_experts_per_tok / experts
+        active += round(weights.numel() * share)
+    return total, active
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def memory_parts(make: type[Task], config: TrainConfig, target: PretrainedConfig, ranks: int) -> dict[str, int]:
+    """Bytes of what stays in a rank's memory for the whole run: what DeepSpeed keeps, by ZeRO stage, and the ends.
+
+    A weight, in bf16: 2, its float32 master 4, Adam's moments 8, its gradient 2 and the float32 sum of those 4. Stage 1
+    (as which bf16 runs at stage 0, too) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In
+    float32 there are masters from stage 1 on. docs/training.md has the table, a test of the engine counts it.
+    """
+    ends = meta_ends(target)
+    task = meta_task(make, config, ends)
+    count, largest = parameters(task.module), max(weights.numel() for weights in task.module.parameters())
+    settings = deepspeed_config(config)["zero_optimization"]
+    stage = int(settings["stage"])
+    width = config.dtype.itemsize
+    part = count // ranks if stage >= 1 else count
+    gradients = (width if stage <= 1 else 0) * count
+    if stage >= 1:
+        gradients += 4 * (count if stage == 1 else part)
+    if stage == 2:  # those on their way into the sums
+        gradients += 4 * largest
+    if stage == 3:
+        gradients += 4 * int(settings["reduce_bucket_size"])
+    weights_kept = width * (part if stage == 3 else count)
+    masters = 4 * part if stage >= 1 else 0
+    on_host = config.offload != "none"
+    ends_count = sum(weights.numel() for weights in {ends.embed.weight, ends.lm_head.weight})
+    return {
+        "weights": 0 if config.offload == "parameters" else weights_kept,
+        "float32 masters": 0 if on_host else masters,
+        "Adam's moments": 0 if on_host else 8 * part,
+        "gradients": gradients - (4 * part if on_host and stage >= 2 else 0),
+        "embedding and LM head": width * ends_count,
+    }
+
+
+def pass_memory(
+    make: type[Task],
+    config: TrainConfig,
+    target: PretrainedConfig,
+    batch: MicroBatch,
+    checkpointing: bool = False,
+    on_gpu: bool = False,
+) -> dict[str, int]:
+    """Most bytes that a forward and backward pass holds at once beside weights and gradients, and what is in it.
+
+    ``batch``: the micro-batch itself. ``loss``: what the loss takes more at its peak, its rows of logits. ``pass``: all
+    of it. ``checkpointing``: the module's activations are computed again in the backward pass. ``on_gpu``: attention is
+    the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
+    """
+    dtype = config.dtype
+    attend = attention.fused_attention if on_gpu else attention.blocked_attention
+    with _fake(dtype), mock.patch.object(attention, "blocked_attention", attend):
+        ends = meta_ends(target, device="cpu", dtype=dtype)
+        rows_at_once = config.loss_chunk_rows or default_chunk_rows(ends.lm_head, on_gpu)
+        task = make(config.model_copy(update={"loss_chunk_rows": rows_at_once}), ends)
+        for weights in task.module.parameters():
+            weights.register_post_accumulate_grad_hook(_drop_gradient)
+        with PeakMemory() as memory:
+            packed = _fake_batch(task, batch, target.hidden_size, dtype)
+            given = memory.now
+            rows = torch.arange(batch.tokens)
+            if checkpointing:
+                checkpoint_activations(task.module)
+            task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"].backward()
+            whole = memory.peak
+        with PeakMemory() as memory:
+            predicted = torch.empty(batch.tokens, target.hidden_size, dtype=dtype, requires_grad=True)
+            known = torch.empty(batch.tokens, target.hidden_size, dtype=dtype)
+            before = memory.now
+            losses = task.losses(predicted, known)
+            loss = memory.peak - before
+            del losses
+    return {"batch": given, "loss": loss, "pass": whole}
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the tensors made inside: ``now`` and at most (``peak``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._note, made)
+        return made
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._let_go, size)
+
+    def _let_go(self, size: int) -> None:
+        self.now -= size
+
+
+def _drop_gradient(weights: Tensor) -> None:
+    weights.grad = None  # what gradients stay is counted elsewhere
+
+
+@contextmanager
+def _fake(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors without contents that pass for the CPU's, new modules in ``dtype``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _fake_batch(task: Task, size: MicroBatch, hidden: int, dtype: torch.dtype) -> Batch:
+    shape = (1, size.tokens)
+    return Batch(
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        loss_mask=torch.ones(shape, dtype=torch.bool),
+        features=torch.zeros(*shape, hidden, dtype=dtype),
+        taps={layer: torch.zeros(*shape, hidden, dtype=dtype) for layer in task.taps},
+        position_ids=torch.zeros(shape, dtype=torch.int64),
+        segments=torch.zeros(shape, dtype=torch.int64),
+        spans=size.spans,
+    )

@@ -1,0 +1,93 @@
+"""How much there is to train on: counted in a feature store, or estimated before there is one."""
+
+import sys
+from dataclasses import dataclass, field
+
+from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.dialogues.reader import ReadCounts, read_dialogues
+from data_prep.store.reader import FeatureStore
+from train.config import TrainConfig
+from train.data.packing import epoch_batches
+
+SAMPLE = 256  # dialogues of a data file that are tokenized for an estimate
+
+
+@dataclass
+class Workload:
+    """One epoch's data.
+
+    Attributes:
+        tokens, trained: of all dialogues, and those that belong to answers.
+        longest: tokens of the longest dialogue.
+        steps: optimiser steps an epoch.
+        source: where the numbers are from.
+        lengths: tokens of each dialogue; empty if not known.
+    """
+
+    tokens: int
+    trained: int
+    longest: int
+    steps: int
+    source: str
+    lengths: list[int] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """One line on the data."""
+        return f"{self.tokens:,} tokens an epoch, {self.trained:,} of them trained ({self.source})"
+
+    def describe_steps(self, config: TrainConfig) -> str:
+        """One line on the steps."""
+        total = self.total_steps(config)
+        limit = f"{total:,} in all" if total else ""
+        filled = f", filled to {self.tokens / (self.steps * config.batch_tokens):.1%}" if self.lengths else ""
+        if config.minutes:
+            limit += f"{' or ' if limit else ''}{config.minutes:g} minutes"
+        return f"{self.steps:,} an epoch of at most {config.batch_tokens:,} tokens{filled}, {limit}"
+
+    def total_steps(self, config: TrainConfig) -> int | None:
+        """Up to the limit that comes first; None if there is only one of time."""
+        limits = [config.steps] if config.steps else []
+        limits += [self.steps * config.epochs] if config.epochs else []
+        return min(limits) if limits else None
+
+    def total(self, config: TrainConfig) -> int | None:
+        """Tokens of all steps; None if there is only a limit of time."""
+        steps = self.total_steps(config)
+        return round(steps / self.steps * self.tokens) if steps else None
+
+
+def store_workload(config: TrainConfig, store: FeatureStore) -> Workload:
+    """Counted; the steps are those of the first epoch's shuffle."""
+    lengths = store.lengths.tolist()
+    steps = len(epoch_batches(lengths, config.batch_tokens, config.seed, 0))
+    manifest = store.manifest
+    return Workload(manifest.tokens, manifest.response_tokens, max(lengths), steps, "the feature store", lengths)
+
+
+def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None, max_length: int) -> Workload:
+    """Of a number of tokens, all taken for trained ones; or of a data file, a sample of which is tokenized.
+
+    Template and limit are those of ``config.data``, where there is one.
+
+    Raises:
+        ValueError: unreadable data, or no tokenizer to count with.
+    """
+    trained, source = tokens, "as given; all taken as trained, an upper bound"
+    if tokens is None:
+        assert data is not None
+        try:
+            chat = load_tokenizer(config.target, config.revision, config.data.chat_template if config.data else None)
+        except ValueError as error:
+            raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
+        limit = (config.data.limit if config.data else None) or sys.maxsize
+        sample = encode_split(data, chat, max_length, min(SAMPLE, limit))
+        counts = ReadCounts()
+        for _ in read_dialogues(data, counts):
+            pass
+        kept = min(counts.kept, limit)
+        scale = kept / len(sample.dialogues)
+        tokens = round(sample.tokens * scale)
+        trained = round(sum(int(dialogue.loss_mask.sum()) for dialogue in sample.dialogues) * scale)
+        source = f"{kept:,} dialogues of {data}, by the first {len(sample.dialogues)}"
+    assert trained is not None
+    return Workload(tokens, trained, max_length, max(1, tokens // config.batch_tokens), source)

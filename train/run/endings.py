@@ -1,0 +1,104 @@
+"""What a run says at its ends: where the drafter lies and what measures it, what a kill left, that it is finished."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from drafters.model.ends import FrozenEnds
+from train.config import TrainConfig
+from train.data.packing import Source, TrainData
+from train.run.files import StateFolder
+from train.run.state import PROGRESS
+
+SPEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "speed.yaml"
+UNTRAINED = ("prompt_lookup", "lookahead")  # what a drafter has to beat: methods that need neither training nor a model
+ANSWER = 96  # most new tokens; of a target with a short context, a quarter of it
+
+
+def step_limit(config: TrainConfig, data: TrainData) -> int | None:
+    """The step after which ``steps`` or ``epochs`` end a run, whichever comes first."""
+    limits = [config.steps] if config.steps else []
+    if config.epochs:
+        limits.append(data.steps_in(config.epochs))
+    return min(limits) if limits else None
+
+
+def finished_at(config: TrainConfig, train: Source) -> int | None:
+    """The step at which the run in ``out`` has ended, with all that it leaves behind; None where something is to do."""
+    states = StateFolder(config.out)
+    progress = _read(states.path / str(states.latest()) / PROGRESS)
+    step, seconds = progress.get("step"), progress.get("seconds")
+    if not isinstance(step, int) or not isinstance(seconds, int | float):
+        return None
+    last = step_limit(config, TrainData(train, (), config.batch_tokens, seed=config.seed))
+    if not (last is not None and step >= last) and not (config.minutes and seconds >= 60 * config.minutes):
+        return None
+    exported = _read(config.out / CONFIG_FILE).get("training", {}).get("steps")
+    summary = _read(config.out / "summary.json")
+    whole = exported == step and (config.out / WEIGHTS_FILE).is_file()
+    return step if whole and summary.get("ended") == "finished" and summary.get("steps") == step else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, already: bool = False) -> str:
+    """The last lines of a run that is finished after ``step`` steps; ``already``: it was so before, and is unchanged.
+
+    The measuring command is to be typed as it is, unless the held-out dialogues are in no file here: then it has FILE
+    where prompts are wanted.
+    """
+    done = "is already finished" if already else "finished"
+    more = "; nothing was changed. A higher limit (steps, epochs, minutes) goes on" if already else ""
+    line, file = measure_command(config, heldout.manifest.source, heldout.manifest.target_dtype, ends)
+    what = "Measure it:" if file else "Measure it on a file of held-out ShareGPT dialogues or Spec-Bench questions:"
+    return f"{config.out} {done} at step {step:,}{more}\nThe drafter: {config.out}\n{what}\n  {line}"
+
+
+def measure_command(config: TrainConfig, source: str, target_dtype: str, ends: FrozenEnds) -> tuple[str, bool]:
+    """The command that measures the drafter in ``out``, and whether its prompts are a file that is here."""
+    here = Path(source).is_file()
+    context = getattr(ends.config, "max_position_embeddings", None) or 2048
+    answer = min(ANSWER, max(1, context // 4))
+    drafters: list[dict[str, Any]] = [{"drafter": name} for name in UNTRAINED]
+    drafters.append({"drafter": config.drafter, "checkpoint": str(config.out)})
+    overrides: dict[str, Any] = {
+        "target.path": config.target,
+        **({"target.revision": config.revision} if config.revision else {}),
+        "target.dtype": target_dtype,
+        "prompts.file": source if here else "FILE",
+        "prompts.max_prompt_tokens": min(512, context - answer),
+        "max_new_tokens": answer,
+        "drafters": json.dumps(drafters),
+        "out": config.out.with_name(f"{config.out.name}-speed"),
+    }
+    base = Path(os.path.relpath(SPEED_CONFIG))
+    base = SPEED_CONFIG if base.parts[0] == os.pardir else base
+    words = ["python", "-m", "eval.speed", "--config", str(base)]
+    return shlex.join([*words, *(f"{key}={value}" for key, value in overrides.items())]), here
+
+
+def what_is_kept(run: Path, again: str, resumed: str) -> str:
+    """Of a run that was interrupted: what of it stays, and the command that goes on.
+
+    Args:
+        run: the run folder.
+        again: the command that started it.
+        resumed: that command with --resume.
+    """
+    latest = StateFolder(run).latest()
+    if latest:
+        step = int(latest.removeprefix("step-"))
+        return f"the state after step {step:,} is kept in {run}; to go on from there: {resumed}"
+    if (run / CONFIG_FILE).is_file():
+        return f"no state was saved yet, only the drafter as it was, in {run}; delete that and start again: {again}"
+    return f"no state was saved yet, so nothing is kept; to start again: {again}"

@@ -1,0 +1,312 @@
+"""The files of a run folder.
+
+config.json, model.safetensors   the trained drafter (drafters.checkpoint)
+run.json                         what it takes to run it again: config, arguments, commit, versions
+metrics.jsonl, tensorboard/      figures by step
+summary.json, summary.png        what came out of it (train/summary.py makes them again)
+state/step-*/, state/latest      resumable states (train/run/state.py): the newest two, `latest` names the newest
+"""
+
+import contextlib
+import fcntl
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from data_prep.store.lock import is_locked
+from data_prep.store.manifest import StoreManifest
+from drafters.provenance import (
+    changes,
+    cpu_cores,
+    cpu_name,
+    git_commit,
+    library_versions,
+    naming,
+    replace_text,
+    sync_folder,
+)
+from train.config import FREE_ON_RESUME, TrainConfig
+
+KEPT_STATES = 2
+PACKING = 2  # of `epoch_batches` in train/data/packing.py: raised where the same seed gives other batches
+OWN_KEYS = {"eagle": "classification_weight", "kangaroo": "exit_layer"}  # of a config, that no other drafter's has
+METRICS = "metrics.jsonl"
+FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
+# What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
+TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds")
+
+
+class StateFolder:
+    """``state/`` of a run: which states are whole, and room for the next.
+
+    A state is written under a temporary name, renamed, and only then named in ``latest``: a kill or a power cut at any
+    point leaves ``latest`` naming a whole one.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "state"
+        self._latest = self.path / "latest"
+
+    def latest(self) -> str | None:
+        """The tag of the newest whole state, or None. An empty one if ``latest`` was damaged: see ``check``."""
+        return self._latest.read_text(errors="replace").strip() if self._latest.is_file() else None
+
+    def check(self) -> None:
+        """Raise ValueError if ``latest`` names no state, or is missing though there are states."""
+        named = self.latest()
+        if named is None and self._tags():
+            raise ValueError(f"{self._latest} is missing: {self.advice()}")
+        if named is not None and not re.fullmatch(r"step-\d+", named):
+            raise ValueError(f"{self._latest} is damaged, it says {named!r}: {self.advice()}")
+
+    def advice(self, damaged: str | None = None) -> str:
+        """How to go on from another state than ``damaged``."""
+        tags = [tag for tag in self._tags() if tag != damaged]
+        if not tags:
+            return "there is no other state; start anew with another out="
+        return f"write one of {', '.join(tags)} into {self._latest} and resume from that"
+
+    def _tags(self) -> list[str]:
+        return sorted(path.name for path in self.path.glob("step-*"))
+
+    @staticmethod
+    def tag(step: int) -> str:
+        """The state's folder name."""
+        return f"step-{step:08d}"
+
+    def begin(self, tag: str) -> Path:
+        """An empty folder to write ``tag`` into; what killed runs left half-written goes."""
+        latest = self.latest() or ""
+        for leftover in self.path.glob(".step-*"):
+            shutil.rmtree(leftover)
+        for unnamed in self.path.glob("step-*"):
+            if unnamed.name > latest:
+                shutil.rmtree(unnamed)
+        folder = self.path / f".{tag}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def publish(self, tag: str) -> None:
+        """Give what ``begin`` made its name, name it as the newest, and delete all but the newest two."""
+        folder = self.path / f".{tag}"
+        sync_folder(folder)
+        folder.rename(self.path / tag)
+        replace_text(self._latest, tag + "\n")
+        for old in sorted(self.path.glob("step-*"))[:-KEPT_STATES]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def abandon(self, tag: str) -> None:
+        """Remove what was written of a state that cannot be finished."""
+        shutil.rmtree(self.path / f".{tag}", ignore_errors=True)
+
+
+def check_run_folder(config: TrainConfig, resume: bool) -> None:
+    """Refuse to mix two runs.
+
+    What a run that died before its first state left behind is no hindrance; ``clear_dead_run`` deletes it.
+
+    Raises:
+        ValueError: the folder holds something and ``resume`` is False; or there is nothing to resume; or another
+            process trains in it; or the config has changed since in a way that would make the rest another training.
+    """
+    run, states = config.out, StateFolder(config.out)
+    if _is_held(run / METRICS):
+        raise ValueError(f"another process is training in {run}: wait until it ends, or give another out=")
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"out: {run} is a file; give a folder")
+    if not resume:
+        if not run.exists() or not any(run.iterdir()) or _is_dead(run):
+            return
+        _check_drafter(config)
+        if states.latest() is None or not (run / "run.json").is_file():
+            states.check()
+            raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
+        raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
+    _check_drafter(config)
+    states.check()
+    if states.latest() is None:
+        raise ValueError(f"--resume: {_nothing_to_resume(run)}")
+    now = _by_key(config.model_dump(mode="json"))
+    now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
+    before = _by_key(read_info(run)["config"])
+    before = {key: value for key, value in before.items() if key in now}
+    if changed := changes(before, now):
+        raise ValueError(
+            f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
+        )
+
+
+def read_info(run: Path) -> dict[str, Any]:
+    """What a run's run.json says.
+
+    Raises:
+        ValueError: there is none, or it is not what a training run writes.
+    """
+    file = run / "run.json"
+    try:
+        info = json.loads(file.read_text())
+        if not isinstance(info, dict) or not isinstance(info["config"], dict):
+            raise ValueError("it holds no config")
+    except FileNotFoundError:
+        raise ValueError(f"{run} holds no training run: it has no run.json; give the `out` of one") from None
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"{file} is damaged ({error}); restore it, or train anew with another out=") from None
+    return info
+
+
+def _check_drafter(config: TrainConfig) -> None:
+    """Raise ValueError if the run in ``out`` trains another drafter than ``config``."""
+    run = config.out
+    if not (run / "run.json").is_file():
+        return
+    info = read_info(run)
+    there = info.get("drafter")
+    if there is None:  # of a version that did not write it down
+        there = next((name for name, key in OWN_KEYS.items() if key in info["config"]), None)
+    if there != config.drafter:
+        what = f"a run of train/{there}.py" if there else "a run that is no drafter's training"
+        fix = f"continue that one with train/{there}.py --resume, or" if there else "so"
+        raise ValueError(f"out: {run} holds {what}, and this is train/{config.drafter}.py; {fix} give another out=")
+
+
+def _nothing_to_resume(run: Path) -> str:
+    if not run.exists():
+        return f"there is no run at {run}; start without --resume"
+    if not (run / "run.json").is_file():
+        return f"{run} holds no training run; start without --resume, with an out= that is new or empty"
+    if _is_dead(run):
+        return f"the run in {run} ended before its first state was saved; start it again without --resume"
+    return f"the run in {run} ended before its first state was saved; empty the folder and start without --resume"
+
+
+def clear_dead_run(run: Path) -> None:
+    """Delete what a run that died before its first state left, so that its figures do not mix with the next one's."""
+    if run.exists() and _is_dead(run):
+        for path in run.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_dead(run: Path) -> bool:
+    """True if all in the folder is a run's own, and none of it what training has brought about."""
+    own = {*FIGURES, *(f".{name}.tmp" for name in FIGURES)}
+    names = {path.name for path in run.iterdir()}
+    half = all(path.name.startswith(".") for path in (run / "state").glob("*"))
+    return bool(names) and names <= {*own, "state"} and half
+
+
+def _is_held(metrics: Path) -> bool:
+    """True if a live process has these metrics open, on this machine or, where the file system has locks, on others."""
+    try:
+        return is_locked(metrics)
+    except (OSError, ValueError):  # there are none, or no locks
+        return False
+
+
+def _by_key(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a group by their dotted names."""
+    flat = {}
+    for key, value in config.items():
+        flat.update(
+            {f"{key}.{leaf}": each for leaf, each in value.items()} if isinstance(value, dict) else {key: value}
+        )
+    return flat
+
+
+def describe_data(manifest: StoreManifest) -> dict[str, Any]:
+    """What tells a run's dialogues from others: the data file's hash, and how many of it were taken."""
+    return {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
+
+
+def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError where the dialogues, or their batches, are no longer those that the run in ``run`` began with.
+
+    Its position in the data would point at others, some of which it has seen already.
+    """
+    info = read_info(run)
+    if info.get("packing", 1) != PACKING:
+        raise ValueError(
+            f"--resume: the run in {run} was begun by a version that dealt the dialogues to other batches, so its "
+            f"place in the data would be another; finish it with that version (commit {info.get('commit')}), or train "
+            "anew with another out="
+        )
+    before = info.get("data", {})
+    for split, now in data.items():
+        if split in before and before[split] != now:
+            raise ValueError(
+                f"--resume: the {split} dialogues changed since the run in {run} began ({before[split]} then, {now} "
+                "now); restore the data file or the features, or use another out="
+            )
+
+
+def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
+    """What it takes to run it again."""
+    import torch  # here: checking a run folder does not need it
+
+    return {
+        "drafter": config.drafter,
+        "config": config.model_dump(mode="json"),
+        "arguments": arguments,
+        "packing": PACKING,
+        "ranks": ranks,
+        "hardware": {
+            "cpu": cpu_name(),
+            "cpu_cores": cpu_cores(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "commit": git_commit(Path(__file__).resolve().parent),
+        "versions": library_versions("torch", "transformers", "deepspeed", "safetensors"),
+    }
+
+
+def run_folder_bytes(count: int) -> int:
+    """Of a drafter of ``count`` parameters: the states that are kept, one more while it is written, and the export.
+
+    A state is weights and two moments in float32; the export is bf16, and another is written beside the last one.
+    """
+    return (KEPT_STATES + 1) * 12 * count + 2 * 2 * count
+
+
+class Metrics:
+    """metrics.jsonl and TensorBoard. A resumed run first drops the lines after its checkpoint.
+
+    The file is locked until ``close``, which tells others that a run is alive.
+    """
+
+    def __init__(self, run: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = run / METRICS
+        kept = [row for row in read_metrics(run) if row["step"] <= step]
+        replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open("a")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: the disk is full, say; the error names the file.
+        """
+        with naming(self.path), self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush TensorBoard's events, and let go of the file."""
+        self._file.close()
+        self.board.close()
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl; a line cut by a kill is left out."""
+    path = run / METRICS
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows

@@ -1,0 +1,1 @@
+"""The trainer of the shipped models: python -m train.target."""

@@ -1,0 +1,45 @@
+"""Train a small Llama target (or draft model) from scratch, tokenizer included.
+
+    python -m train.target --config configs/target/stdlib.yaml [key=value ...] [--resume]
+
+The run folder holds run.json, metrics.jsonl, TensorBoard events, checkpoints and `export/`, a Hugging Face snapshot
+that is refreshed while training goes on. A killed run continues with --resume, bit for bit. The schedule is
+warm-up, constant, linear decay: give a resumed run another `steps=` to choose when the decay comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from drafters.config import load_config
+from drafters.program import keeping, run_program
+from train.target.config import TargetConfig
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    args = parser.parse_intermixed_args(argv)
+    config = load_config(TargetConfig, args.config, args.overrides)
+    check(config)
+
+    from train.target.run import kept, run
+
+    with keeping(lambda: kept(config)):
+        run(config, args.resume, sys.argv[1:] if argv is None else argv)
+
+
+def check(config: TargetConfig) -> None:
+    """Raise ValueError where the dialogues are not there."""
+    for split in ("train", "heldout"):
+        if not (file := config.corpus / f"{split}.jsonl").is_file():
+            raise ValueError(f"corpus: no file {file}; make it with python -m data_prep.stdlib_corpus --out F")
+
+
+if __name__ == "__main__":
+    run_program(main)

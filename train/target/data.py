@@ -1,0 +1,138 @@
+"""Tokenizer, chat template and packed batches for training a target."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from drafters.text_files import read_text
+from train.target.config import TargetConfig
+from train.target.files import DataPosition, replace_folder
+
+END, PAD = "<|end|>", "<|endoftext|>"
+SPECIAL_TOKENS = [PAD, END, "<|user|>", "<|assistant|>"]
+# A system message is folded into the first user turn: a token that training never saw would only be noise.
+CHAT_TEMPLATE = (
+    "{%- set ns = namespace(system='') -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}{%- set ns.system = message['content'] + '\n\n' -%}"
+    "{%- elif message['role'] == 'user' -%}{{- '<|user|>' + ns.system + message['content'] -}}"
+    "{%- set ns.system = '' -%}"
+    "{%- elif message['role'] == 'assistant' -%}{{- '<|assistant|>' -}}"
+    "{%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}"
+    "{%- else -%}{{- raise_exception('unknown role: ' + message['role']) -}}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+
+
+def read_dialogues(path: Path) -> list[list[dict[str, str]]]:
+    """Chat messages of each ShareGPT line."""
+    if not path.is_file():
+        raise ValueError(f"no corpus at {path}; make it with: python -m data_prep.stdlib_corpus --out {path.parent}")
+    dialogues = []
+    # Not splitlines: it also cuts at characters, such as U+2028, that JSON leaves inside strings.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            turns = json.loads(line)["conversations"]
+            dialogues.append([{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}, line {number} is no ShareGPT dialogue: {error!r}") from error
+    return dialogues
+
+
+def train_tokenizer(dialogues: list[list[dict[str, str]]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with the chat template; the same dialogues give the same tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((m["content"] for d in dialogues for m in d), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=SPECIAL_TOKENS[2:],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def get_tokenizer(config: TargetConfig) -> PreTrainedTokenizerFast:
+    """The corpus's tokenizer: trained once, shared by every model of that corpus (target and draft must agree)."""
+    folder = config.corpus / f"tokenizer-{config.model.vocab_size}"
+    if not folder.is_dir():
+        tokenizer = train_tokenizer(read_dialogues(config.corpus / "train.jsonl"), config.model.vocab_size)
+        replace_folder(folder, lambda temporary: tokenizer.save_pretrained(temporary))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+    tokenizer.model_max_length = config.model.max_positions
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, dialogues: list[list[dict[str, str]]]) -> list[list[int]]:
+    """Token ids of each dialogue, by the chat template."""
+    texts = [tokenizer.apply_chat_template(dialogue, tokenize=False) for dialogue in dialogues]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def pack_rows(documents: list[list[int]], length: int, generator: random.Random, pool: int = 64) -> list[list[int]]:
+    """Rows of exactly `length` tokens, each beginning with a dialogue, so that short prompts are in distribution.
+
+    A row takes the next dialogue, then from a pool of waiting ones the longest that still fits, and ends with the
+    beginning of some dialogue: nothing is padded. A dialogue longer than a row is cut at a random place.
+    """
+    pieces = []
+    for document in documents:
+        while len(document) > length:
+            cut = generator.randint(length // 2, length)
+            pieces.append(document[:cut])
+            document = document[cut:]
+        pieces.append(document)
+    generator.shuffle(pieces)
+    rows: list[list[int]] = []
+    waiting: list[list[int]] = []
+    remaining = iter(pieces)
+    while True:
+        waiting.extend(itertools.islice(remaining, pool - len(waiting)))
+        if not waiting:
+            return rows
+        row = list(waiting.pop(0))
+        while len(row) < length:
+            fitting = [i for i, piece in enumerate(waiting) if len(piece) <= length - len(row)]
+            if fitting:
+                row += waiting.pop(max(fitting, key=lambda i: len(waiting[i])))
+            else:
+                row += pieces[generator.randrange(len(pieces))][: length - len(row)]
+        rows.append(row)
+
+
+def batches(
+    documents: list[list[int]], config: TargetConfig, position: DataPosition
+) -> Iterator[tuple[Tensor, DataPosition]]:
+    """Endless batches `[batch_rows, seq_len + 1]` from `position` on, each with the position after it."""
+    epoch, cursor = position.epoch, position.cursor
+    while True:
+        rows = pack_rows(documents, config.seq_len + 1, random.Random(f"{config.seed}-{epoch}"))
+        if len(rows) < config.batch_rows:
+            raise ValueError(f"the corpus fills {len(rows)} rows of {config.seq_len} tokens; a batch needs more")
+        while cursor + config.batch_rows <= len(rows):
+            batch = torch.tensor(rows[cursor : cursor + config.batch_rows])
+            cursor += config.batch_rows
+            yield batch, DataPosition(epoch, cursor)
+        epoch, cursor = epoch + 1, 0

@@ -1,0 +1,105 @@
+"""A trained target as a Hugging Face folder with a model card."""
+
+from __future__ import annotations
+
+import math
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from drafters.tensor_files import keep_mode
+from train.target.config import TargetConfig
+from train.target.files import Progress, replace_folder
+from train.target.model import Optimizer, build_model
+
+
+def export(folder: Path, optimizer: Optimizer, tokenizer: PreTrainedTokenizerFast, config: TargetConfig) -> None:
+    """Write the model in bf16, its config, generation config and tokenizer as a Hugging Face folder."""
+    model = build_model(config, tokenizer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(optimizer.master[name])
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        mode = (temporary / "config.json").stat().st_mode
+        for path in temporary.glob("*.safetensors"):
+            keep_mode(path, mode)
+
+    replace_folder(folder, write)
+
+
+def sample_continuations(folder: Path, prompts: list[str], new_tokens: int = 120) -> list[tuple[str, str]]:
+    """Greedy answers of the exported model, loaded as a user would."""
+    model = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
+    ).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+    samples = []
+    for prompt in prompts:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)
+        samples.append((prompt, tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=False)))
+    return samples
+
+
+def write_card(folder: Path, config: TargetConfig, info: dict[str, Any], progress: Progress, facts: dict) -> None:
+    """The model card, from the numbers of this very run."""
+    shape, rows = config.model, [row for row in facts["rows"] if "heldout_loss" in row]
+    every = max(1, len(rows) // 20)
+    shown = [row for i, row in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
+    curve = "\n".join(f"| {row['step']:,} | {row['tokens']:,} | {row['heldout_loss']:.4f} |" for row in shown)
+    samples = "\n".join(f"**{prompt}**\n\n~~~text\n{answer}\n~~~\n" for prompt, answer in facts["samples"])
+    loss, data = rows[-1]["heldout_loss"], facts["data"]
+    folder.joinpath("README.md").write_text(f"""---
+license: apache-2.0
+language: [en]
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, llama, code]
+---
+# {config.name}
+
+A very small Llama trained from scratch on dialogues made from the Python standard library's source files
+(docstrings and code). It exists so that speculative decoding can be tried and tested offline on a CPU. It is not a
+useful assistant: it writes plausible Python and docstrings, and it invents facts.
+
+| | |
+| --- | --- |
+| parameters | {facts["parameters"]:,} ({2 * facts["parameters"]:,} bytes in bf16) |
+| shape | {shape.layers} layers, hidden {shape.hidden_size}, {shape.heads} heads ({shape.kv_heads} kv), \
+intermediate {shape.intermediate_size}, vocabulary {shape.vocab_size}, tied embeddings |
+| data | {data["dialogues"]:,} dialogues, {data["tokens"]:,} tokens, from Python {data["python"]}'s standard library |
+| trained on | {progress.tokens:,} tokens in {progress.step:,} steps ({progress.position.epoch + 1} epochs begun), \
+sequences of {config.seq_len} |
+| training time | {progress.seconds / 60:.1f} minutes, {config.threads} CPU threads, {platform.machine()} |
+| held-out loss | {loss:.4f} nats per token (perplexity {math.exp(loss):.2f}), {data["heldout_tokens"]:,} tokens |
+| optimiser | Muon (lr {config.muon_lr}) and AdamW (lr {config.embed_lr}), warm-up, constant, linear decay |
+| versions | Python {info["versions"]["python"]}, torch {info["versions"]["torch"]}, \
+transformers {info["versions"]["transformers"]} |
+| code commit | {info["commit"]} |
+
+The held-out dialogues are about classes and functions that training never saw. Chat format:
+`<|user|>question<|assistant|>answer<|end|>`; the tokenizer's chat template writes it. Sequences longer than
+{config.seq_len} tokens were never seen in training.
+
+## Held-out loss
+| step | training tokens | nats per token |
+| --- | --- | --- |
+{curve}
+
+## Greedy answers to held-out questions
+As the model gave them, cut at {facts["new_tokens"]} tokens.
+
+{samples}""")

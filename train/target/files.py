@@ -1,0 +1,106 @@
+"""The files of a target's training run: checkpoints, metrics, what is needed to run it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from drafters.provenance import git_commit, library_versions
+from drafters.tensor_files import save_tensors
+from train.target.config import TargetConfig
+
+if TYPE_CHECKING:
+    from train.target.model import Optimizer
+
+
+def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a temporary folder, then put it in `folder`'s place by renaming."""
+    temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write(temporary)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclasses.dataclass
+class DataPosition:
+    """Where the run is in its data; the order follows from the seed and the epoch alone."""
+
+    epoch: int = 0
+    cursor: int = 0
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a checkpoint remembers beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    position: DataPosition = dataclasses.field(default_factory=DataPosition)
+
+
+def save_checkpoint(run_dir: Path, optimizer: Optimizer, progress: Progress) -> None:
+    """Write `checkpoint-<step>` under a temporary name, rename it, then remove the older ones."""
+
+    def write(folder: Path) -> None:
+        save_tensors({n: p.detach() for n, p in optimizer.master.items()}, folder / "model.safetensors")
+        torch.save([part.state_dict() for part in optimizer.parts], folder / "optimizer.pt")
+        (folder / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)))
+
+    older = checkpoints(run_dir)
+    target = run_dir / f"checkpoint-{progress.step:08d}"
+    if target in older:  # the same state; a kill while it was replaced would leave none
+        return
+    replace_folder(target, write)
+    for folder in older:
+        if folder != target:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; half-written ones still bear a temporary name."""
+    return sorted(p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit())
+
+
+def load_checkpoint(run_dir: Path, optimizer: Optimizer) -> Progress:
+    """Restore the newest checkpoint into `optimizer` and its model."""
+    found = checkpoints(run_dir)
+    if not found:
+        raise ValueError(f"--resume: no checkpoint in {run_dir}; start without --resume")
+    weights = load_file(found[-1] / "model.safetensors")
+    shapes = {name: parameter.shape for name, parameter in optimizer.master.items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+        raise ValueError(f"{found[-1]} holds a model of another shape than the config's")
+    with torch.no_grad():
+        for name, parameter in optimizer.master.items():
+            parameter.copy_(weights[name])
+    states = torch.load(found[-1] / "optimizer.pt", weights_only=True)
+    if len(states) != len(optimizer.parts):
+        raise ValueError(f"{found[-1]} was written with threads={len(states) - 1}; resume with the same number")
+    for part, state in zip(optimizer.parts, states, strict=True):
+        part.load_state_dict(state)
+    optimizer.publish()
+    raw = json.loads((found[-1] / "progress.json").read_text())
+    return Progress(**{**raw, "position": DataPosition(**raw["position"])})
+
+
+def run_info(config: TargetConfig, arguments: list[str]) -> dict[str, Any]:
+    """What is needed to run it again: config, arguments, commit, versions."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "arguments": arguments,
+        "commit": git_commit(Path(__file__).resolve().parent),
+        "versions": library_versions("torch", "transformers"),
+    }

@@ -1,0 +1,130 @@
+"""The model of a target, its loss, its optimiser and its schedule, for training on CPU cores."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from train.target.config import TargetConfig
+
+
+def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A randomly initialised Llama of the configured shape, refused when its bf16 weights exceed `max_bytes`."""
+    shape = config.model
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            max_position_embeddings=shape.max_positions,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            attn_implementation="sdpa",
+        )
+    )
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    if size > config.max_bytes:
+        raise ValueError(f"the model takes {size:,} bytes in bf16, more than max_bytes={config.max_bytes:,}")
+    return model
+
+
+class Optimizer:
+    """Muon on the hidden matrices, AdamW on embeddings and norms, over float32 master weights.
+
+    With `precision: bf16` the model itself computes in bf16 and the masters are copies; else they are its parameters.
+    """
+
+    def __init__(self, model: nn.Module, config: TargetConfig, pool: ThreadPoolExecutor) -> None:
+        self.config, self.pool = config, pool
+        self.working = dict(model.named_parameters())
+        self.copied = next(iter(self.working.values())).dtype != torch.float32
+        self.master = {n: p.detach().float().clone() if self.copied else p for n, p in self.working.items()}
+        matrices = [p for n, p in self.master.items() if p.ndim == 2 and "embed" not in n]
+        embeddings = [p for n, p in self.master.items() if "embed" in n]
+        norms = [p for p in self.master.values() if p.ndim == 1]
+        adam_groups = [{"params": embeddings, "lr": config.embed_lr}, {"params": norms, "lr": config.norm_lr}]
+        adam = torch.optim.AdamW(adam_groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+        # Muon orthogonalises matrix by matrix, a fifth of a step's time: the workers share the matrices.
+        shares = [matrices[i :: config.threads] for i in range(config.threads)]
+        self.parts: list[torch.optim.Optimizer] = [adam]
+        for share in filter(None, shares):
+            self.parts.append(
+                torch.optim.Muon(share, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95)
+            )
+        self.base = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def step(self, gradients: list[Tensor], scale: float) -> float:
+        """One update at `scale` times the base learning rates; returns the gradient norm."""
+        for master, gradient in zip(self.master.values(), gradients, strict=True):
+            master.grad = gradient
+        norm = float(nn.utils.clip_grad_norm_(list(self.master.values()), self.config.grad_clip))
+        for part, rates in zip(self.parts, self.base, strict=True):
+            for group, rate in zip(part.param_groups, rates, strict=True):
+                group["lr"] = rate * scale
+        list(self.pool.map(lambda part: part.step(), self.parts))
+        for master in self.master.values():
+            master.grad = None
+        self.publish()
+        return norm
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the masters into the computing model."""
+        if self.copied:
+            for name, parameter in self.working.items():
+                parameter.copy_(self.master[name])
+
+
+def lr_scale(step: int, config: TargetConfig) -> float:
+    """Warm-up, constant, linear decay to zero over the last `decay_fraction` of `steps` (step counts from 0)."""
+    warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    decay_steps = config.decay_fraction * config.steps
+    left = config.steps - step
+    return min(warm, left / decay_steps) if left < decay_steps else warm
+
+
+def blocked_causal_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention without padding, query block by query block, over only the keys that a block may see.
+
+    On CPUs PyTorch's fused kernel took half of a training step (its backward pass above all); plain matrix products
+    over blocks are more than twice as fast at these sizes. A transformers attention function.
+    """
+    batch, heads, length, width = query.shape
+    groups = heads // key.shape[1]
+    q = (query * scaling).reshape(batch * heads, length, width)
+    k = key.repeat_interleave(groups, dim=1).reshape(batch * heads, length, width)
+    v = value.repeat_interleave(groups, dim=1).reshape(batch * heads, length, width)
+    mask = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
+    blocks = []
+    for first in range(0, length, ATTENTION_BLOCK):
+        last = min(first + ATTENTION_BLOCK, length)
+        block_mask = mask[first:last, :last].expand(batch * heads, last - first, last)
+        scores = torch.baddbmm(block_mask, q[:, first:last], k[:, :last].transpose(1, 2))
+        blocks.append(torch.bmm(torch.softmax(scores, dim=-1), v[:, :last]))
+    return torch.cat(blocks, dim=1).view(batch, heads, length, width).transpose(1, 2), None
+
+
+ATTENTION_BLOCK = 256
+AttentionInterface.register("blocked_causal", blocked_causal_attention)
+
+
+def next_token_loss(model: LlamaForCausalLM, rows: Tensor, precision: str) -> Tensor:
+    """Mean cross-entropy of every next token; logits in the computing dtype, the softmax in float32."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        hidden = model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden)
+    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())

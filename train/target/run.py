@@ -1,0 +1,170 @@
+"""What train.target does with its config."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data_prep.progress import Bar
+from drafters.program import command
+from train.run.files import Metrics, read_metrics
+from train.target.config import TargetConfig
+from train.target.data import batches, encode, get_tokenizer, pack_rows, read_dialogues
+from train.target.export import export, sample_continuations, write_card
+from train.target.files import Progress, checkpoints, load_checkpoint, run_info, save_checkpoint
+from train.target.model import Optimizer, build_model, lr_scale, next_token_loss
+
+
+class TargetRun:
+    """One training run: its data, model, optimiser and files."""
+
+    def __init__(self, config: TargetConfig, resume: bool, arguments: list[str]) -> None:
+        # A core for each worker, instead of all cores for each operation: no barrier inside operations, where a
+        # busy machine loses most of its time.
+        torch.set_num_threads(1)
+        self.pool = ThreadPoolExecutor(config.threads, initializer=torch.set_num_threads, initargs=(1,))
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        if not resume and checkpoints(config.run_dir):
+            raise ValueError(f"{config.run_dir} already holds a run: pass --resume or another run_dir=")
+        self.config, self.info, self.stop_asked = config, run_info(config, arguments), False
+        self.tokenizer = get_tokenizer(config)
+        self.heldout = read_dialogues(config.corpus / "heldout.jsonl")
+        self.documents = encode(self.tokenizer, read_dialogues(config.corpus / "train.jsonl"))
+        rows = pack_rows(encode(self.tokenizer, self.heldout), config.seq_len + 1, random.Random(0))
+        self.heldout_rows = torch.tensor(rows[: max(1, config.eval_tokens // config.seq_len)])
+        self.model = build_model(config, self.tokenizer)
+        self.model.to(torch.bfloat16 if config.precision == "bf16" else torch.float32)
+        self.model.set_attn_implementation("blocked_causal")
+        self.optimizer = Optimizer(self.model, config, self.pool)
+        self.progress = load_checkpoint(config.run_dir, self.optimizer) if resume else Progress()
+        self.log = Metrics(config.run_dir, self.progress.step)
+        text = json.dumps({**self.info, "resumed_at": self.progress.step}, indent=2)
+        config.run_dir.joinpath("run.json").write_text(text + "\n")
+        with config.run_dir.joinpath("launches.jsonl").open("a") as file:
+            file.write(json.dumps({**self.info, "resumed_at": self.progress.step}) + "\n")
+
+    def evaluate(self) -> float:
+        """Held-out loss, logged."""
+        parts = self.heldout_rows.split(self.config.micro_rows)
+        value = sum(self.pool.map(self.part_loss, parts)) / len(self.heldout_rows)
+        step = self.progress.step
+        seconds = round(self.progress.seconds, 1)
+        self.log.add(step, {"heldout_loss": value, "tokens": self.progress.tokens, "seconds": seconds})
+        tqdm.write(f"step {step}: held-out loss {value:.4f} after {self.progress.tokens:,} tokens")
+        return value
+
+    @torch.no_grad()
+    def part_loss(self, rows: Tensor) -> float:
+        """Summed loss of some rows, without gradients (which are switched off thread by thread)."""
+        return float(next_token_loss(self.model, rows, self.config.precision)) * len(rows)
+
+    def part_gradients(self, rows: Tensor) -> tuple[float, list[Tensor]]:
+        """A worker's share of a batch: its loss and gradients, both weighted by its share of the rows."""
+        share = len(rows) / self.config.batch_rows
+        loss = next_token_loss(self.model, rows, self.config.precision) * share
+        gradients = torch.autograd.grad(loss, list(self.optimizer.working.values()))
+        return float(loss.detach()), [gradient.float() for gradient in gradients]
+
+    def train_step(self, batch: Tensor) -> tuple[float, float]:
+        """One optimiser step; returns the batch's loss and gradient norm. Sums run in a fixed order."""
+        total, gradients = 0.0, None
+        for loss, part in self.pool.map(self.part_gradients, batch.split(self.config.micro_rows)):
+            total += loss
+            gradients = part if gradients is None else [a.add_(b) for a, b in zip(gradients, part, strict=True)]
+        assert gradients is not None
+        return total, self.optimizer.step(gradients, lr_scale(self.progress.step, self.config))
+
+    def ask_to_stop(self, *_: Any) -> None:
+        """Save and leave after the current step: what SIGTERM does, where kill -9 costs the last minutes."""
+        self.stop_asked = True
+
+    def train(self) -> None:
+        """From the current step to the last one, with evaluation, checkpoints and exports on the way."""
+        config, progress = self.config, self.progress
+        if progress.step > config.steps:
+            raise ValueError(f"the run is already at step {progress.step}, past steps={config.steps}")
+        saved = exported = time.monotonic()
+        source = batches(self.documents, config, progress.position)
+        for _ in Bar(range(progress.step, config.steps), initial=progress.step, total=config.steps):
+            began = time.monotonic()
+            batch, progress.position = next(source)
+            loss, norm = self.train_step(batch)
+            seconds, tokens = time.monotonic() - began, batch[:, 1:].numel()
+            progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
+            progress.seconds += seconds
+            rate = round(tokens / seconds, 1)
+            scale = lr_scale(progress.step - 1, config)
+            figures = {"loss": loss, "grad_norm": norm, "lr_scale": scale, "tokens_per_second": rate}
+            self.log.add(progress.step, figures)
+            if progress.step % config.eval_every == 0 and progress.step < config.steps:
+                self.evaluate()
+            if self.stop_asked:
+                save_checkpoint(config.run_dir, self.optimizer, progress)
+                raise KeyboardInterrupt(signal.SIGTERM)
+            if time.monotonic() - saved >= 60 * config.save_minutes:
+                save_checkpoint(config.run_dir, self.optimizer, progress)
+                saved = time.monotonic()
+            if time.monotonic() - exported >= 60 * config.export_minutes:
+                export(config.run_dir / "export", self.optimizer, self.tokenizer, config)
+                exported = time.monotonic()
+        self.evaluate()
+        save_checkpoint(config.run_dir, self.optimizer, progress)
+
+    def finish(self, new_tokens: int = 120) -> None:
+        """The final export, with its model card."""
+        config = self.config
+        for folder in (config.run_dir / "export", config.final_dir):
+            export(folder, self.optimizer, self.tokenizer, config)
+        prompts = [dialogue[0]["content"] for dialogue in self.heldout[:5]]
+        manifest = config.corpus / "manifest.json"
+        data = {
+            "dialogues": len(self.documents),
+            "tokens": sum(map(len, self.documents)),
+            "heldout_tokens": self.heldout_rows[:, 1:].numel(),
+            "python": json.loads(manifest.read_text())["python"] if manifest.exists() else "(unknown)",
+        }
+        facts = {
+            "rows": read_metrics(config.run_dir),
+            "samples": sample_continuations(config.final_dir, prompts, new_tokens),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "data": data,
+            "new_tokens": new_tokens,
+        }
+        write_card(config.final_dir, config, self.info, self.progress, facts)
+
+
+def run(config: TargetConfig, resume: bool, arguments: list[str]) -> None:
+    """Train to the last step and export; SIGTERM saves and leaves after the current step."""
+    next_command = f"make its features: python -m data_prep.features --config F target={config.final_dir}"
+    if resume and is_finished(config):
+        print(f"the run is finished already, at step {config.steps:,}: {config.final_dir}; {next_command}")
+        return
+    run = TargetRun(config, resume, arguments)
+    if resume:
+        print(f"going on after step {run.progress.step:,} of {config.steps:,}")
+    signal.signal(signal.SIGTERM, run.ask_to_stop)
+    run.train()
+    run.finish()
+    print(f"the trained target: {config.final_dir}; {next_command}")
+
+
+def is_finished(config: TargetConfig) -> bool:
+    """Whether the last step's checkpoint is there, and an export with its card, which is written last, after it."""
+    last, card = config.run_dir / f"checkpoint-{config.steps:08d}", config.final_dir / "README.md"
+    return last in checkpoints(config.run_dir) and card.is_file() and card.stat().st_mtime >= last.stat().st_mtime
+
+
+def kept(config: TargetConfig) -> str:
+    """What an interruption leaves, and the command that goes on."""
+    found = checkpoints(config.run_dir)
+    if not found:
+        return f"no checkpoint was saved yet; to start again: {command()}"
+    return f"{found[-1]} is kept; to go on from there: {command('--resume')}"

@@ -1,0 +1,1 @@
+"""What is watched while a drafter trains: held-out losses, tau, speed."""

@@ -1,0 +1,87 @@
+"""FLOPs of training a drafter, by formula, and the devices' peaks they are measured against (MFU).
+
+Counted is what the mathematics asks for: a product of [n, a] and [a, b] is 2 n a b, attention is over the tokens of the
+own dialogue up to and including oneself. Padding, recomputation (activation checkpointing, flash attention's backward
+pass), norms, activations and the optimiser are not, so that doing more of them does not look like more work done.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.model.kv_cache import head_sizes
+
+# A row of the cross-entropy: logits of the target, logits of the drafter, and (q - p) W, all with the frozen LM head.
+LM_HEAD_PRODUCTS = 3
+# EAGLE's fc reads features and embeddings, which are constants: its backward pass has no gradient of an input.
+CONSTANT_INPUT = ("fc.weight",)
+
+# Dense bf16 peaks with float32 accumulation, in 1e12 FLOP/s, from NVIDIA's data sheets; the first match counts.
+PEAK_TFLOPS = (
+    (r"B200", 2250.0),
+    (r"H200", 989.0),
+    (r"H100 PCIe", 756.0),
+    (r"H100 NVL", 835.0),
+    (r"H100|GH200", 989.0),
+    (r"A100", 312.0),
+    (r"L40S", 362.0),
+    (r"\bL40\b", 181.0),
+    (r"\bL4\b", 121.0),
+    (r"\bA40\b", 150.0),
+    (r"\bA10\b", 125.0),
+    (r"RTX A6000", 155.0),
+    (r"4090", 165.0),
+    (r"3090", 71.0),
+)
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """FLOPs of forward and backward passes.
+
+    Attributes:
+        token: of the module's weights, for each token.
+        pair: of its attention, for each (query, key) pair.
+        row: of the LM head's products, for each trained position.
+    """
+
+    token: int
+    pair: int
+    row: int
+
+    def of(self, lengths: list[int], rows: float) -> float:
+        """FLOPs of dialogues of these lengths (tokens), ``rows`` of whose positions are trained."""
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return self.token * sum(lengths) + self.pair * pairs + self.row * rows
+
+
+def training_cost(module: nn.Module, config: Any, vocab_size: int) -> TrainingCost:
+    """The cost of a drafter's module, by the shapes of its weights.
+
+    Args:
+        module: an EagleHead or KangarooAdapter, on whatever device (meta, too); not partitioned by ZeRO-3 yet.
+        config: the target's transformers configuration.
+        vocab_size: V, rows of the LM head.
+    """
+    token = 0
+    for name, weights in module.named_parameters():
+        if weights.dim() == 2:
+            token += (4 if name in CONSTANT_INPUT else 6) * weights.numel()
+    width = config.num_attention_heads * head_sizes(config)[1]
+    # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
+    return TrainingCost(token, 12 * width, LM_HEAD_PRODUCTS * 2 * vocab_size * config.hidden_size)
+
+
+def peak_tflops(device: torch.device | str) -> float | None:
+    """A device's dense bf16 peak in 1e12 FLOP/s by its name; None for one that is not known, and for CPUs.
+
+    ``device``: a torch device, or a name such as "H200".
+    """
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            return None
+        device = torch.cuda.get_device_name(device)
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device, re.IGNORECASE)), None)

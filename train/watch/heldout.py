@@ -1,0 +1,47 @@
+"""Losses and the task's own figures on held-out text."""
+
+from typing import Any
+
+import torch
+
+from train.data.packing import Source, collate_or_stand_in, complete, deal
+from train.ratio import Ratio
+from train.runtime import Ranks
+from train.tasks import Task
+
+PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square of a row
+
+
+class Heldout:
+    """The first ``tokens`` tokens (at least one dialogue) of the held-out store, dealt over the ranks."""
+
+    def __init__(self, store: Source, tokens: int, ranks: Ranks) -> None:
+        self.store, self.ranks = store, ranks
+        lengths = store.lengths.tolist()
+        ends = store.lengths.cumsum(0)
+        self.dialogues = list(range(max(1, int((ends <= tokens).sum()))))
+        total = sum(lengths[i] for i in self.dialogues)
+        parts = -(-total // (PART_TOKENS * ranks.count)) * ranks.count
+        self.hands = deal(self.dialogues, lengths, parts)
+
+    @torch.no_grad()
+    def figures(self, task: Task, module: Any, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+        """``heldout_<name>`` of each of the task's losses and figures, over all ranks; every rank gets the same."""
+        ratios: dict[str, Ratio] = {}
+        module.eval()
+        for hand in self.hands[self.ranks.rank :: self.ranks.count]:
+            batch = collate_or_stand_in(self.store, hand, self.dialogues, task.taps)
+            batch = complete(self.store, batch, task.taps)
+            rows = task.rows(batch).to(device)
+            batch = batch.to(device, dtype)
+            count = torch.tensor(len(rows), device=device)
+            losses = task.loss_sums(module, batch, rows, noise_seed=None)
+            found = {name: Ratio(total, count) for name, total in losses.items()} | task.heldout(module, batch, rows)
+            for name, ratio in found.items():
+                before = ratios.get(name)
+                ratios[name] = Ratio(before.total + ratio.total, before.count + ratio.count) if before else ratio
+        module.train()
+        pairs = torch.stack([part.double() for r in ratios.values() for part in (r.total, r.count)])
+        values = self.ranks.total(pairs).view(-1, 2).tolist()
+        # A ratio without a count has nothing to report: no chain got as far as that, say.
+        return {f"heldout_{name}": total / count for name, (total, count) in zip(ratios, values, strict=True) if count}

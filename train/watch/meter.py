@@ -1,0 +1,67 @@
+"""What the steps of a run cost: tokens/s, MFU, the share of time spent waiting for data, peak memory."""
+
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from drafters.provenance import peak_memory_bytes
+from train.data.packing import StepData
+from train.tasks import Task
+from train.watch.flops import TrainingCost, peak_tflops
+
+
+class Meter:
+    """Adds up steps from one log line to the next; evaluations and checkpoints in between are not in its time.
+
+    ``mfu``: FLOPs of this rank's share of a step (train/watch/flops.py), over its time and the device's bf16 peak. The
+    data is dealt evenly by tokens, so the first rank, which logs, stands for all.
+    """
+
+    def __init__(self, task: Task, cost: TrainingCost, device: torch.device, peak: float | None) -> None:
+        self.task, self.cost, self.device = task, cost, device
+        self.peak = peak or peak_tflops(device)
+        self._began = 0.0
+        self._tokens_before = 0
+        self._clear()
+
+    def watch(self, steps: Generator[StepData, None, None], tokens: int) -> Generator[StepData, None, None]:
+        """The same steps, with the wait for each and its work noted. ``tokens``: trained on so far, over all ranks."""
+        self._tokens_before = tokens
+        try:
+            while True:
+                self._began = time.monotonic()
+                data = next(steps)
+                self._waited += time.monotonic() - self._began
+                rows = sum(len(self.task.rows(batch)) for batch in data.batches)
+                self._flops += self.cost.of([span.length for batch in data.batches for span in batch.spans], rows)
+                yield data
+        finally:
+            steps.close()
+
+    def step_done(self) -> None:
+        """The step that ``watch`` gave last has ended."""
+        self._seconds += time.monotonic() - self._began
+
+    def figures(self, tokens: int) -> dict[str, float]:
+        """Since the last call; ``tokens``: trained on so far, over all ranks.
+
+        ``tokens_per_second`` (all ranks), ``data_wait`` (share of the time), ``peak_memory_gb`` (1e9 bytes, since the
+        process began: the device's, on a CPU the process's), and ``mfu`` where the device's peak is known.
+        """
+        seconds = max(self._seconds, 1e-9)
+        memory = peak_memory_bytes(self.device)
+        found: dict[str, Any] = {
+            "tokens_per_second": round((tokens - self._tokens_before) / seconds, 1),
+            "data_wait": round(self._waited / seconds, 4),
+            "peak_memory_gb": round((memory["device"] or memory["host"] or 0) / 1e9, 3),
+        }
+        if self.peak:
+            found["mfu"] = round(self._flops / seconds / (self.peak * 1e12), 4)
+        self._tokens_before = tokens
+        self._clear()
+        return found
+
+    def _clear(self) -> None:
+        self._seconds = self._waited = self._flops = 0.0

@@ -1,0 +1,153 @@
+"""tau on held-out prompts by the real decoding loop, with the drafter as it is in the middle of its training."""
+
+import gc
+import time
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from drafters.base import LearnedDrafter
+from drafters.decoding.loop import generate
+from drafters.decoding.trace import Trace
+from drafters.model.target import TargetModel
+from train.config import TrainConfig
+from train.data.packing import Source
+from train.tasks import Task
+
+CTAR_WIDTHS = range(1, 6)
+# The other ranks wait meanwhile, and torch.distributed gives up on a rank after ten minutes (nccl) or thirty (gloo).
+MOST_SECONDS = 480.0
+
+
+def prompt_room(config: TrainConfig, context: int | None) -> int:
+    """Tokens that a prompt may have where an answer of ``tau_new_tokens`` follows it, in a target of ``context``.
+
+    Raises:
+        ValueError: none.
+    """
+    limit = context or 1 << 30
+    room = limit - config.tau_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"tau_new_tokens is {config.tau_new_tokens:,}, and the target was made for {limit:,} tokens, prompt "
+            "included; lower it, or set tau_every: null"
+        )
+    return room
+
+
+def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]:
+    """Token ids up to the first answer of ``count`` dialogues, spread over the store by a fixed shuffle.
+
+    Raises:
+        ValueError: no dialogue has a prompt of 1 to ``longest`` tokens.
+    """
+    order = torch.randperm(len(store), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts: list[list[int]] = []
+    for index in order:
+        dialogue = store[index]
+        answers = dialogue.loss_mask.nonzero()
+        if len(answers) and 1 <= int(answers[0]) <= longest:
+            prompts.append(dialogue.input_ids[: int(answers[0])].tolist())
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise ValueError(
+            f"tau_every: none of the {len(store)} held-out dialogues has a prompt of 1 to {longest} tokens before its "
+            "first answer; lower tau_new_tokens, or set tau_every: null"
+        )
+    return prompts
+
+
+class HeldoutTau:
+    """Runs on one rank. The target is loaded when it is wanted, and given back afterwards unless the config keeps it.
+
+    The training's module and random numbers are not touched: the drafters get a copy of the weights, and whatever draws
+    draws from a fork of the generators.
+
+    Args:
+        target: one that is in memory already; it is never given back.
+
+    Raises:
+        ValueError: the held-out store has no prompt that fits.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        store: Source,
+        device: torch.device,
+        target: TargetModel | None = None,
+    ) -> None:
+        self.config, self.task = config, task
+        self.device = torch.device(config.tau_device) if config.tau_device else device
+        longest = prompt_room(config, getattr(task.ends.config, "max_position_embeddings", None))
+        self.prompts = held_out_prompts(store, config.tau_prompts, longest)
+        self._target, self._given = target, target is not None
+
+    def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
+        """``heldout_tau`` (of EAGLE's chain, of Kangaroo), ``heldout_tau_tree`` (EAGLE), and by kind of draft
+        ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.decoding.trace defines them.
+
+        Args:
+            weights: the drafter's whole state, copied.
+
+        Raises:
+            ValueError: the target cannot be loaded.
+            torch.OutOfMemoryError: target and training do not fit together.
+        """
+        began = time.monotonic()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        try:
+            with torch.random.fork_rng(devices=devices):
+                drafters = self.task.drafters(self._load(), weights)
+                traces = self._decode(drafters)
+        finally:
+            drafters = {}  # they hold the target
+            if not (self.config.tau_keep_target or self._given):
+                self._release()
+        found: dict[str, float] = {}
+        for kind, trace in traces.items():
+            found |= trace_figures(kind, trace)
+        return found | {"tau_seconds": round(time.monotonic() - began, 2)}
+
+    def _decode(self, drafters: dict[str, LearnedDrafter]) -> dict[str, Trace]:
+        """One trace a drafter, over the same prompts; those for which the time did not suffice are left out of all."""
+        traces = {kind: Trace() for kind in drafters}
+        began = time.monotonic()
+        for number, prompt in enumerate(self.prompts):
+            if number and time.monotonic() - began > MOST_SECONDS:
+                break
+            for kind, drafter in drafters.items():
+                result = generate(drafter.target, drafter, [prompt], max_new_tokens=self.config.tau_new_tokens)
+                traces[kind].steps += result.trace.steps
+        return traces
+
+    def _load(self) -> TargetModel:
+        if self._target is None:
+            shown = logging.is_progress_bar_enabled()
+            logging.disable_progress_bar()  # there is one already, the training's
+            try:
+                self._target = TargetModel.from_pretrained(
+                    self.config.target, dtype=self.config.dtype, device=self.device, revision=self.config.revision
+                )
+            finally:
+                if shown:
+                    logging.enable_progress_bar()
+        return self._target
+
+    def _release(self) -> None:
+        self._target = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def trace_figures(kind: str, trace: Trace) -> dict[str, float]:
+    """The figures of one kind of draft, "chain" or "tree", for metrics.jsonl."""
+    name = "heldout_tau" if kind == "chain" else f"heldout_tau_{kind}"
+    found = {name: trace.tau}
+    found |= {f"heldout_{kind}_ctar_{w}": trace.ctar(w) for w in CTAR_WIDTHS}
+    alphas = ((n, trace.n_alpha(n)) for n in range(len(CTAR_WIDTHS)))
+    return found | {f"heldout_{kind}_alpha_{n}": alpha for n, alpha in alphas if alpha is not None}
