@@ -28,6 +28,7 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 
+tiny_run.without_pictures()
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
 
 

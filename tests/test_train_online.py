@@ -1,12 +1,8 @@
 """features: online: the losses of a run from a store, without one."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,7 @@ from train.data import online
 from train.data.online import OnlineFeatures
 from train.data.packing import collate, collate_or_stand_in
 from train.preflight.dry_run import Assumptions, dry_run
-from train.run.files import StateFolder, read_metrics
+from train.run.files import read_metrics
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 from train.watch import tau
@@ -191,9 +187,8 @@ def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tm
     """Ranks that compute features of the same dialogues, or a rank without its own target."""
     values = settings(target, tmp_path / "store", schedule="constant")
     tiny_run.train_here("eagle", {**values, "features": str(store)})
-    line = tiny_run.command("eagle", tmp_path, {**values, "out": str(tmp_path / "online"), "data": data})
-    done = tiny_run.launch(2, line)
-    assert done.returncode == 0, done.stderr
+    online_values = {**values, "out": str(tmp_path / "online"), "data": data}
+    tiny_run.train_on_ranks(2, tmp_path, [{"kind": "eagle", "values": online_values}])
     assert json.loads((tmp_path / "online" / "run.json").read_text())["ranks"] == 2
     assert_same_figures(tmp_path / "online", tmp_path / "store")
 
@@ -201,21 +196,11 @@ def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tm
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(target: Path, data: dict[str, Any], tmp_path: Path) -> None:
     """Features of a resumed run that differ in a bit, or belong to another position in the data."""
-    values = {**settings(target, tmp_path / "whole", steps=60, save_every=5), "data": data}
+    values = {**settings(target, tmp_path / "whole", steps=20, save_every=5), "data": data}
     tiny_run.train_here("eagle", values)
     out = tmp_path / "killed"
-    line = tiny_run.command("eagle", tmp_path, {**values, "out": str(out)})
-    process = subprocess.Popen(line, env=tiny_run.environment(), stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while (StateFolder(out).latest() or "") < StateFolder.tag(10) and process.poll() is None:
-        assert time.monotonic() < deadline, "no checkpoint after 200 s"
-        time.sleep(0.005)
-    assert process.poll() is None, "the run ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    done = tiny_run.run([*line, "--resume"])
-    assert done.returncode == 0, done.stderr
-    assert json.loads((out / "run.json").read_text())["resumed_at_step"] >= 10
+    tiny_run.killed_and_resumed([{"kind": "eagle", "values": {**values, "out": str(out)}, "point": "file:9"}], tmp_path)
+    assert json.loads((out / "run.json").read_text())["resumed_at_step"] == 10
     assert figures(out) == figures(tmp_path / "whole")  # bit for bit
 
 

@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +101,7 @@ def test_resume_is_exact_with_every_optimiser(
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-VARIANTS = [("float32", 0), ("float32", 1), ("float32", 2), ("float32", 3), ("bf16", 1), ("bf16", 3)]
+VARIANTS = [("float32", 0), ("float32", 2), ("float32", 3), ("bf16", 1), ("bf16", 3)]
 KILLS = ("file:1", "file:4", "file:5", "file:6", "unnamed", "named", "unexported")
 
 
@@ -118,10 +117,7 @@ def test_killed_anywhere_in_a_save(settings: dict[str, Any], tmp_path: Path) -> 
         for point in points if number == 0 else ("file:5", "unnamed"):
             each = {**values, **variant, "out": str(tmp_path / f"{number}-{point}")}
             jobs.append({"kind": "eagle", "values": each, "point": point})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    script = str(Path(__file__).with_name("killed_run.py"))
-    done = tiny_run.run([sys.executable, script, str(tmp_path / "jobs.json")], PYTHONPATH=str(tiny_run.ROOT))
-    assert done.returncode == 0, done.stderr[-3000:]
+    tiny_run.killed_and_resumed(jobs, tmp_path)
     for job in jobs:
         out = Path(job["values"]["out"])
         whole = tmp_path / f"{out.name[0]}-whole"
@@ -146,7 +142,7 @@ def test_resume_on_another_number_of_ranks_and_stage(settings: dict[str, Any], t
     tiny_run.train_on_ranks(2, tmp_path, [*jobs, {"kind": "eagle", "values": more, "resume": True}])
     jobs, pairs = [], [("1to2", "alone")]
     for name, variant in variants.items():
-        for ranks in (1, 4) if variant["zero_stage"] in (1, 3) else (1,):
+        for ranks in (1, 4) if name in ("float323", "bf161") else (1,):
             out = tmp_path / f"2{name}to{ranks}"
             shutil.copytree(tmp_path / f"2{name}", out)
             other = {**variant, "zero_stage": (variant["zero_stage"] + ranks) % 4, "gradient_accumulation": 4 // ranks}

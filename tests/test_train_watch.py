@@ -142,9 +142,7 @@ def test_a_fault_in_tau_costs_no_training(settings: dict[str, Any], monkeypatch:
 def test_tau_with_two_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
     """Ranks that wait for one another for ever, or clocks that part, where only the first measures tau."""
     values = {**settings, **TAU, "zero_stage": 1, "heldout_tokens": 20, "minutes": 5.0}
-    line = tiny_run.command("eagle", tmp_path, values)
-    done = tiny_run.launch(2, line)
-    assert done.returncode == 0, done.stderr
+    tiny_run.train_on_ranks(2, tmp_path, [{"kind": "eagle", "values": values}])
     out = Path(settings["out"])
     assert [row["step"] for row in read_metrics(out) if "heldout_tau" in row] == [0, 3, 6]
     assert json.loads((out / "summary.json").read_text())["ranks"] == 2
@@ -277,9 +275,10 @@ def test_mfu_and_memory_are_logged(settings: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------- the summary
 
 
-def test_summary_of_a_finished_run(settings: dict[str, Any]) -> None:
+def test_summary_of_a_finished_run(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A summary without tau, of the wrong step, or with a best loss that is the worst."""
     out = Path(settings["out"])
+    monkeypatch.setattr(tiny_run.picture, "draw", tiny_run.draw)
     tiny_run.train_here("eagle", {**settings, **TAU, "eval_every": 2})
     made = json.loads((out / "summary.json").read_text())
     rows = read_metrics(out)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tiny
 import torch
@@ -21,12 +23,14 @@ from drafters.program import leave
 from train import runtime, setup
 from train.config import EagleConfig, KangarooConfig, TrainConfig
 from train.loop import TrainRun
+from train.run import picture
 from train.run.files import check_run_folder
 from train.setup import open_inputs
 from train.tasks import EagleTask, KangarooTask
 
 ROOT = Path(__file__).resolve().parents[1]
 TAP = 2
+draw = picture.draw  # which without_pictures takes away
 LENGTHS = {"train": [9, 17, 5, 23, 12, 30, 7, 14, 21, 11, 26, 8, 16, 19], "heldout": [15, 10, 22]}
 
 
@@ -131,8 +135,18 @@ def launch(ranks: int, line: list[str], **variables: str) -> "subprocess.Complet
     return run([*launcher, *line[1:]], PATH=path, **variables)
 
 
+def killed_and_resumed(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Trainings that die and are resumed until they are whole; see killed_run.py, which is the process for it."""
+    file = folder / "killed.json"
+    file.write_text(json.dumps(jobs))
+    done = run([sys.executable, str(Path(__file__).with_name("killed_run.py")), str(file)], PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds: float = 300) -> None:
     """``count`` processes that train one run after the other; a job's keys are the arguments of ``train_here``.
+
+    They are forked by one process that has imported everything, which takes longer than a run of some steps.
 
     ``partition_all``: at ZeRO-3 the small weights are split, too, which DeepSpeed would leave whole.
     """
@@ -140,8 +154,7 @@ def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds
     file.write_text(json.dumps(jobs))
     shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    start_ranks([sys.executable, __file__, str(file)], ranks, folder, seconds)
+    start_ranks([sys.executable, __file__, str(file)], [shared], folder, seconds)
 
 
 def start_ranks(line: list[str], ranks: list[dict[str, str]], folder: Path, seconds: float = 300) -> None:
@@ -184,6 +197,11 @@ def partition_small_weights() -> None:
     setup.deepspeed_config = changed
 
 
+def without_pictures() -> None:
+    """Let no run of this process draw its summary, which takes ten times as long as training a tiny head does."""
+    picture.draw = lambda *_: None
+
+
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
     """What train/<kind>.py does, in this process; the process group stays for the next run."""
     schema, task = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}[kind]
@@ -196,10 +214,43 @@ def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> Train
     return made
 
 
-if __name__ == "__main__":  # one rank of train_on_ranks
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        if job.pop("partition_all", False):
-            partition_small_weights()
-        train_here(**job)
-    runtime.stop()
+def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:
+    """One rank of ``train_on_ranks``."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    try:
+        for job in jobs:
+            if job.pop("partition_all", False):
+                partition_small_weights()
+            train_here(**job)
+        runtime.stop()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     leave(0)
+
+
+def fork_ranks(file: str) -> int:
+    """Fork all ranks; 1, and none of them left, as soon as one fails."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero import muon  # noqa: F401  # what takes seconds to import, once before the forks
+
+    without_pictures()
+    jobs = json.loads(Path(file).read_text())
+    ranks = set()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        child = os.fork()
+        if not child:
+            train_as_rank(rank, jobs)
+        ranks.add(child)
+    while ranks:
+        ended, status = os.wait()
+        ranks.discard(ended)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(sys.argv[1]))
