@@ -232,7 +232,7 @@ def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:
 def fork_ranks(file: str) -> int:
     """Fork all ranks; 1, and none of them left, as soon as one fails."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.zero import muon  # noqa: F401  # what takes seconds to import, once before the forks
+    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  # what takes seconds to import, once before the forks
 
     without_pictures()
     jobs = json.loads(Path(file).read_text())
