@@ -187,12 +187,12 @@ def against_whole_p(draft, *rest):  # noqa: ANN001, ANN002, ANN201
         return verify_stochastic(draft, *rest)
 
 
-@pytest.mark.parametrize("wrong", [other_q, against_whole_p])
-def test_the_measurement_sees_wrong_rules(wrong: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wrong", "tokens"), [(other_q, 1_000), (against_whole_p, 3_000)])
+def test_the_measurement_sees_wrong_rules(wrong: Rule, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
     drafter = SpecInferDrafter(toy(), [toy(1, 1), toy(3, 1)], gamma=2)
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
-    assert deviation(drafter, WARPS[0], tokens=4_000) > 8.0
+    assert deviation(drafter, WARPS[0], tokens) > 6.0
 
 
 def test_inside_a_cascade() -> None:

@@ -265,16 +265,13 @@ def test_two_drafts_beat_one() -> None:
 
 
 DRAFTERS: dict[str, dict[str, object]] = {
-    "k 2": {"gamma": 2},
     "k 4": {"gamma": 3, "drafts": 4},
     "flat drafts": {"gamma": 2, "draft_temperature": 2.0},
     "greedy drafts": {"gamma": 2, "draft_temperature": 0.0},
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "warp"), [("k 2", 0), ("k 4", 0), ("k 4", 1), ("flat drafts", 1), ("greedy drafts", 0)]
-)
+@pytest.mark.parametrize(("name", "warp"), [("k 4", 0), ("k 4", 1), ("flat drafts", 1), ("greedy drafts", 0)])
 def test_output_is_distributed_as_the_targets(name: str, warp: int) -> None:
     """Catches q without its warps, of another level or at another temperature, where the whole loop hands it over."""
     drafter = SpecTrDrafter(toy(), toy(1, 1), **DRAFTERS[name])  # type: ignore[arg-type]
@@ -287,12 +284,12 @@ def flat_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
     return verify_k_seq(draft, *rest)
 
 
-@pytest.mark.parametrize("wrong", [flat_q, rule_with(rho_of_one)])
-def test_the_measurement_sees_wrong_rules(wrong: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wrong", "tokens"), [(flat_q, 1_000), (rule_with(rho_of_one), 2_000)])
+def test_the_measurement_sees_wrong_rules(wrong: Rule, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
     drafter = SpecTrDrafter(toy(), toy(1, 1), gamma=2, drafts=3)
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
-    assert deviation(drafter, WARPS[0], tokens=2_000) > 8.0
+    assert deviation(drafter, WARPS[0], tokens) > 8.0
 
 
 def test_greedy_drafts_one_chain() -> None:
