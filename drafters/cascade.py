@@ -89,7 +89,7 @@ class CascadeDrafter(DraftModelDrafter):
         )
         rows = torch.tensor([prompt], device=self.draft_model.device)
         known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
-        self._state.cache.commit([list(range(len(prompt)))])
+        self._state.cache.commit_first([len(prompt)])
         self._shared = len(prompt)
         self.inner.begin(self._state, known)
 
@@ -123,7 +123,7 @@ class CascadeDrafter(DraftModelDrafter):
         pending = tokens[cache.lengths[0] : -1]
         if pending:
             self.draft_model.run(torch.tensor([pending], device=self.draft_model.device), cache)
-            cache.commit([list(range(len(pending)))])
+            cache.commit_first([len(pending)])
         inner.replace(0, tokens)
         self.inner.rewind(inner, kept)
         self._shared = len(tokens)

@@ -132,7 +132,7 @@ class EagleDrafter(LearnedDrafter):
         head: Any = self.module
         self._fused = (Product(head.fc.weight), FusedLayer(head.layers[0])) if target.engine != "eager" else None
         self._graphs = Graphs(target.device) if target.engine == "graphs" else None
-        self._cache: KVCache
+        self._cache = KVCache.nothing()
         self._features: torch.Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
 
@@ -153,12 +153,12 @@ class EagleDrafter(LearnedDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         target, batch = self.target, state.batch
-        vars(self).pop("_cache", None)  # so that its memory can be taken again
+        self._cache.release()  # so that its memory can be taken again
         self._cache = target.new_cache(batch, state.cache.capacity, layers=1)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
             self._extend(output.features[:, :-1], padded(prompts, target.device), None, None, 0)
-            self._cache.commit([list(range(len(prompt))) for prompt in prompts])
+            self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts = [1] * batch
 
@@ -167,7 +167,7 @@ class EagleDrafter(LearnedDrafter):
         pairs = zip(state.tokens, self._counts, strict=True)
         tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
         predicted = last_of(self._extend(self._features, tokens, None, None, 0), self._counts)[:, None]
-        self._cache.commit([list(range(count)) for count in self._counts])
+        self._cache.commit_first(self._counts)
         depth = state.longest_draft(self.depth)
         if depth < 1:
             return DraftTree.empty(state.batch, self.target.device)

@@ -114,7 +114,7 @@ class KangarooDrafter(LearnedDrafter):
             layer = adapter.layers[0]
             self._fused = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn), FusedNorm(adapter.norm)
         self._graphs = Graphs(target.device) if target.engine == "graphs" else None
-        self._cache: KVCache
+        self._cache = KVCache.nothing()
         self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
     @classmethod
@@ -133,7 +133,7 @@ class KangarooDrafter(LearnedDrafter):
         return (self.exit_layer,)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        vars(self).pop("_cache", None)  # so that its memory can be taken again
+        self._cache.release()  # so that its memory can be taken again
         self._cache = self.target.new_cache(1, state.cache.capacity, layers=1)
         prompt = output.taps[self.exit_layer]
         self._adapt(prompt)
@@ -179,7 +179,7 @@ class KangarooDrafter(LearnedDrafter):
         """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
         with model_time():
             output = self._forward(rows)
-        self._cache.commit([list(range(rows.shape[1]))])
+        self._cache.commit_first([rows.shape[1]])
         return self.target.lm_head(output[:, -1])
 
     def _forward(self, rows: torch.Tensor) -> torch.Tensor:

@@ -187,8 +187,7 @@ class LLMCadDrafter(DraftModelDrafter):
         # Two trees, side by side in one cache, and what lies between them.
         self._cache = self.draft_model.new_cache(1, state.cache.capacity + 2 * self.nodes + 2)
         if self._side is not None:  # not to be reused while the side stream may still write there
-            self._cache.keys.record_stream(self._side)
-            self._cache.values.record_stream(self._side)
+            self._cache.record_stream(self._side)
         prefill(self.draft_model, self._cache, state)
         self._tree, self._ahead, self.alpha = None, None, self.first_alpha
 
@@ -198,7 +197,7 @@ class LLMCadDrafter(DraftModelDrafter):
         if self._ahead is None:
             rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
             features = self.draft_model.run(rows, self._cache).features[0, -1:]
-            self._cache.commit([list(range(rows.shape[1]))])
+            self._cache.commit_first([rows.shape[1]])
             self._tree = TokenTree(self.nodes, self.branches, self.alpha, state.room() - 1, features)
         else:
             self._tree, self._ahead = self._ahead.tree, None

@@ -91,7 +91,7 @@ class MJSDDrafter(DraftModelDrafter):
             return DraftTree.empty(1, self.target.device)
         pending = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         features = self.draft_model.run(pending, self._cache).features[:, -1]
-        self._cache.commit([list(range(pending.shape[1]))])
+        self._cache.commit_first([pending.shape[1]])
         how = state.sampling, state.eos, state.generator
         levels = beam_search(self.draft_model, self._cache, features, gamma, self.beams, *how, warped=self.warped)
         best = trace_back(levels, levels[-1].score.argmax()[None])

@@ -173,7 +173,7 @@ class OuroborosDrafter(DraftModelDrafter):
         """
         if not self.accelerate:
             features = self.draft_model.run(self._ids(pending), self._cache).features[0, -1:]
-            self._cache.commit([list(range(len(pending)))])
+            self._cache.commit_first([len(pending)])
             return [self._pick(self.draft_model.lm_head(features), 0, None, state, q)]
         tails = self.pool.get(pending[-1], self.guesses)
         trie = Trie.of(tails, longest - 1, state.eos)

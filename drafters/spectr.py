@@ -83,7 +83,7 @@ class SpecTrDrafter(DraftModelDrafter):
             return DraftTree.empty(1, self.target.device)
         pending = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         features = self.draft_model.run(pending, self._cache).features[0, -1:]
-        self._cache.commit([list(range(pending.shape[1]))])
+        self._cache.commit_first([pending.shape[1]])
         temperature = state.sampling.temperature if self.draft_temperature is None else self.draft_temperature
         sampling = Sampling(temperature, state.sampling.top_k, state.sampling.top_p)
         self._shape = (1 if sampling.greedy else self.drafts, gamma)

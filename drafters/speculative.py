@@ -40,14 +40,14 @@ class SpeculativeDrafter(DraftModelDrafter):
     def __init__(self, target: TargetModel, draft_model: str | TargetModel, gamma: int = 4) -> None:
         super().__init__(target, draft_model)
         self.gamma = gamma
-        self._cache: KVCache
+        self._cache = KVCache.nothing()
 
     @property
     def max_draft(self) -> int:
         return self.gamma
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        vars(self).pop("_cache", None)  # so that its memory can be taken again
+        self._cache.release()  # so that its memory can be taken again
         self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity)
         prefill(self.draft_model, self._cache, state)
 
@@ -79,5 +79,5 @@ class SpeculativeDrafter(DraftModelDrafter):
     def _advance(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Feed the first ``counts[b]`` of each of ``rows [B, R]`` to the draft model; logits ``[B, V]`` after them."""
         features = self.draft_model.run(rows, self._cache).features
-        self._cache.commit([list(range(count)) for count in counts])
+        self._cache.commit_first(counts)
         return self.draft_model.lm_head(last_of(features, counts))

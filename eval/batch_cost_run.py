@@ -96,8 +96,8 @@ def _prefill(target: TargetModel, cache: KVCache, row: int, ids: torch.Tensor) -
     """Take one row's context into the cache of all."""
     alone = target.new_cache(1, cache.capacity)
     target.run(ids[row : row + 1, :-1], alone)
-    cache.keys[:, row], cache.values[:, row] = alone.keys[:, 0], alone.values[:, 0]
-    cache.lengths[row] = ids.shape[1] - 1
+    alone.commit_first([ids.shape[1] - 1])
+    cache.copy_row(row, alone)
 
 
 def _forwards(target: TargetModel, tokens: torch.Tensor, cache: KVCache, count: int) -> None:

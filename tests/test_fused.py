@@ -48,7 +48,7 @@ def test_fused_equals_eager(family: str) -> None:
         cache = target.new_cache(2, 40)
         ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3])  # unequal lengths: rows start at different slots
         found = [target.run(ids, cache).features[1, :9]]
-        cache.commit([list(range(12)), list(range(9))])
+        cache.commit_first([12, 9])
         see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors()
         new = torch.tensor([prompt(8, 2), prompt(8, 3)])
         found.append(target.run(new, cache, see=see, depths=see.sum(-1) - 1, taps=(0, 2, 4)).taps[4])
@@ -57,7 +57,7 @@ def test_fused_equals_eager(family: str) -> None:
         found.append(target.run(new[:, 1:4], cache, offset=1).features)  # a chain after an uncommitted row
         alone = target.new_cache(1, 40)
         target.run(ids[:1], alone)
-        alone.commit([list(range(12))])
+        alone.commit_first([12])
         found += [target.run(new[:1, :3], alone).features, target.lm_head(target.run(new[:1, :1], alone).features)]
         outputs.append(found)
     for eager, fused in zip(*outputs, strict=True):

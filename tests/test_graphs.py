@@ -34,7 +34,7 @@ def test_graphs_equal_fused(family: str) -> None:
         cache = target.new_cache(2, 40)
         ids = torch.tensor([prompt(12), prompt(9, 1) + [0] * 3], device=DEVICE)
         target.run(ids, cache)
-        cache.commit([list(range(12)), list(range(9))])
+        cache.commit_first([12, 9])
         see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors().to(DEVICE)
         new = torch.tensor([prompt(8, 2), prompt(8, 3)], device=DEVICE)
         tree = target.run(new, cache, see=see, depths=see.sum(-1) - 1, taps=(0, 2, 4))
@@ -99,13 +99,17 @@ def test_memory_and_graphs_are_used_again() -> None:
     again = target._graphs._captured, drafter._graphs._captured  # type: ignore[union-attr]
     assert [set(after) for after in again] == [set(before) for before in captured]
     first, second = target.new_cache(1, 100), target.new_cache(1, 100)
-    assert first.keys.data_ptr() != second.keys.data_ptr()
-    first.keys.fill_(7.0)
-    address = first.keys.data_ptr()
-    del first
-    gc.collect()
-    third = target.new_cache(1, 120)
-    assert third.keys.data_ptr() == address and not third.keys.any() and third.lengths == [0]
+    lent = first.storage
+    assert lent is not None and lent is not second.storage
+    for give_back in (True, False):  # and without a word, when it is gone
+        lent.keys.fill_(7.0)
+        if give_back:
+            first.release()
+        del first
+        gc.collect()
+        first = target.new_cache(1, 120)
+        assert first.storage is lent and not lent.keys.any() and first.lengths == [0]
+        assert target.new_cache(1, 120).storage is not lent
 
 
 def test_paddings() -> None:

@@ -40,8 +40,8 @@ def test_commit_of_scattered_rows() -> None:
         for b, row in enumerate(expected):
             for layer in range(2):
                 want = torch.tensor(row)[None, :, None].expand(3, -1, 4) + 1000 * layer
-                assert torch.equal(cache.keys[layer, b, :, : len(row)], want)
-                assert torch.equal(cache.values[layer, b, :, : len(row)], -want)
+                keys, values = cache.views(0, len(row))
+                assert torch.equal(keys[layer][b], want) and torch.equal(values[layer][b], -want)
 
 
 def test_offset_writes_follow_uncommitted_rows() -> None:
@@ -60,7 +60,7 @@ def test_crop_forgets_only_the_end() -> None:
     """Catches a crop that grows the cache back over rows that were never committed."""
     cache = make(2)
     cache.at(4).update(numbered(2, 4, 0), numbered(2, 4, 0), 0)
-    cache.commit([[0, 1, 2, 3], [0, 1]])
+    cache.commit_first([4, 2])
     cache.crop([2, 2])
     assert cache.lengths == [2, 2]
     with pytest.raises(AssertionError):

@@ -235,7 +235,7 @@ def _prefill(state: DecodeState, drafter: "Drafter") -> None:
     """Run the prompts, sample each row's first token, and let the drafter begin."""
     device = state.target.device
     output = state.target.run(padded(state.tokens, device), state.cache, taps=drafter.taps)
-    state.cache.commit([list(range(length)) for length in state.prompt_lengths])
+    state.cache.commit_first(state.prompt_lengths)
     logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
     first = (
         most_likely(logits) if state.sampling.greedy else draw(state.sampling.probabilities(logits), state.generator)

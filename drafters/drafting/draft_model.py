@@ -37,7 +37,7 @@ def prefill(draft_model: TargetModel, cache: KVCache, state: DecodeState) -> Non
     """Take the prompts into a draft model's cache, all but the roots."""
     prompts = [row[:-1] for row in state.tokens]
     draft_model.run(padded(prompts, draft_model.device), cache)
-    cache.commit([list(range(len(prompt))) for prompt in prompts])
+    cache.commit_first([len(prompt) for prompt in prompts])
 
 
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:

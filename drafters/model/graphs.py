@@ -7,15 +7,13 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 """
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from .fused import Rope, signed
-from .kv_cache import KVCache
+from .kv_cache import CachePool, KVCache
 
 MOST_ROWS = 64  # longer blocks are prompts: they have work enough to hide their launches
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)
@@ -31,20 +29,6 @@ def seen_rows(end: int, capacity: int) -> int:
     """How many cache rows attention reads where ``end`` are in use."""
     step = 256 if end <= 2048 else 1024
     return min(-(-end // step) * step, capacity)
-
-
-class StaticRows:
-    """The part of a cache that a captured forward sees: what an attention layer calls ``update`` of."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, seen: int) -> None:
-        self._keys, self._values, self._index, self._seen = keys, values, slots[:, None, :, None], seen
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write ``[B, kv_heads, R, head_dim]`` to the slots; all rows up to ``seen``."""
-        index = self._index.expand_as(keys)
-        self._keys[layer].scatter_(2, index, keys)
-        self._values[layer].scatter_(2, index, values)
-        return self._keys[layer][:, :, : self._seen], self._values[layer][:, :, : self._seen]
 
 
 class Static:
@@ -120,34 +104,6 @@ class Static:
         return positions, slots, biases
 
 
-class StaticCaches:
-    """Caches for captured forwards, which are bound to their memory: one that is free again is used again."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def take(
-        self, config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, layers: int
-    ) -> KVCache:
-        """An empty cache of at least ``capacity`` rows and those that padding may write.
-
-        Raises:
-            ValueError: less memory than it needs.
-        """
-        capacity = 1 << max(capacity + MOST_ROWS - 1, 511).bit_length()
-        free = self._free.setdefault((batch, capacity, layers), [])
-        if not free:
-            with torch.inference_mode(False):
-                new = KVCache.for_config(config, batch, capacity, dtype, device, layers)
-            free.append((new.keys, new.values))
-        keys, values = free.pop()
-        cache = KVCache.for_config(
-            config, batch, capacity, dtype, device, layers, storage=(keys.zero_(), values.zero_())
-        )
-        weakref.finalize(cache, free.append, (keys, values)).atexit = False
-        return cache
-
-
 class Graphs:
     """The captured forwards of one target and of what drafts for it, and the caches they are bound to.
 
@@ -155,7 +111,7 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.caches = device, StaticCaches()
+        self.device, self.caches = device, CachePool()
         self._captured: dict[tuple[Any, ...], Static] = {}
         self._pool: Any = None
         self.broken: str | None = None
@@ -165,7 +121,7 @@ class Graphs:
         return (
             self.broken is None
             and cache is not None
-            and cache.static
+            and cache.storage is not None
             and padded_rows_fit(rows, offset)
             and max(cache.lengths) + offset > 0
         )
@@ -201,7 +157,9 @@ class Graphs:
         rows = padded_rows(count)
         temporary = padded_rows(offset + rows)
         seen = seen_rows(max(cache.lengths) + offset + rows, cache.capacity)
-        key = (name, cache.keys.data_ptr(), batch, rows, temporary, seen, taps, [x.dtype for x in inputs].__repr__())
+        storage = cache.storage  # not the cache: its memory is lent anew once it is gone
+        assert storage is not None
+        key = (name, storage, batch, rows, temporary, seen, taps, [x.dtype for x in inputs].__repr__())
         static = self._captured.get(key)
         if static is None:
             with torch.inference_mode(False):
@@ -210,12 +168,11 @@ class Graphs:
         if key not in self._captured:
             windows = {window for _, _, window in layers}
             rope = table(cache.capacity + MOST_ROWS)
-            keys, values = cache.keys, cache.values  # not the cache: its memory is lent anew once it is gone
 
             def forward() -> None:
-                positions, slots, biases = static.rows_of_step(seen, windows, groups, keys.dtype)
+                positions, slots, biases = static.rows_of_step(seen, windows, groups, storage.keys.dtype)
                 turn = signed((rope[0][positions], rope[1][positions]))
-                view, hidden, collected = StaticRows(keys, values, slots, seen), prologue(*static.inputs), {}
+                view, hidden, collected = storage.at(slots, seen), prologue(*static.inputs), {}
                 for index, layer, window in layers:
                     if index in taps:
                         collected[index] = hidden

@@ -7,6 +7,9 @@ needs no clean-up: its rows lie beyond the length and are overwritten. And after
 """
 
 import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -17,6 +20,34 @@ from .files import free_memory
 _SMALL = 1 << 26  # bytes that nobody asks about
 
 
+@dataclass(eq=False)
+class Storage:
+    """Keys and values ``[layers, batch, kv_heads, capacity, head_dim]`` that captured forwards are bound to."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def at(self, slots: torch.Tensor, seen: int) -> "StorageRows":
+        """Directed at ``slots [B, R]``, its first ``seen`` rows to be read."""
+        return StorageRows(self, slots[:, None, :, None], seen)
+
+
+@dataclass
+class StorageRows:
+    """What an attention layer of a captured forward calls ``update`` of."""
+
+    storage: Storage
+    index: torch.Tensor
+    seen: int
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write ``[B, kv_heads, R, head_dim]`` to the slots; all rows up to ``seen``."""
+        index, all_keys, all_values = self.index.expand_as(keys), self.storage.keys[layer], self.storage.values[layer]
+        all_keys.scatter_(2, index, keys)
+        all_values.scatter_(2, index, values)
+        return all_keys[:, :, : self.seen], all_values[:, :, : self.seen]
+
+
 class KVCache:
     """Keys and values of ``layers`` layers, ``[layers, batch, kv_heads, capacity, head_dim]`` each.
 
@@ -25,10 +56,10 @@ class KVCache:
 
     Args:
         device: of all layers, or a list with each layer's; layers that lie together must follow each other.
-        storage: keys and values to use, zeroed; None makes them.
+        storage: what to use, zeroed; None makes it.
 
     Attributes:
-        keys, values: of the layers on the first device, which are all but where the target spans several.
+        storage: what captured forwards are bound to; None for a cache that is not made for them.
     """
 
     def __init__(
@@ -40,18 +71,21 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str | list[torch.device],
-        storage: tuple[torch.Tensor, torch.Tensor] | None = None,
+        storage: Storage | None = None,
     ) -> None:
         shape = (batch, kv_heads, capacity, head_dim)
-        self.static = storage is not None  # captured graphs are bound to these very tensors
+        self.storage = storage
         each = device if isinstance(device, list) else [torch.device(device)] * layers
         runs = [(place, len(list(run))) for place, run in itertools.groupby(each)]
         # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
-        self._parts = [storage] if storage is not None else [_zeros((count, *shape), dtype, at) for at, count in runs]
-        self.keys, self.values = self._parts[0]
-        assert len(each) == layers == sum(len(keys) for keys, _ in self._parts) and self.keys.shape[1:] == shape
+        self._parts = [_zeros((count, *shape), dtype, at) for at, count in runs] if storage is None else []
+        if storage is not None:
+            self._parts = [(storage.keys, storage.values)]
+        assert len(each) == layers == sum(len(keys) for keys, _ in self._parts)
+        assert all(keys.shape[1:] == shape for keys, _ in self._parts)
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
+        self._returned: Callable[[], object] = _nowhere
         self._end = 0
         # Of each new row, where batch rows differ in length; each layer's.
         self._slots: tuple[torch.Tensor, ...] | None = None
@@ -68,7 +102,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str | list[torch.device],
         layers: int | None = None,
-        storage: tuple[torch.Tensor, torch.Tensor] | None = None,
+        storage: Storage | None = None,
     ) -> "KVCache":
         """A cache of the shape that ``config``'s attention layers write.
 
@@ -143,10 +177,66 @@ class KVCache:
                     values[:, b, :, target] = values[:, b].index_select(2, source)
             self.lengths[b] = start + len(kept)
 
+    def commit_first(self, counts: list[int]) -> None:
+        """Keep, for batch row ``b``, the first ``counts[b]`` rows after its length, and forget the rest."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
     def crop(self, lengths: list[int]) -> None:
         """Forget committed rows beyond ``lengths[b]``."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
         self.lengths = list(lengths)
+
+    def copy_row(self, row: int, alone: "KVCache") -> None:
+        """Make batch row ``row`` what the only row of another cache is."""
+        end = self.lengths[row] = alone.lengths[0]
+        for ours, theirs in zip(self._parts, alone._parts, strict=True):
+            for values, others in zip(ours, theirs, strict=True):
+                values[:, row, :, :end] = others[:, 0, :, :end]
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Do not lend the memory anew while ``stream`` may still work on it."""
+        for tensor in itertools.chain.from_iterable(self._parts):
+            tensor.record_stream(stream)
+
+    def release(self) -> None:
+        """Give the memory up, so that the next cache can have it; this one is of no more use."""
+        self._parts, self._slots, self.storage = [], None, None
+        self._new = self._seen = self._all = ((), ())
+        self._returned()
+
+    @classmethod
+    def nothing(cls) -> "KVCache":
+        """No cache yet: room for no rows."""
+        return cls(1, 0, 0, 0, 0, torch.float32, "cpu")
+
+
+class CachePool:
+    """Caches for captured forwards, which are bound to their memory: one that is free again is used again."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, ...], list[Storage]] = {}
+
+    def take(
+        self, config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, layers: int
+    ) -> KVCache:
+        """An empty cache of at least ``capacity`` rows, a power of two.
+
+        Raises:
+            ValueError: less memory than it needs.
+        """
+        capacity = 1 << max(capacity - 1, 511).bit_length()
+        free = self._free.setdefault((batch, capacity, layers), [])
+        shape = config, batch, capacity, dtype, device, layers
+        if not free:
+            with torch.inference_mode(False):
+                free.append(Storage(*KVCache.for_config(*shape)._parts[0]))
+        storage = free.pop()
+        storage.keys.zero_(), storage.values.zero_()
+        cache = KVCache.for_config(*shape, storage=storage)
+        returned = weakref.finalize(cache, free.append, storage)
+        returned.atexit = False
+        cache._returned = returned
+        return cache
 
 
 def cache_bytes(
@@ -162,6 +252,10 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def _nowhere() -> None:
+    """Where the memory of a cache goes that was not lent."""
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,7 +114,7 @@ def check_head(head: Any, config: PretrainedConfig) -> None:
         cache = KVCache.for_config(config, 1, PROBE, whole.dtype, whole.device, layers=1)
         first, last = ([part[:, :-1] for part in states], [part[:, -1:] for part in states])
         head(*first, positions[:, :-1], cache=cache.at(PROBE - 1))
-        cache.commit([list(range(PROBE - 1))])
+        cache.commit_first([PROBE - 1])
         alone = head(*last, positions[:, -1:], cache=cache.at(1))
     except (AttributeError, TypeError, RuntimeError, ValueError, KeyError) as error:
         raise no_head(config, error) from error

@@ -103,7 +103,7 @@ def graphs_agree(target: "TargetModel", graphs: "Graphs", bounds: list[float]) -
         captured = target.new_cache(2, 32)
         for cache in (plain, captured):  # a prompt is never captured
             target.run(tokens[:, :6], cache)
-            cache.commit([list(range(6)), list(range(4))])
+            cache.commit_first([6, 4])
         for turn in range(2):
             for count, tree, kept in steps:
                 fed, depths = tokens[:, turn : turn + count], None if tree is None else tree.sum(-1) - 1
@@ -261,7 +261,7 @@ def _through(target: "TargetModel", index: int, hidden: torch.Tensor, dtype: tor
     found = []
     for first, end in ((0, 6), (6, 8), (8, 9)):
         found.append(run(hidden[:, first:end]))
-        cache.commit([list(range(end - first))])
+        cache.commit_first([end - first])
     # The second row is a sibling of the third: nobody but itself may see it.
     see = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool, device=target.device)
     tree = torch.cat([hidden[:, 9:10], hidden[:, 1:2], hidden[:, 10:]], dim=1)

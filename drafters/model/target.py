@@ -18,7 +18,7 @@ from drafters.choices import Engine, Quantization
 from .clock import model_time
 from .files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
 from .fused import FusedLayer, FusedNorm, signed, why_not
-from .graphs import Graphs, same
+from .graphs import MOST_ROWS, Graphs, same
 from .kv_cache import KVCache
 from .linear import Product
 from .loading import DeviceMap, layer_devices, load_model
@@ -216,8 +216,9 @@ class TargetModel:
             ValueError: the memory does not suffice.
         """
         if self._graphs is not None:
+            rows = capacity + MOST_ROWS  # which padding may write
             return self._graphs.caches.take(
-                self.config, batch, capacity, self.dtype, self.device, layers or self.num_layers
+                self.config, batch, rows, self.dtype, self.device, layers or self.num_layers
             )
         where = self._devices if self._devices is not None and layers is None else self.device
         return KVCache.for_config(self.config, batch, capacity, self.dtype, where, layers)

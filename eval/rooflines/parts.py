@@ -13,6 +13,7 @@ from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.decoding.sampling import most_likely
 from drafters.eagle import EagleDrafter, EagleHead
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.model.kv_cache import cache_bytes
 from drafters.replay import ReplayDrafter
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def copy_bandwidth(device: torch.device, tries: int = 9) -> float:
 
 def bytes_per_step(target: TargetModel, context: int) -> dict[str, int]:
     """What decoding one token must read: weights and cache."""
-    cache = target.new_cache(1, 1)
-    return {"weights": target.bytes_read(), "cache": context * (cache.keys.nbytes + cache.values.nbytes)}
+    return {"weights": target.bytes_read(), "cache": cache_bytes(target.config, 1, context, target.dtype)}
 
 
 def verification_seconds(
@@ -50,7 +50,7 @@ def verification_seconds(
     ids = torch.randint(target.vocab_size, (1, context + max(rows)), generator=generator).to(target.device)
     cache = target.new_cache(1, context + max(rows))
     target.run(ids[:, :context], cache)
-    cache.commit([list(range(context))])
+    cache.commit_first([context])
 
     def forwards(count: int, size: int) -> float:
         wait(target.device)
