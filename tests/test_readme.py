@@ -13,6 +13,13 @@ from eval.figures.metrics import ends_in_loop
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+RESULTS = ROOT / "docs" / "results" / "2-core-cpu"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def report(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name / "report.json").read_text())
+    return found
 
 
 def test_the_first_python_example_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,15 +68,68 @@ def test_no_row_claims_several_drafts_where_there_is_one() -> None:
 
 def test_the_front_page_says_how_long_its_prompts_are_and_who_is_fastest() -> None:
     """Catches prompts that flatter a method unsaid, and a trained head quoted without the lookup that beats it."""
-    results = ROOT / "docs" / "results" / "2-core-cpu"
-
-    def report(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((results / name / "report.json").read_text())
-        return found
-
     mean = report("speed-bf16")["environment"]["prompt_set"]["prompt_tokens"]["mean"]
     assert f"{mean:.0f} tokens on average" in README
     real = [report(f"real-data/{name}")["rows"] for name in ("mt_bench", "spec_bench", "gsm8k")]
     for label in ("prompt_lookup", "EAGLE, chain"):
         rows = [row for rows in real for row in rows if row["drafter"] == label]
         assert ", ".join(f"{row['speedup']:.2f}" for row in rows) in README
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """A row of the report as the pages' columns put it."""
+    interval = "" if row["tau"] == 1 else " ({:.2f} to {:.2f})".format(*row["speedup_ci"])
+    return {
+        "tau": f"{row['tau']:.2f}",
+        "tau, no loops": f"{row['tau_without_loops']:.2f}",
+        "tokens/s": f"{row['tokens_per_second']:.0f}",
+        "speedup (95% interval)": f"{row['speedup']:.2f}{interval}",
+        "speedup, no loops": f"{row['speedup_without_loops']:.2f}",
+        "overhead": f"{row['overhead']:.1%}",
+    }
+
+
+@pytest.mark.parametrize(("page", "at_least"), [("README.md", 14), ("docs/results.md", 18)])
+def test_the_table_is_what_was_measured(page: str, at_least: int) -> None:
+    """Catches a table of an earlier run beside a newer report, a slip of the pen, and a lossy row that says nothing."""
+    measured = report("speed-bf16")
+    rows = {row["drafter"].lower(): row for row in measured["rows"] if row["temperature"] == 0}
+    rows["plain decoding"] = rows.pop("autoregressive")
+    lines = (ROOT / page).read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("| drafter | tau"))
+    names = [name.strip() for name in lines[start].split("|")[2:-1]]
+    found = 0
+    for line in lines[start + 3 :]:  # below the rule and stock `generate`
+        if not line.startswith("|"):
+            break
+        label, *cells = (cell.strip() for cell in line.replace("**", "").split("|")[1:-1])
+        key = max((key for key in rows if label.lower().startswith(key)), key=len)
+        row = rows.pop(key)
+        assert dict(zip(names, cells, strict=True)) == {name: shown(row)[name] for name in names}, label
+        assert row["lossless"] or f"lossy: perplexity {row['perplexity']:.2f}" in label
+        found += 1
+    assert found >= at_least
+    assert all("paper" in key or "released" in key for key in rows), f"{page} leaves out {list(rows)}"
+    baseline = measured["baseline"]
+    speed, share = baseline["stock_generate_tokens_per_second"], 1 / baseline["over_stock_generate"]
+    assert [cell.strip() for cell in lines[start + 2].split("|") if cell.strip()][1:] == [
+        f"{speed:.0f}",
+        f"{share:.2f}",
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
+def test_pages_name_what_is_there(page: Path) -> None:
+    """Catches a link or a config that was moved or renamed, and a page that the index of docs/ forgets."""
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert not [link for link in links if link and not (page.parent / link).exists()]
+    if page.name != "CONTRIBUTING.md":  # whose example brings a config of its own
+        assert not [name for name in re.findall(r"configs/[\w./-]+\.\w+", text) if not (ROOT / name).is_file()]
+    if page.parent.name == "docs" and page.name != "README.md":
+        assert f"]({page.name})" in (ROOT / "docs" / "README.md").read_text()
+
+
+def test_the_front_page_is_short() -> None:
+    """Catches a front page that grows back into a manual."""
+    assert len(README.splitlines()) < 130
