@@ -3,9 +3,12 @@
 import ast
 import os
 import re
+import shutil
 import stat
 import subprocess
+import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
@@ -70,12 +73,31 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_every_package_is_installed() -> None:
+def test_every_package_of_the_library_is_installed() -> None:
     """Catches a new package that works in the clone and is missing from an installed copy."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    present = {str(path.parent.relative_to(ROOT)).replace(os.sep, ".") for path in sources(*PACKAGES)}
-    assert listed == present
-    assert all((ROOT / name.replace(".", "/") / "__init__.py").is_file() for name in present)
+    folders = {path.parent for path in sources(*PACKAGES)}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+    library = {str(folder.relative_to(ROOT)).replace(os.sep, ".") for folder in folders}
+    assert listed == {name for name in library if name.split(".")[0] == "drafters"}
+
+
+def test_a_wheel_holds_the_library_alone(tmp_path: Path) -> None:
+    """Catches `train` and `eval` as top-level names of site-packages, and an editable install without them."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("drafters", "train"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta as b; b.build_wheel('whole'); b.build_editable('editable')"
+    for folder in ("whole", "editable"):
+        (tmp_path / folder).mkdir()
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (whole,), (editable,) = (list((tmp_path / folder).glob("*.whl")) for folder in ("whole", "editable"))
+    names = {name.split("/")[0] for name in zipfile.ZipFile(whole).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"drafters"}
+    with zipfile.ZipFile(editable) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(path).decode().strip() == str(tmp_path)
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT)))
