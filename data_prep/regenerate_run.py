@@ -11,10 +11,11 @@ from typing import Any
 from drafters import TargetModel, drafter_class, make_drafter
 from drafters.base import LearnedDrafter
 from drafters.checkpoint import drafter_type
+from drafters.files import replace_text
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device
 from drafters.program import command
-from drafters.provenance import git_commit, library_versions, replace_text
+from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import EndpointAnswers
 from .answers.journal import Batch, Conversation, Journal, check_identity, read_journals, replay

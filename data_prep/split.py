@@ -12,8 +12,9 @@ import json
 import random
 from pathlib import Path
 
+from drafters.files import replace_text
 from drafters.program import command, keeping, run_program
-from drafters.provenance import changes, replace_text
+from drafters.provenance import changes
 
 from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
 from .disk import check_room, source_bytes

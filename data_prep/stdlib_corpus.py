@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from drafters.files import replace_text
 from drafters.program import command, keeping, run_program
-from drafters.provenance import replace_text
 
 from .disk import check_room, existing_folder
 

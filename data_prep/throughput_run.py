@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from drafters.environment import environment, load_average
+from drafters.files import replace_text
 from drafters.model.target import TargetModel
-from drafters.provenance import peak_memory_bytes, replace_text
+from drafters.provenance import environment, load_average, peak_memory_bytes
 
 from .dialogues.encoding import load_tokenizer
 from .disk import existing_folder

@@ -7,7 +7,6 @@ another target is a ``ValueError`` that names both sides and the fix.
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,10 +29,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.config import Config, validate
+from drafters.files import replace_text, replacing, save_tensors
 from drafters.hub import look_up
 from drafters.model_card import model_card
 from drafters.paths import check_source
-from drafters.tensor_files import save_tensors
 from drafters.wording import shortened, with_article
 
 FORMAT_VERSION = 1
@@ -122,20 +121,11 @@ def save_checkpoint(
     weights = {name: _portable(value, dtype) for name, value in state.items()}
     _check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    new_weights = folder / f".{WEIGHTS_FILE}.tmp"
-    new_config = folder / f".{CONFIG_FILE}.tmp"
-    try:
+    text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    with replacing(folder / WEIGHTS_FILE) as new_weights:
         save_tensors(weights, new_weights, {"format": "pt"})
-        text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
-        new_config.write_text(text, encoding="utf-8")
-        _sync(new_config)
         (folder / CONFIG_FILE).unlink(missing_ok=True)  # from here until the last line the folder does not load
-        new_weights.replace(folder / WEIGHTS_FILE)
-        new_config.replace(folder / CONFIG_FILE)
-        _sync(folder)
-    finally:
-        new_weights.unlink(missing_ok=True)
-        new_config.unlink(missing_ok=True)
+    replace_text(folder / CONFIG_FILE, text)
 
 
 def load_checkpoint(
@@ -414,17 +404,6 @@ def _dtype(value: Tensor) -> str:
 
 def _count(weights: Mapping[str, Tensor]) -> int:
     return sum(value.numel() for value in weights.values())
-
-
-def _sync(path: Path) -> None:
-    """Make the file or folder survive a power cut."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _one_line(error: Exception) -> str:

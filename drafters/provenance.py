@@ -1,4 +1,4 @@
-"""What a result was made with, and files that a kill leaves whole: shared by the library and its programs."""
+"""Where, when and with what a result was made, so that anyone can make it again."""
 
 import contextlib
 import os
@@ -6,7 +6,8 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,69 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from drafters.model.target import TargetModel
+
 UNCOMMITTED = " with uncommitted changes"
+MEASURED_WITH = ("torch", "transformers", "numpy")
+CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where a new YAML file counts as a change
+
+
+def environment(target: "TargetModel") -> dict[str, Any]:
+    """What a figure of ``target`` was measured with, and what ``measured_on`` says."""
+    return {
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "fingerprint": target.fingerprint(),
+            "parameters": target.parameters,
+        },
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "engine": target.engine,
+        "quantize": target.quantize,
+    } | measured_on(target.device)
+
+
+def measured_on(device: "torch.device") -> dict[str, Any]:
+    """Device, date and load beside ``machine``; ``load_average`` tells whether other work disturbed the timing."""
+    return {
+        "device": str(device),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": load_average(),
+    } | machine(device)
+
+
+def machine(device: "torch.device") -> dict[str, Any]:
+    """Processor, threads, libraries and commit."""
+    import torch  # here, for what asks for less: a program's first seconds do without it
+
+    root = Path(__file__).resolve().parents[1]
+    commit, dirty = git_commit(root), None
+    if commit is not None:
+        new = _git(root, "ls-files", "--others", "--exclude-standard", "--", *(f"{name}/*.yaml" for name in CONFIGS))
+        commit, dirty = commit.removesuffix(UNCOMMITTED), commit.endswith(UNCOMMITTED) or bool(new)
+    return {
+        **hardware(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "versions": library_versions(*MEASURED_WITH),
+        "commit": commit,
+        "dirty": dirty,
+    }
+
+
+def hardware(device: "torch.device") -> dict[str, Any]:
+    """Processor, its cores for this process, and GPU."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"cpu": cpu_name(), "cpu_cores": cpu_cores(), "gpu": gpu}
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run, averaged over the last minute; None where the system does not tell."""
+    with contextlib.suppress(OSError, AttributeError):
+        return round(os.getloadavg()[0], 2)
+    return None
 
 
 def git_commit(root: Path) -> str | None:
@@ -23,20 +86,19 @@ def git_commit(root: Path) -> str | None:
     ``UNCOMMITTED`` is appended if a tracked file of the checkout differs from the commit, or if there is a Python file
     that git neither tracks nor ignores, which could be imported. Other untracked files (data, notes) do not count.
     """
-
-    def git(*arguments: str) -> str:
-        ask = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
-        return ask.stdout.strip()
-
     try:
-        if not git("ls-files"):  # installed inside somebody else's checkout, whose commit says nothing about this code
+        if not _git(root, "ls-files"):  # installed inside somebody else's checkout, whose commit says nothing
             return None
-        commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        changed = changed or git("ls-files", "--others", "--exclude-standard", "--", ":/*.py")
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        changed = changed or _git(root, "ls-files", "--others", "--exclude-standard", "--", ":/*.py")
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + UNCOMMITTED if changed else commit
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def library_versions(*names: str) -> dict[str, str]:
@@ -45,7 +107,7 @@ def library_versions(*names: str) -> dict[str, str]:
     Raises:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
-    import torch  # here, for what needs no more of this module than to write files
+    import torch
 
     # A package's metadata may leave torch's build out.
     found = {name: str(torch.__version__) if name == "torch" else metadata.version(name) for name in names}
@@ -79,44 +141,3 @@ def cpu_name() -> str:
 def cpu_cores() -> int | None:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8 so that a kill or a power cut leaves the old file or the new one, never a part.
-
-    Raises:
-        OSError: it cannot be written, and the error names ``path``; the old file stays.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        with naming(path):
-            temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of writing ``path`` name it: that of a full disk names no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def sync_folder(path: Path) -> None:
-    """Make the renames in a folder survive a power cut; some file systems cannot, and need not."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from data_prep.progress import Bar
 from drafters import TargetModel
-from drafters.environment import environment, load_average
+from drafters.files import replace_text
 from drafters.model.kv_cache import KVCache
-from drafters.provenance import peak_memory_bytes, replace_text
+from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.batch_cost import BatchCostConfig
 from eval.measure.energy import Meter
 from eval.report.page import machine_line, number, software_line, target_line

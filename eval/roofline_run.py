@@ -1,7 +1,6 @@
 """What eval.roofline does with its config."""
 
 import json
-import os
 import shlex
 import statistics
 from collections.abc import Callable
@@ -12,8 +11,8 @@ import torch
 from rich.console import Console
 
 from drafters import TargetModel
-from drafters.environment import environment, load_average
-from drafters.provenance import peak_memory_bytes, replace_text
+from drafters.files import replace_text
+from drafters.provenance import cpu_cores, environment, load_average, peak_memory_bytes
 from drafters.wording import size_text
 from eval.entries import check_folder
 from eval.report.page import machine_line, number, software_line, target_line
@@ -32,7 +31,7 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    out = config.out or Path("docs/results") / machine()
+    out = config.out or Path("docs/results") / machine_folder()
     check_folder(out)
     positions = config.context + config.new_tokens + max(config.rows) + 128
     how = config.dtype, config.device, config.engine, config.quantize, config.seed
@@ -92,12 +91,11 @@ def median_of(taken: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def machine() -> str:
+def machine_folder() -> str:
     """A folder's name for this machine: its GPU, or how many CPU cores it has."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name().lower().replace(" ", "-")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores}-core-cpu"
+    return f"{cpu_cores()}-core-cpu"
 
 
 def markdown(found: dict[str, Any]) -> str:

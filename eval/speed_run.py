@@ -13,9 +13,8 @@ from drafters import TargetModel
 from drafters.choices import Engine, Quantization
 from drafters.decoding.loop import eos_ids
 from drafters.drafting.draft_model import load_draft_model
-from drafters.environment import environment, load_average
 from drafters.program import keeping
-from drafters.provenance import peak_memory_bytes
+from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.entries import STOCK, StockEntry
 from eval.measure.energy import Meter
 from eval.measure.identity import Identity, conditions, digest

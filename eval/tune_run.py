@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from drafters.provenance import replace_text
+from drafters.files import replace_text
 from eval import speed_run
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import MeasurementError

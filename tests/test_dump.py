@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import tiny_run
 import torch
 from chat_formats import dialogue
@@ -19,7 +20,6 @@ from data_prep.store.dump import IN_FLIGHT, Background, plan_batches
 from data_prep.store.manifest import plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import StoreWriter
-from drafters import tensor_files
 from drafters.config import load_config
 
 
@@ -77,7 +77,7 @@ def test_an_error_reaches_the_caller_and_stops_the_rest() -> None:
 
 def disk_full_after(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk holds so many shards and half of another one."""
-    exact, written = tensor_files.save_file, []
+    exact, written = safetensors.torch.save_file, []
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
         if len(written) == shards:
@@ -86,7 +86,7 @@ def disk_full_after(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
         written.append(path)
         exact(tensors, path)
 
-    monkeypatch.setattr(tensor_files, "save_file", save_file)
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_dump(

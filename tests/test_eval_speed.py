@@ -21,7 +21,7 @@ from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.sampling import Sampling
-from drafters.environment import environment
+from drafters.provenance import environment
 from drafters.speculative import SpeculativeDrafter
 from eval.entries import STOCK
 from eval.measure.energy import Meter

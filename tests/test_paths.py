@@ -1,4 +1,4 @@
-"""drafters/paths.py and drafters/tensor_files.py: what may be opened, and who may read what was written."""
+"""drafters/paths.py and drafters/files.py: what may be opened, and who may read what was written."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ from drafters.checkpoint import load_checkpoint, load_state, make_config, save_c
 from drafters.drafting.draft_model import load_draft_model
 from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.eagle import EagleHead
+from drafters.files import save_tensors
 from drafters.ouroboros import PhrasePool
-from drafters.tensor_files import save_tensors
 
 OPENERS: dict[str, Callable[[str], object]] = {
     "target": lambda path: TargetModel.from_pretrained(path, "float32", "cpu"),

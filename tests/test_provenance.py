@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.provenance import UNCOMMITTED, git_commit, library_versions, replace_text
+from drafters.files import replace_text
+from drafters.provenance import UNCOMMITTED, git_commit, library_versions
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -27,9 +27,8 @@ LONGEST_MODULE, LONGEST_FUNCTION = 450, 100  # lines
 # has a place of its own; files that are not named here (methods, programs) stand on the right of all.
 HOUSE = {
     "drafters": [
-        "checkpoint choices config hub model_card paths program provenance tensor_files text_files wording",
+        "checkpoint choices config files hub model_card paths program provenance text_files wording",
         "model",
-        "environment",
         "decoding",
         "base methods",
         "drafting",

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from data_prep.store.manifest import StoreManifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
-from drafters import tensor_files
 
 HIDDEN, TAPS = 6, [1, 3]
 NEWER = ("consumed", "chat_template", "plan")
@@ -138,7 +138,7 @@ def test_interrupted_writing_continues_to_the_same_bytes(tmp_path: Path) -> None
     write_all(tmp_path / "whole")
     broken = tmp_path / "broken"
     write_all(broken, stop=2)
-    (broken / "shard-00002.safetensors.tmp").write_bytes(b"half")  # died while writing
+    (broken / ".shard-00002.safetensors.tmp").write_bytes(b"half")  # died while writing
     (broken / "shard-00002.safetensors").write_bytes(b"not in the manifest")  # or between shard and manifest
     with pytest.raises(ValueError, match=r"half written \(3 dialogues in 2 shards so far\); run the same"):
         FeatureStore.open(broken)
@@ -327,7 +327,7 @@ def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with StoreWriter(tmp_path, header()) as writer:
         writer.write(make_shard(0))
-        monkeypatch.setattr(tensor_files, "save_file", disk_full)
+        monkeypatch.setattr(safetensors.torch, "save_file", disk_full)
         with pytest.raises(
             OSError, match=r"disk is full; the 1 shards before it \(2 dialogues\) are kept.*same command"
         ) as error:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
+from drafters.files import replace_text
 from drafters.program import Failure
-from drafters.provenance import replace_text
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.run.endings import step_limit

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from drafters.files import replace_text
 from drafters.program import run_program
-from drafters.provenance import replace_text
 from train.run.files import StateFolder, read_metrics
 
 SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better

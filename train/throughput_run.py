@@ -2,18 +2,16 @@
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_prep.progress import Bar
-from drafters.environment import load_average
-from drafters.provenance import cpu_cores, git_commit, library_versions, replace_text
+from drafters.files import replace_text
+from drafters.provenance import measured_on
 from drafters.wording import size_text
 from train.bench.sides import Side, from_config, from_shape
 from train.config import TrainConfig
@@ -51,21 +49,7 @@ def report(sides: dict[str, Side], what: dict[str, Any], device: torch.device) -
     figures["ratio"] = _median([one / other for one, other in pairs])
     if first.peak_bytes and second.peak_bytes:
         figures["peak_ratio"] = max(first.peak_bytes) / max(second.peak_bytes)
-    return {"sides": list(sides), **figures, **what, "environment": environment(device)}
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Machine, libraries, commit and date; ``load_average`` tells whether other work disturbed the timing."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "cpu_cores": cpu_cores(),
-        "threads": torch.get_num_threads(),
-        "load_average": load_average(),
-        "platform": platform.platform(),
-        "versions": library_versions("torch", "transformers"),
-        "commit": git_commit(Path(__file__).resolve().parent),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return {"sides": list(sides), **figures, **what, "environment": measured_on(device)}
 
 
 def describe(result: dict[str, Any]) -> str:

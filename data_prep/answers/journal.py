@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from drafters.provenance import changes, replace_text
+from drafters.files import replace_text
+from drafters.provenance import changes
 
 from ..dialogues.reader import Dialogue, Message
 from ..disk import write_error

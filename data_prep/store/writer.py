@@ -12,8 +12,7 @@ from types import TracebackType
 
 import torch
 
-from drafters.provenance import replace_text, sync_folder
-from drafters.tensor_files import save_tensors
+from drafters.files import replace_text, replacing, save_tensors
 
 from ..disk import write_error
 from ..ranks import Rank
@@ -35,7 +34,6 @@ from .manifest import (
 from .quantise import to_storage
 from .reader import file_sha256, size_problem
 
-TEMPORARY = ".tmp"
 # Odd dialogues overflow one by one; so many mean that the dtype is too narrow, or the target broken.
 MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05
 
@@ -202,22 +200,19 @@ class StoreWriter:
     def _write_shard(self, shard: Shard, record: ShardRecord) -> None:
         """The file first, then its record; a shard of no dialogue has no file."""
         name = shard_file(record.number)
-        temporary = self.path / (name + TEMPORARY)
         try:
             if shard.lengths:
-                save_tensors(shard.tensors(), temporary)
-                record.entry = ShardEntry(
-                    file=name,
-                    dialogues=len(shard.lengths),
-                    tokens=sum(shard.lengths),
-                    bytes=temporary.stat().st_size,
-                    sha256=file_sha256(temporary),
-                )
-                temporary.rename(self.path / name)
-                sync_folder(self.path)
+                with replacing(self.path / name) as temporary:
+                    save_tensors(shard.tensors(), temporary)
+                    record.entry = ShardEntry(
+                        file=name,
+                        dialogues=len(shard.lengths),
+                        tokens=sum(shard.lengths),
+                        bytes=temporary.stat().st_size,
+                        sha256=file_sha256(temporary),
+                    )
             replace_text(self._record_file(record.number), record.model_dump_json())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise self._explain(error, name) from error
         self._records[record.number] = record
 
@@ -289,11 +284,10 @@ class StoreWriter:
 
     def _remove_temporaries(self) -> None:
         """What a dead process left of its share; the other ranks may be writing theirs."""
-        for pattern in (f"shard-*{TEMPORARY}", f".shard-*{TEMPORARY}"):
-            for leftover in self.path.glob(pattern):
-                number = leftover.name.lstrip(".").removeprefix("shard-").partition(".")[0]
-                if number.isdigit() and self.rank.takes(int(number)):
-                    leftover.unlink(missing_ok=True)
+        for leftover in self.path.glob(".shard-*.tmp"):
+            number = leftover.name.removeprefix(".shard-").partition(".")[0]
+            if number.isdigit() and self.rank.takes(int(number)):
+                leftover.unlink(missing_ok=True)
 
     def _remove_records(self) -> None:
         for file in self.path.glob(RECORDS):

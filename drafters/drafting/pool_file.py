@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from ..files import replacing
 from ..model.target import TargetModel
 from ..paths import readable
-from ..provenance import sync_folder
 from .draft_model import vocabulary
 from .phrase_pool import PhrasePool
 
@@ -47,17 +46,8 @@ def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
     }
     arrays = {name: np.array(column, dtype=np.int32) for name, column in zip(_ARRAYS, columns, strict=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(save(arrays, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with replacing(path) as temporary:
+        temporary.write_bytes(save(arrays, metadata))
 
 
 def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -> PhrasePool:

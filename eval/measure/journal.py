@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from drafters.decoding.trace import Step, Trace
+from drafters.files import naming
 from drafters.program import command
-from drafters.provenance import naming
 from eval.measure.identity import differing, digest
 from eval.measure.runner import Run
 from eval.prompts import Prompt

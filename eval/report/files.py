@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from drafters.files import replace_text
 from drafters.program import Failure
-from drafters.provenance import replace_text
 from eval.measure.journal import Journal
 from eval.report.page import markdown
 from eval.report.picture import draw

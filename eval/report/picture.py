@@ -10,6 +10,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
+from drafters.files import replacing  # noqa: E402
 from eval.report.rows import shown_name  # noqa: E402
 
 LOSSLESS, LOSSY, BASELINE = "#3b6ea8", "#c98a2b", "#9aa3ad"
@@ -36,10 +37,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, replacing a file at once, and release it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, dpi=150, format="png")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def _upper(row: dict[str, Any]) -> float:

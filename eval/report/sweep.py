@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from drafters.provenance import replace_text
+from drafters.files import replace_text
 from eval.report.files import PictureError
 from eval.report.page import Row, number, setting, shown_name, speedup_with_interval
 from eval.report.picture import Axes, plt, save

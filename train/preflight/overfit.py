@@ -19,8 +19,8 @@ from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
 from drafters.config import validate
+from drafters.files import replace_text
 from drafters.model.target import TargetModel
-from drafters.provenance import replace_text
 from train import runtime
 from train.config import TrainConfig
 from train.data.packing import Batch, collate, complete, shift

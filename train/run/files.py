@@ -17,16 +17,8 @@ from typing import Any
 
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
-from drafters.provenance import (
-    changes,
-    cpu_cores,
-    cpu_name,
-    git_commit,
-    library_versions,
-    naming,
-    replace_text,
-    sync_folder,
-)
+from drafters.files import naming, replace_text, sync_folder
+from drafters.provenance import changes, git_commit, hardware, library_versions
 from train.config import FREE_ON_RESUME, TrainConfig
 
 KEPT_STATES = 2
@@ -250,11 +242,7 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
         "arguments": arguments,
         "packing": PACKING,
         "ranks": ranks,
-        "hardware": {
-            "cpu": cpu_name(),
-            "cpu_cores": cpu_cores(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
+        "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "commit": git_commit(Path(__file__).resolve().parent),
         "versions": library_versions("torch", "transformers", "deepspeed", "safetensors"),
     }

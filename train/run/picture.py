@@ -10,6 +10,8 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter  # noqa: E402
 
+from drafters.files import replacing  # noqa: E402
+
 COLORS = ("#3b6ea8", "#c98a2b", "#4f8f5b", "#a8513b", "#7a5ba8", "#6b747d")
 
 Rows = list[dict[str, float]]
@@ -31,10 +33,9 @@ def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
     end = (summary["ended"] or "not ended").split(":")[0]
     figure.suptitle(f"{config.get('out')} (target {config.get('target')}, {end})\n{', '.join(facts)}", fontsize=11)
     figure.tight_layout()
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, dpi=110, format="png")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def panels(rows: Rows) -> list[tuple[str, list[Line], str]]:

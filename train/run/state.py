@@ -20,9 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data_prep.store.reader import file_sha256
+from drafters.files import replace_text, save_tensors
 from drafters.paths import readable
-from drafters.provenance import replace_text
-from drafters.tensor_files import save_tensors
 from train.run.files import StateFolder
 from train.runtime import Ranks
 

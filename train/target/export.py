@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafters.tensor_files import keep_mode
+from drafters.files import keep_mode
 from train.target.config import TargetConfig
 from train.target.files import Progress, replace_folder
 from train.target.model import Optimizer, build_model

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from drafters.files import save_tensors
 from drafters.provenance import git_commit, library_versions
-from drafters.tensor_files import save_tensors
 from train.target.config import TargetConfig
 
 if TYPE_CHECKING:

@@ -1,0 +1,91 @@
+"""Files as a user expects them: whole or not there, on the disk when they are said to be, readable for others."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write to the path given and it takes the place of ``path`` at the end: a kill or a power cut leaves the old file
+    or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written, and the error names ``path``; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with naming(path):
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8; raises OSError as ``replacing`` does."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of writing ``path`` name it: that of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync(path: Path) -> None:
+    """Write a file or folder through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the renames in a folder survive a power cut; some file systems cannot, and need not."""
+    with contextlib.suppress(OSError):
+        sync(path)
+
+
+def save_tensors(tensors: Mapping[str, "Tensor"], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file through to the disk, with the permissions that the umask gives to any new file.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
+    from safetensors import SafetensorError  # here: what writes text alone does without torch
+    from safetensors.torch import save_file
+
+    if path.exists():  # left by a process that was killed, and perhaps for its owner alone
+        path.unlink()
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # it wraps the system's error in text
+        full = "No space left" in str(error) or f"os error {errno.ENOSPC}" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+    keep_mode(path, mode)
+    sync(path)
+
+
+def keep_mode(path: Path, mode: int) -> None:
+    """Give a file the ``mode`` that a new one has; safetensors makes its own, which only their owner may read."""
+    if path.stat().st_mode != mode:  # some file systems know no modes
+        path.chmod(stat.S_IMODE(mode))
