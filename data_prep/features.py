@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 from drafters.choices import Dtype
 from drafters.config import Config, load_config
 from drafters.paths import check_model
-from drafters.program import keeping, run_program
+from drafters.program import CommandLine, keeping, run_program
 
 from .dialogues.reader import check_source
 from .disk import existing_folder
@@ -96,12 +96,10 @@ def check(config: FeaturesConfig) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.features", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--config", required=True, help="YAML file, see configs/features/")
+    parser = CommandLine("data_prep.features", __doc__, "YAML file, see configs/features/", "limit=1000 device=cuda")
     parser.add_argument("--verify", action="store_true", help="only check the finished stores against their checksums")
     add_rank_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 device=cuda")
-    return parser.parse_args(arguments)
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

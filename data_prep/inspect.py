@@ -10,7 +10,7 @@ byte. The last line is the verdict; the exit status is 1 if anything is not as i
 import argparse
 from pathlib import Path
 
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, positive, run_program
 
 from .store.manifest import MANIFEST, read_manifest
 
@@ -41,16 +41,13 @@ def find_stores(path: Path) -> list[Path]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.inspect", description=(__doc__ or "").split("\n\n")[0])
+    parser = CommandLine("data_prep.inspect", __doc__)
     parser.add_argument("store", type=Path, help="a store, or a folder of stores (what `out` was)")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
-    parser.add_argument("--sample", type=int, default=64, help="dialogues for the statistics (default 64)")
+    parser.add_argument("--sample", type=positive, default=64, help="dialogues for the statistics (default 64)")
     parser.add_argument("--dialogue", type=int, default=0, help="which one to decode (default 0, the first)")
     parser.add_argument("--tokenizer", help="folder or Hub repository, if not the target's")
-    parsed = parser.parse_args(arguments)
-    if parsed.sample < 1:
-        raise ValueError(f"--sample must be at least 1, found {parsed.sample}")
-    return parsed
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ start the same command once for each --rank, or under torchrun, deepspeed or sru
 together. A finished run leaves ``<out>`` and, with its settings and counts, ``<out>.json``.
 """
 
-import argparse
 from pathlib import Path
 from typing import Literal, Self
 
@@ -18,7 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 from drafters.config import Config, load_config
 from drafters.methods import check_method
 from drafters.paths import check_model
-from drafters.program import keeping, run_program
+from drafters.program import CommandLine, keeping, run_program
 
 from .answers.endpoint import EndpointConfig
 from .dialogues.reader import check_source
@@ -116,13 +115,9 @@ def unfinished(config: RegenerateConfig) -> Path:
 
 
 def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, Rank]:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.regenerate", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/regenerate/")
+    parser = CommandLine("data_prep.regenerate", __doc__, "YAML file, see configs/regenerate/", "limit=1000 batch=32")
     add_rank_arguments(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 batch=32")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse(arguments)
     rank = find_rank(parsed.rank, parsed.ranks)
     return load_config(RegenerateConfig, parsed.config, parsed.overrides), rank
 

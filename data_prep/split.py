@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from drafters.files import replace_text
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, positive, run_program
 from drafters.provenance import changes
 
 from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
@@ -107,14 +107,12 @@ def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.split", description=(__doc__ or "").split("\n\n")[0])
+    parser = CommandLine("data_prep.split", __doc__)
     parser.add_argument("source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:split]")
     parser.add_argument("--out", required=True, type=Path, help="folder of train.jsonl and heldout.jsonl")
-    parser.add_argument("--heldout", type=int, default=500, help="dialogues to hold out (default 500)")
+    parser.add_argument("--heldout", type=positive, default=500, help="dialogues to hold out (default 500)")
     parser.add_argument("--seed", type=int, default=0)
-    parsed = parser.parse_args(arguments)
-    if parsed.heldout < 1:
-        raise ValueError(f"--heldout must be at least 1, found {parsed.heldout}")
+    parsed = parser.parse(arguments)
     check_source(parsed.source)
     facts: dict[str, object] = {"source_digest": source_digest(parsed.source), "seed": parsed.seed}
     facts["wanted"] = parsed.heldout

@@ -8,7 +8,6 @@ corpus of prose and code on which a small target model can be trained on a lapto
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import inspect
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.files import replace_text
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, run_program
 
 from .disk import check_room, existing_folder
 
@@ -239,13 +238,13 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine("data_prep.stdlib_corpus", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="library to read")
     parser.add_argument("--max-dialogues", type=int, default=13_000, help="for training and held out")
     parser.add_argument("--max-chars", type=int, default=1600, help="longest answer; cut at a line")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     with keeping(lambda: f"to start again: {command()}"):
         manifest = write_corpus(args.out, args.stdlib, args.max_dialogues, args.seed, args.max_chars)
     print(json.dumps(manifest, indent=2))

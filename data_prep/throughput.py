@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from drafters.config import load_config
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, positive, run_program
 
 from .features import FeaturesConfig, check
 
@@ -32,18 +32,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_prep.throughput", description=(__doc__ or "").split("\n\n")[0]
+    parser = CommandLine(
+        "data_prep.throughput", __doc__, "YAML file, see configs/features/", "limit=1000 store_dtype=int8"
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/features/")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--split", help="which split to measure on (default: the config's first)")
-    parser.add_argument("--rounds", type=int, default=5, help="passes with each of the two (default 5)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example limit=1000 store_dtype=int8")
-    parsed = parser.parse_args(arguments)
-    if parsed.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, found {parsed.rounds}")
-    return parsed
+    parser.add_argument("--rounds", type=positive, default=5, help="passes with each of the two (default 5)")
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

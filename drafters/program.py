@@ -1,5 +1,6 @@
-"""A `main` as a program: what its user can mend, and Ctrl-C, end in one line instead of a stack trace."""
+"""A `main` as a program: its arguments; what its user can mend, and Ctrl-C, end in one line, not in a stack trace."""
 
+import argparse
 import atexit
 import contextlib
 import os
@@ -14,6 +15,40 @@ from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what Slurm and launchers end a run with
 LAUNCHERS = ("deepspeed", "torchrun", "deepspeed.pt")
+
+
+class CommandLine(argparse.ArgumentParser):
+    """The arguments of ``python -m program``; --help shows the docstring.
+
+    Args:
+        config: what --config takes, in a program that has one.
+        overrides: of what ``key=value`` on the command line is an example.
+    """
+
+    def __init__(
+        self, program: str, docstring: str | None, config: str | None = None, overrides: str | None = None
+    ) -> None:
+        look = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"python -m {program}", description=docstring, formatter_class=look)
+        if config is not None:
+            self.add_argument("--config", required=True, type=Path, help=config)
+        if overrides is not None:
+            self.add_argument("overrides", nargs="*", metavar="key=value", help=f"for example {overrides}")
+
+    def parse(self, given: list[str] | None) -> argparse.Namespace:
+        """``given``, or what this process was started with; ``command`` has all of it, for a report."""
+        given = sys.argv[1:] if given is None else given
+        parsed = self.parse_intermixed_args(given)
+        parsed.command = [*self.prog.split(), *given]
+        return parsed
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a number of something: 8000, 8_000 or 8,000."""
+    digits = text.replace("_", "").replace(",", "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(digits)
 
 
 class Failure(RuntimeError):

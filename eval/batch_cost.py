@@ -7,15 +7,13 @@ sizes alternate within the run; the figures are medians over their blocks of for
 batch_cost.md into ``out``.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from drafters.config import Config, load_config
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import check_entries, check_folder
 from eval.speed import TargetConfig
@@ -55,11 +53,7 @@ def check(config: BatchCostConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.batch_cost", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, help="YAML, see BatchCostConfig")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example context=512")
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(given)
+    parsed = CommandLine("eval.batch_cost", __doc__, "YAML, see BatchCostConfig", "context=512").parse(arguments)
     config = load_config(BatchCostConfig, parsed.config, parsed.overrides)
     check(config)
 
@@ -67,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     from eval.report.screen import make_console
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        run(config, ["python", "-m", "eval.batch_cost", *given], make_console())
+        run(config, parsed.command, make_console())
 
 
 if __name__ == "__main__":

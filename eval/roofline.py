@@ -10,8 +10,6 @@ steps of EAGLE and Kangaroo. Untrained heads are never accepted, so acceptance i
 Writes docs/results/<machine>/roofline-<shape>.json and .md.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -19,7 +17,7 @@ from pydantic import Field, model_validator
 
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, from_overrides
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, run_program
 from eval.entries import check_folder
 from eval.rooflines.shapes import check_shape
 
@@ -60,11 +58,9 @@ class RooflineConfig(Config):
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.roofline", description=__doc__.splitlines()[0])
+    parser = CommandLine("eval.roofline", __doc__, overrides="quantize=int8; see RooflineConfig")
     parser.add_argument("--shape", required=True, help="for example llama-7b; a wrong name lists all")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="see RooflineConfig")
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(given)
+    parsed = parser.parse(arguments)
     config = from_overrides(RooflineConfig, parsed.overrides)
     check_shape(parsed.shape)
     if config.out is not None:
@@ -74,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     from eval.roofline_run import run
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        run(parsed.shape, config, ["python", "-m", "eval.roofline", *given], make_console())
+        run(parsed.shape, config, parsed.command, make_console())
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ so far are in measurements.unfinished.*.jsonl, from which the same command goes 
 commit or machine are never mixed in. ``eval.sweep`` does this for several values of one key.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +15,7 @@ from pydantic import Field, model_validator
 
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, load_config
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import STOCK, DrafterEntry, StockEntry, check_entries, check_folder, paths_of
 from eval.prompts import PromptsConfig, check_prompt_file
@@ -121,13 +119,7 @@ def check(config: SpeedConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.speed", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, help="YAML, see SpeedConfig")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for example max_new_tokens=64 prompts.count=8"
-    )
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(given)
+    parsed = CommandLine("eval.speed", __doc__, "YAML, see SpeedConfig", "prompts.count=8").parse(arguments)
     config = load_config(SpeedConfig, parsed.config, parsed.overrides)
     check(config)
 
@@ -135,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     from eval.speed_run import run
 
     with keeping(lambda: f"nothing was measured since this start, and what was before stays; to go on: {command()}"):
-        run(config, ["python", "-m", "eval.speed", *given], make_console())
+        run(config, parsed.command, make_console())
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ Every value has its own plain decoding, over which its speedups are, and its own
 commit and machine is not measured again, and the one that was interrupted goes on after its last prompt.
 """
 
-import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from drafters.config import load_config, validate
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval import speed
 from eval.entries import check_folder
@@ -89,11 +86,7 @@ def check(config: SweepConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.sweep", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, type=Path, help="YAML, see SweepConfig")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example prompts.count=8")
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(given)
+    parsed = CommandLine("eval.sweep", __doc__, "YAML, see SweepConfig", "prompts.count=8").parse(arguments)
     config = load_config(SweepConfig, parsed.config, parsed.overrides)
     check(config)
 
@@ -101,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     from eval.sweep_run import run
 
     with keeping(lambda: f"the values measured are kept in {config.out}; to go on: {command()}"):
-        run(config, ["python", "-m", "eval.sweep", *given], make_console())
+        run(config, parsed.command, make_console())
 
 
 if __name__ == "__main__":

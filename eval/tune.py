@@ -12,17 +12,15 @@ that holds their ``out``, lists what was found. Run again, a search goes on wher
 Tune on prompts that are not measured afterwards. Lossy methods buy speed with quality: ``max_perplexity`` is the bound.
 """
 
-import argparse
 import os
 import random
-import sys
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from drafters.config import load_config, validate
-from drafters.program import command, keeping, run_program
+from drafters.program import CommandLine, command, keeping, run_program
 from eval import speed
 from eval.entries import check_folder
 
@@ -119,11 +117,8 @@ def common_folder(configs: dict[Path, TuneConfig]) -> Path:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, type=Path, help="YAML, see TuneConfig; or a folder of such files")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example prompts.count=8")
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(given)
+    parser = CommandLine("eval.tune", __doc__, "YAML, see TuneConfig; or a folder of such files", "prompts.count=8")
+    parsed = parser.parse(arguments)
     configs = load_configs(parsed.config, parsed.overrides)
     for config in configs.values():
         check(config)

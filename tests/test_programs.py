@@ -63,15 +63,24 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["splits.train=none.jsonl"], "no data file at none.jsonl"),
         (["dtype=int4"], "dtype: .*found 'int4'"),
     ],
-    "data_prep.throughput": [(["target=/none/x"], NO_FOLDER), (["--rounds", "0"], "--rounds must be at least 1")],
+    "data_prep.throughput": [
+        (["target=/none/x"], NO_FOLDER),
+        (["--rounds", "0"], "--rounds: must be a whole number of at least 1"),
+    ],
     "data_prep.regenerate": [
         (["source=none.jsonl"], "no data file"),
         (["target=./none"], NO_FOLDER),
         (["drafter.drafter=eagel"], "did you mean 'eagle'"),
         (["drafter.drafter=eagle", "drafter.checkpoint=./none"], NO_FOLDER),
     ],
-    "data_prep.split": [(["none.jsonl", "--out", "x"], "no data file at none.jsonl")],
-    "data_prep.inspect": [(["none"], "none"), (["none", "--sample", "0"], "--sample must be at least 1")],
+    "data_prep.split": [
+        (["none.jsonl", "--out", "x"], "no data file at none.jsonl"),
+        (["none.jsonl", "--out", "x", "--heldout", "0"], "--heldout: must be a whole number of at least 1, found .0."),
+    ],
+    "data_prep.inspect": [
+        (["none"], "none"),
+        (["none", "--sample", "0"], "--sample: must be a whole number of at least 1"),
+    ],
     "data_prep.stdlib_corpus": [(["--out", "prompts.jsonl"], "prompts.jsonl is a file")],
     "train/eagle.py": [
         (["target=./none"], NO_FOLDER),

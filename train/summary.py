@@ -5,14 +5,13 @@
 A run writes them when it ends, is interrupted or diverges; this makes them again, for example after a kill.
 """
 
-import argparse
 import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from drafters.files import replace_text
-from drafters.program import run_program
+from drafters.program import CommandLine, run_program
 from train.run.files import StateFolder, read_metrics
 
 SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
@@ -101,9 +100,9 @@ def _ended_before(run: Path, step: float) -> str | None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the summary of a run again."""
-    parser = argparse.ArgumentParser(prog="python -m train.summary", description=(__doc__ or "").split("\n\n")[0])
+    parser = CommandLine("train.summary", __doc__)
     parser.add_argument("run", type=Path, help="run folder, the `out` of its config")
-    run = parser.parse_args(arguments).run
+    run = parser.parse(arguments).run
     summary = write_summary(run)
     print(f"{run}: {summary['steps']} steps, {summary['tokens']:,} tokens; {summary['ended'] or 'killed or running'}")
     print(f"{run / 'summary.json'}, {run / 'summary.png'}")

@@ -9,22 +9,18 @@ warm-up, constant, linear decay: give a resumed run another `steps=` to choose w
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 from drafters.config import load_config
-from drafters.program import keeping, run_program
+from drafters.program import CommandLine, keeping, run_program
 from train.target.config import TargetConfig
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
+    parser = CommandLine("train.target", __doc__, "YAML of the run", "steps=2600")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse(argv)
     config = load_config(TargetConfig, args.config, args.overrides)
     check(config)
 
