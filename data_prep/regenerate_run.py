@@ -18,7 +18,7 @@ from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import EndpointAnswers
-from .answers.journal import Batch, Conversation, Journal, check_identity, read_journals, replay
+from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, check_identity, read_journals, replay
 from .answers.target import TargetAnswers
 from .answers.writing import Writing
 from .dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
@@ -51,7 +51,7 @@ def run(config: RegenerateConfig, rank: Rank) -> None:
     conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]
     print(f"{config.source}: {counts.describe()}")
     folder = unfinished(config)
-    with Journal(folder, identity, rank.index, rank.count) as journal:
+    with AnswerJournal(folder, identity, rank.index, rank.count) as journal:
         if report_finished(config, identity):  # by another process, meanwhile
             return
         replay(conversations, read_journals(folder), retry=config.endpoint is not None)
@@ -143,7 +143,7 @@ def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
 
 
 def answer_all(
-    config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: Journal, rank: Rank
+    config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: AnswerJournal, rank: Rank
 ) -> None:
     """Answer what is open of one process's share, and write it down batch by batch."""
     answers = open_answers(config, chat, rank)
@@ -229,7 +229,7 @@ def summary(
     identity: dict[str, Any],
     counts: ReadCounts,
     conversations: list[Conversation],
-    batches: list[Batch],
+    batches: list[AnsweredBatch],
 ) -> dict[str, Any]:
     """What stands in ``<out>.json``.
 

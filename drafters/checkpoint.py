@@ -32,7 +32,7 @@ from drafters.config import Config, validate
 from drafters.files import replace_text, replacing, save_tensors
 from drafters.hub import look_up
 from drafters.model_card import model_card
-from drafters.paths import check_source
+from drafters.paths import check_loadable
 from drafters.wording import shortened, with_article
 
 FORMAT_VERSION = 1
@@ -154,7 +154,7 @@ def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | 
     if not isinstance(path_or_repo, str | Path):
         raise ValueError(f"a drafter is named by its folder or Hub repository, found {shortened(path_or_repo)}")
     folder = Path(path_or_repo).expanduser()
-    check_source(folder, revision)
+    check_loadable(folder, revision)
     return folder if folder.is_dir() else _download(str(path_or_repo), revision, token)
 
 

@@ -23,12 +23,12 @@ def check_model(name: str | None, key: str, revision: str | None = None) -> None
     if is_missing_folder(name):
         raise ValueError(f"{key}: there is no folder {name}; mend the path, or give a Hub repository as user/name")
     try:
-        check_source(name, revision)
+        check_loadable(name, revision)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 
 
-def check_source(name: str | Path, revision: str | None = None) -> None:
+def check_loadable(name: str | Path, revision: str | None = None) -> None:
     """Refuse what no model, tokenizer or drafter can be loaded from, before a library opens it and says less.
 
     Raises:

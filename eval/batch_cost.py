@@ -16,13 +16,13 @@ from drafters.config import Config, load_config
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import check_entries, check_folder
-from eval.speed import TargetConfig
+from eval.speed import TargetEntry
 
 
 class BatchCostConfig(Config):
     """All paths are relative to the working directory."""
 
-    target: TargetConfig
+    target: TargetEntry
     out: Path
     batches: list[int] = Field([1, 2, 4, 8, 16], min_length=1, description="inputs in a forward")
     context: int = Field(256, ge=1, description="tokens of every input before the one that is fed")

@@ -17,7 +17,7 @@ from drafters.files import replace_text
 from drafters.model.kv_cache import KVCache
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.batch_cost import BatchCostConfig
-from eval.measure.energy import Meter
+from eval.measure.energy import EnergyMeter
 from eval.report.page import machine_line, number, software_line, target_line
 from eval.report.rows import about_energy
 from eval.speed_run import load_models
@@ -51,7 +51,7 @@ def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str,
             f"positions: give at most {target.max_context - 1}"
         )
     facts = environment(target) | {"config": config.model_dump(mode="json"), "argv": argv}
-    meter = Meter(target.device)
+    meter = EnergyMeter(target.device)
     blocks = measure(target, config, meter, console)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     facts["energy"] = meter.describe()
@@ -66,7 +66,7 @@ def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str,
 
 
 @torch.inference_mode()
-def measure(target: TargetModel, config: BatchCostConfig, meter: Meter, console: Console) -> list[Block]:
+def measure(target: TargetModel, config: BatchCostConfig, meter: EnergyMeter, console: Console) -> list[Block]:
     """``config.blocks`` blocks of every batch size, in an order shuffled anew each time round."""
     generator = torch.Generator().manual_seed(config.seed)
     ready: dict[int, tuple[torch.Tensor, KVCache]] = {}

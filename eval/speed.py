@@ -23,7 +23,7 @@ from eval.prompts import PromptsConfig, check_prompt_file
 BASELINE = "autoregressive"
 
 
-class TargetConfig(Config):
+class TargetEntry(Config):
     """The target to load."""
 
     path: str = Field(description="folder or Hub repository, with its tokenizer")
@@ -40,7 +40,7 @@ class TargetConfig(Config):
 class SpeedConfig(Config):
     """All paths are relative to the working directory."""
 
-    target: TargetConfig
+    target: TargetEntry
     prompts: PromptsConfig
     drafters: list[DrafterEntry] = Field(min_length=1, description="plain decoding is added where it is not among them")
     stock: list[StockEntry] = Field([], description="rows of transformers' accelerated generation")

@@ -16,9 +16,9 @@ from drafters.drafting.draft_model import load_draft_model
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.entries import STOCK, StockEntry
-from eval.measure.energy import Meter
+from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
-from eval.measure.journal import Journal
+from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
@@ -26,10 +26,10 @@ from eval.prompts import PromptSet, load_prompts
 from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.report.page import print_table
 from eval.report.rows import make_rows, shortage_line, tolerance_note
-from eval.speed import SpeedConfig, TargetConfig
+from eval.speed import SpeedConfig, TargetEntry
 
 
-def load_models(chosen: TargetConfig, tokens: int = 0) -> Models:
+def load_models(chosen: TargetEntry, tokens: int = 0) -> Models:
     """The target; draft models join it when they are needed.
 
     Args:
@@ -80,10 +80,10 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
-    with Journal(config.out, identity(facts, prompts), facts, config.methods) as journal, keeping(journal.kept):
+    with RunJournal(config.out, identity(facts, prompts), facts, config.methods) as journal, keeping(journal.kept):
         for note in journal.notes:
             console.print(note, markup=False, highlight=False)
-        meter = Meter(target.device)
+        meter = EnergyMeter(target.device)
         measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
@@ -150,8 +150,8 @@ def measure_all(
     lineup: Lineup,
     assistants: dict[str, TargetModel],
     prompts: PromptSet,
-    journal: Journal,
-    meter: Meter,
+    journal: RunJournal,
+    meter: EnergyMeter,
 ) -> None:
     """Run what the journal does not hold yet, showing progress and journalling every run."""
     limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))

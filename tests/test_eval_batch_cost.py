@@ -17,7 +17,7 @@ import eval.batch_cost
 from drafters import TargetModel
 from eval.batch_cost import BatchCostConfig
 from eval.batch_cost_run import Block, measure, row_of
-from eval.measure.energy import Meter
+from eval.measure.energy import EnergyMeter
 
 
 def config_for(path: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_every_forward_is_the_same_token_after_the_same_context(
     monkeypatch.setattr(target, "run", noted)
     monkeypatch.setattr(torch, "randint", remembered)
     config = BatchCostConfig(**config_for(tmp_path, tmp_path / "out"))
-    blocks = measure(target, config, Meter(target.device), Console(quiet=True))
+    blocks = measure(target, config, EnergyMeter(target.device), Console(quiet=True))
     assert Counter(block.batch for block in blocks) == {1: 3, 3: 3}
     assert [block.batch for block in blocks] != [1, 1, 1, 3, 3, 3]
     assert Counter(len(tokens) for tokens, _, _ in seen) == {1: 1 + 3 * 2, 3: 1 + 3 * 2}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.measure.energy import Meter, NvmlEnergy, NvmlPower, Rapl, UnavailableError, gpu_counter, integrate
+from eval.measure.energy import EnergyMeter, NvmlEnergy, NvmlPower, Rapl, UnavailableError, gpu_counter, integrate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -95,7 +95,7 @@ def test_rapl_wraps_around_each_package_by_itself(tmp_path: Path) -> None:
 def test_every_reading_begins_anew(tmp_path: Path) -> None:
     """Catches the time between two calls charged to the second."""
     file = domain(tmp_path, "intel-rapl:0", "package-0", 0)
-    meter = Meter(CPU, tmp_path)
+    meter = EnergyMeter(CPU, tmp_path)
     readings = []
     for start, end in ((0, 200_000), (700_000, 800_000)):
         file.write_text(str(start))
@@ -108,14 +108,14 @@ def test_every_reading_begins_anew(tmp_path: Path) -> None:
 
 def test_a_machine_without_counters_says_so(tmp_path: Path) -> None:
     """Catches a figure where nothing was measured."""
-    meter = Meter(CPU, tmp_path / "none")
+    meter = EnergyMeter(CPU, tmp_path / "none")
     with meter.measure() as reading:
         pass
     assert (reading.device, reading.host) == (None, None)
     about = meter.describe()["device"]
     assert not about["available"]
     assert "not exposed" in about["how"]
-    assert "type 'mps'" in Meter(torch.device("mps")).describe()["device"]["how"]
+    assert "type 'mps'" in EnergyMeter(torch.device("mps")).describe()["device"]["how"]
 
 
 def test_a_counter_that_may_not_be_read_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +129,13 @@ def test_a_counter_that_may_not_be_read_names_the_remedy(tmp_path: Path, monkeyp
         return read(self, *arguments)
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert "chmod a+r" in Meter(CPU, tmp_path).describe()["device"]["how"]
+    assert "chmod a+r" in EnergyMeter(CPU, tmp_path).describe()["device"]["how"]
 
 
 def test_a_counter_that_fails_later_ends_the_measuring_and_nothing_else(tmp_path: Path) -> None:
     """Catches hours of speeds lost to an energy counter, and half a run's energy reported as all of it."""
     file = domain(tmp_path, "intel-rapl:0", "package-0", 0)
-    meter = Meter(CPU, tmp_path)
+    meter = EnergyMeter(CPU, tmp_path)
     with meter.measure() as reading:
         file.write_text("not a number")
     assert reading.device is None
@@ -149,7 +149,7 @@ def test_a_counter_that_fails_later_ends_the_measuring_and_nothing_else(tmp_path
 def test_a_failing_call_is_not_hidden(tmp_path: Path) -> None:
     """Catches a meter that swallows the error of what it measures."""
     domain(tmp_path, "intel-rapl:0", "package-0", 0)
-    with pytest.raises(RuntimeError, match="out of memory"), Meter(CPU, tmp_path).measure():
+    with pytest.raises(RuntimeError, match="out of memory"), EnergyMeter(CPU, tmp_path).measure():
         raise RuntimeError("out of memory")
 
 
@@ -160,7 +160,7 @@ def test_a_gpu_is_read_by_its_uuid_and_the_cpu_beside_it(
     file = domain(tmp_path, "intel-rapl:0", "package-0", 0)
     nvml = FakeNvml(millijoules=[1000, 5000, 7500])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    meter = Meter(CUDA, tmp_path)
+    meter = EnergyMeter(CUDA, tmp_path)
     with meter.measure() as reading:
         file.write_text("400000")
     assert nvml.asked_for == ["GPU-1234-ab"]
@@ -205,7 +205,7 @@ def test_a_gpu_that_tells_nothing_is_not_available(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnavailableError, match="no energy of this GPU: Not Supported"):
         gpu_counter("GPU-1")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    about = Meter(CUDA, tmp_path).describe()
+    about = EnergyMeter(CUDA, tmp_path).describe()
     assert "nvidia-ml-py is not installed" in about["device"]["how"]
     assert "not exposed" in about["host"]["how"]
 

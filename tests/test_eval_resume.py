@@ -78,16 +78,16 @@ def killed_after(
     """Run until so many runs are in the journal, and no further; what came out."""
     left = runs
 
-    def count(self: journal.Journal, run: Run, prompt: Any) -> None:
+    def count(self: journal.RunJournal, run: Run, prompt: Any) -> None:
         nonlocal left
         if left == 0:
             raise by
         left -= 1
         written(self, run, prompt)
 
-    written = journal.Journal.write
+    written = journal.RunJournal.write
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "write", count)
+        patch.setattr(journal.RunJournal, "write", count)
         with pytest.raises(by) as raised:
             run(config, *overrides)
     return raised.value
@@ -160,9 +160,9 @@ def test_only_what_remembers_decodes_the_prompts_before_again(
     assert (begun.count("speculative"), begun.count("ouroboros")) == (1 + 1, 1 + 2 + 1)  # warm-up, before, the last
 
 
-def opened(out: Path, identity: dict[str, Any]) -> journal.Journal:
+def opened(out: Path, identity: dict[str, Any]) -> journal.RunJournal:
     facts = {"date": "2026-01-01T00:00:00", "load_average": 0.5}
-    return journal.Journal(out, identity, facts, lambda temperature: ("a", "b"))
+    return journal.RunJournal(out, identity, facts, lambda temperature: ("a", "b"))
 
 
 def write_prompts(out: Path, identity: dict[str, Any], *prompts: int) -> Path:

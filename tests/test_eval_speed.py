@@ -24,7 +24,7 @@ from drafters.decoding.sampling import Sampling
 from drafters.provenance import environment
 from drafters.speculative import SpeculativeDrafter
 from eval.entries import STOCK
-from eval.measure.energy import Meter
+from eval.measure.energy import EnergyMeter
 from eval.report.rows import statements, warnings
 
 ROW_KEYS = {
@@ -200,7 +200,7 @@ def test_energy_is_reported_or_its_absence_explained(
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "energy: a counter of our own" in page
-    monkeypatch.setattr("eval.speed_run.Meter", lambda device: Meter(device, tmp_path / "none"))
+    monkeypatch.setattr("eval.speed_run.EnergyMeter", lambda device: EnergyMeter(device, tmp_path / "none"))
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()

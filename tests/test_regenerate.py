@@ -17,7 +17,7 @@ from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
 from data_prep import regenerate, regenerate_run
 from data_prep.answers import target as target_answers
-from data_prep.answers.journal import Batch, Conversation, Journal, Turn, read_journals, replay
+from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers
 from data_prep.answers.writing import Writing
 from data_prep.dialogues.encoding import encode_split
@@ -168,16 +168,16 @@ class Killed(BaseException):
 def run_killed(monkeypatch: pytest.MonkeyPatch, batches: int, config: Path, *arguments: str) -> None:
     """A run that dies right after its so-many-th batch was written."""
     left = [batches]
-    write = Journal.write
+    write = AnswerJournal.write
 
-    def counted(self: Journal, batch: Batch) -> None:
+    def counted(self: AnswerJournal, batch: AnsweredBatch) -> None:
         write(self, batch)
         left[0] -= 1
         if not left[0]:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Journal, "write", counted)
+        patch.setattr(AnswerJournal, "write", counted)
         run(config, *arguments)
 
 
@@ -208,13 +208,13 @@ def test_a_kill_in_the_middle_of_a_line_costs_one_batch(tmp_path: Path, target_f
     program = (
         "import json, os, signal, sys\n"
         "from data_prep import answer_journal, regenerate\n"
-        "write, count = answer_journal.Journal.write, []\n"
+        "write, count = answer_journal.AnswerJournal.write, []\n"
         "def torn(self, batch):\n"
         "    if len(count) == 2:\n"
         '        os.write(self._file.fileno(), b\'{"turns": [{"index": 1\')\n'
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    count.append(write(self, batch))\n"
-        "answer_journal.Journal.write = torn\n"
+        "answer_journal.AnswerJournal.write = torn\n"
         f"regenerate.main(['--config', {str(config)!r}])\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -277,7 +277,7 @@ def test_another_number_of_processes_goes_on_with_the_same_run(
     config = write_config(tmp_path, target_folder)
     run_killed(monkeypatch, 2, config, "--rank", "1", "--ranks", "2")
     identity = json.loads((tmp_path / "new.jsonl.unfinished" / "run.json").read_text())
-    with Journal(tmp_path / "new.jsonl.unfinished", identity, 0, 2):
+    with AnswerJournal(tmp_path / "new.jsonl.unfinished", identity, 0, 2):
         with pytest.raises(ValueError, match="with another number of ranks"):
             run(config)
         with pytest.raises(ValueError, match="written by another process.*own --rank"):
@@ -393,8 +393,8 @@ def test_a_conversation_takes_each_turn_once() -> None:
     assert one.ended == "no_room" and result is not None and [m["content"] for m in result.messages] == ["a", "A"]
     one.take(Turn(0, 1, "too late"))
     assert one.answers == ["A"]
-    journals = [Batch([Turn(0, 1, "B"), Turn(1, 0, drop="refused"), Turn(5, 0, "of a longer source")])]
-    journals += [Batch([Turn(0, 0, "A"), Turn(1, 0, "Z")])]
+    journals = [AnsweredBatch([Turn(0, 1, "B"), Turn(1, 0, drop="refused"), Turn(5, 0, "of a longer source")])]
+    journals += [AnsweredBatch([Turn(0, 0, "A"), Turn(1, 0, "Z")])]
     both = [conversation(0, "a", "b"), conversation(1, "z")]
     replay(both, journals, retry=False)
     assert [c.answers for c in both] == [["A", "B"], ["Z"]]
@@ -464,7 +464,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
             raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(store_lock.fcntl, "flock", no_locks)
-    with pytest.raises(ValueError, match=r"file system of .* cannot lock files"), Journal(tmp_path, {}, 0, 1):
+    with pytest.raises(ValueError, match=r"file system of .* cannot lock files"), AnswerJournal(tmp_path, {}, 0, 1):
         pass
 
 

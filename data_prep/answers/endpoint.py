@@ -25,7 +25,7 @@ from pydantic import Field
 from drafters.config import Config
 
 from ..dialogues.reader import Message
-from .journal import RETRIED, Batch, Conversation, Turn
+from .journal import RETRIED, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
@@ -111,7 +111,7 @@ class EndpointAnswers:
             body["max_tokens"] = 1
         self._complete([{"role": "user", "content": "Hi"}], body)
 
-    def batches(self, conversations: list[Conversation]) -> Iterator[Batch]:
+    def batches(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
         """Answer all that is open; between two batches the caller takes the turns of the last one in.
 
         After a failure the requests under way are waited for and handed out, too, before it is raised.
@@ -137,7 +137,7 @@ class EndpointAnswers:
                     failure = failure or future.exception()
                     if future.exception() is None:
                         turn, detail = future.result()
-                        yield Batch([turn])
+                        yield AnsweredBatch([turn])
                         failure = failure or self._too_many_lost(turn, detail)
                     if failure is not None:
                         self._stop.set()

@@ -48,7 +48,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Batch:
+class AnsweredBatch:
     """Turns that were finished together, a line of the journal.
 
     Attributes:
@@ -109,7 +109,7 @@ class Conversation:
         return None if self.dropped else dataclasses.replace(self.dialogue, messages=tuple(self.history()))
 
 
-def replay(conversations: list[Conversation], batches: list[Batch], retry: bool) -> None:
+def replay(conversations: list[Conversation], batches: list[AnsweredBatch], retry: bool) -> None:
     """Bring conversations to where the journals' batches left them.
 
     Args:
@@ -123,7 +123,7 @@ def replay(conversations: list[Conversation], batches: list[Batch], retry: bool)
         conversations[turn.index].take(turn)
 
 
-class Journal:
+class AnswerJournal:
     """One process's journal, as a context manager that holds its lock.
 
     Args:
@@ -143,7 +143,7 @@ class Journal:
         self._file: IO[bytes] | None = None
         self._last = time.perf_counter()
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "AnswerJournal":
         self.folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(self.folder):
             run, journals = self.folder / RUN_FILE, list(self.folder.glob("rank-*.jsonl"))
@@ -169,7 +169,7 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: AnsweredBatch) -> None:
         """Append a finished batch; when this returns it is on the disk.
 
         Raises:
@@ -202,7 +202,7 @@ class Journal:
         return file
 
 
-def read_journals(folder: Path) -> list[Batch]:
+def read_journals(folder: Path) -> list[AnsweredBatch]:
     """The batches of all processes. A line that is being written, or damaged, is left out: its work is done again."""
     batches = []
     for path in sorted(folder.glob("rank-*.jsonl")):
@@ -210,7 +210,7 @@ def read_journals(folder: Path) -> list[Batch]:
             try:
                 values = json.loads(line)
                 turns = [Turn(**turn) for turn in values.pop("turns")]
-                batches.append(Batch(turns, **values))
+                batches.append(AnsweredBatch(turns, **values))
             except (ValueError, TypeError, KeyError, AttributeError):
                 continue
     return batches

@@ -10,7 +10,7 @@ from drafters.decoding.loop import eos_ids
 
 from ..dialogues.loss_mask import ChatTokenizer
 from ..dialogues.reader import DroppedError
-from .journal import Batch, Conversation, Turn
+from .journal import AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 REPLACEMENT = "\ufffd"  # what a decoder prints for half a character
@@ -48,7 +48,7 @@ class TargetAnswers:
         own = chat.tokenizer.eos_token_id
         self.eos = eos_ids(target, None) | (frozenset() if own is None else {own})
 
-    def batches(self, conversations: list[Conversation]) -> Iterator[Batch]:
+    def batches(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
         """Answer all that is open; between two batches the caller takes the turns of the last one in."""
         for group in self.groups(conversations):
             while rows := [conversation for conversation in group if not conversation.done]:
@@ -61,7 +61,7 @@ class TargetAnswers:
         random.Random(self.writing.seed).shuffle(groups)
         return groups
 
-    def answer(self, rows: list[Conversation]) -> Batch:
+    def answer(self, rows: list[Conversation]) -> AnsweredBatch:
         """The next turn of each conversation, in one batch.
 
         Raises:
@@ -82,7 +82,7 @@ class TargetAnswers:
             prompts.append(ids)
             leads.append(lead)
         if not prompts:
-            return Batch(turns)
+            return AnsweredBatch(turns)
         try:
             result = generate(
                 self.target,
@@ -103,7 +103,7 @@ class TargetAnswers:
         answers = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
         for (index, turn), ids, lead in zip(asked, answers, leads, strict=True):
             turns.append(self._turn(index, turn, ids, lead))
-        return Batch(turns, result.trace.decoded_tokens, sum(step.forwards for step in result.trace.steps))
+        return AnsweredBatch(turns, result.trace.decoded_tokens, sum(step.forwards for step in result.trace.steps))
 
     def _turn(self, index: int, turn: int, ids: list[int], lead: str) -> Turn:
         ended = ids[-1] in self.eos

@@ -182,7 +182,7 @@ def read_manifest(folder: Path) -> StoreManifest:
     header = read_header(folder)
     if header.complete:
         return header
-    records = read_records(folder)
+    records = read_shard_records(folder)
     header = read_header(folder)  # its writers may have merged it meanwhile, and removed records before they were read
     return header if header.complete else header.with_records(records)
 
@@ -238,7 +238,7 @@ def _wrong_counts(manifest: StoreManifest) -> str | None:
     return None
 
 
-def read_records(folder: Path) -> list[ShardRecord]:
+def read_shard_records(folder: Path) -> list[ShardRecord]:
     """The records of a half-written store, by number. Those that vanish while they are read were merged, and are left.
 
     Raises:

@@ -28,7 +28,7 @@ from .manifest import (
     check_same,
     plan_shards,
     read_header,
-    read_records,
+    read_shard_records,
     shard_file,
 )
 from .quantise import to_storage
@@ -272,7 +272,7 @@ class StoreWriter:
     def _load_records(self) -> None:
         """The records there; one whose shard is missing or cut is removed, so that the shard is written again."""
         self._records = {}
-        for record in read_records(self.path):
+        for record in read_shard_records(self.path):
             if record.entry is not None and (problem := size_problem(self.path, record.entry)):
                 self.damaged.append(problem)
                 self._record_file(record.number).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from drafters.hub import look_up
-from drafters.paths import check_source
+from drafters.paths import check_loadable
 from drafters.wording import shortened
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
@@ -65,7 +65,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
         ValueError: nothing loadable there, or a model with code of its own.
     """
     if not (may_be_file and Path(name).is_file()):
-        check_source(name, revision)
+        check_loadable(name, revision)
     what = f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json"
     found: PretrainedConfig = _from_pretrained(AutoConfig, name, revision, what)
     return found
@@ -77,7 +77,7 @@ def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
     Raises:
         ValueError: there is none, or one with code of its own.
     """
-    check_source(name, revision)
+    check_loadable(name, revision)
     what = (
         f"no tokenizer could be loaded from {str(name)!r}: it must be a folder or a Hub repository with tokenizer files"
     )

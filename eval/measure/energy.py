@@ -189,7 +189,7 @@ class Reading:
     host: float | None = None
 
 
-class Meter:
+class EnergyMeter:
     """Joules of the device that decodes and, beside a GPU's, of the CPU.
 
     A counter that fails is not asked again: what it would have measured is not available, and the report says why.

@@ -22,7 +22,7 @@ STEP_FIELDS = ("drafted", "depth", "accepted", "committed", "forwards")
 TIME_FIELDS = ("draft_seconds", "verify_seconds", "other_seconds", "model_seconds")
 
 
-class Journal:
+class RunJournal:
     """The journal of a report in the making, as a context manager: the environment, then a line a run.
 
     Until the report is there it bears its identity's digest in its name, so that runs of two identities cannot meet. A

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from drafters import Drafter, TargetModel, generate
 from drafters.decoding.trace import Trace
 from drafters.program import Failure
-from eval.measure.energy import Meter, Reading
+from eval.measure.energy import EnergyMeter, Reading
 from eval.prompts import Prompt
 
 
@@ -92,7 +92,7 @@ def measure(
     limits: Limits,
     keep: Callable[[Run], None] = lambda run: None,
     on_run: Callable[[str], None] = lambda method: None,
-    meter: Meter | None = None,
+    meter: EnergyMeter | None = None,
     done: Sequence[Run] = (),
     remembering: Collection[str] = (),
 ) -> list[Run]:
@@ -134,7 +134,7 @@ class _Round:
     temperature: float
     number: int
     on_run: Callable[[str], None]
-    meter: Meter | None
+    meter: EnergyMeter | None
 
     def runs(
         self, prompts: list[Prompt], warmup: list[Prompt], done: int, remembering: Collection[str]

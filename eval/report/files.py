@@ -6,7 +6,7 @@ from typing import Any
 
 from drafters.files import replace_text
 from drafters.program import Failure
-from eval.measure.journal import Journal
+from eval.measure.journal import RunJournal
 from eval.report.page import markdown
 from eval.report.picture import draw
 
@@ -17,7 +17,7 @@ class PictureError(Failure):
     """The picture could not be drawn; the rest of the report is complete."""
 
 
-def write_report(report: dict[str, Any], out: Path, journal: Journal) -> None:
+def write_report(report: dict[str, Any], out: Path, journal: RunJournal) -> None:
     """report.json (strict JSON: a NaN is an error), the journal under its final name, and report.md.
 
     The most valuable first; each is replaced at once. The picture of an earlier report goes, for it shows another run.
