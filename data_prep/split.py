@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from drafters.files import replace_text
+from drafters.files import replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, positive, run_program
 from drafters.provenance import changes
 
@@ -97,7 +97,7 @@ def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
         "dropped": dict(counts.dropped),
     }
     parsed.out.mkdir(parents=True, exist_ok=True)
-    replace_text(parsed.out / FACTS, json.dumps(facts, indent=1) + "\n")  # first: a killed run may be run again
+    replace_json(parsed.out / FACTS, facts)  # first: a killed run may be run again
     for name, part in (("train", train), ("heldout", heldout)):
         replace_text(parsed.out / f"{name}.jsonl", "".join(json.dumps(record(d)) + "\n" for d in part))
     print(

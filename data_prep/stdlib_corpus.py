@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafters.files import replace_text
+from drafters.files import replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, run_program
 
 from .disk import check_room, existing_folder
@@ -232,7 +232,7 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
         manifest["files"][f"{name}.jsonl"] = {"dialogues": text.count("\n"), **facts}
     kinds = Counter(record["category"] for _, record in records)
     manifest["kinds"] = dict(sorted(kinds.items()))
-    replace_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    replace_json(out / "manifest.json", manifest)
     return manifest
 
 

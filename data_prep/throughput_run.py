@@ -1,6 +1,5 @@
 """What data_prep.throughput measures."""
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafters.files import replace_text
+from drafters.files import replace_json
 from drafters.model.target import TargetModel
 from drafters.provenance import environment, load_average, peak_memory_bytes
 
@@ -44,7 +43,7 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
     )
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(out, json.dumps(result, indent=1) + "\n")
+        replace_json(out, result)
         print(f"written to {out}")
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,11 @@ def replace_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8; raises OSError as ``replacing`` does."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write ``value`` as strict JSON; raises OSError as ``replacing`` does, and ValueError for a NaN."""
+    replace_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """What eval.batch_cost does with its config."""
 
-import json
 import random
-import shlex
 import statistics
 import time
 from dataclasses import dataclass
@@ -13,12 +11,12 @@ from rich.console import Console
 
 from data_prep.progress import Bar
 from drafters import TargetModel
-from drafters.files import replace_text
+from drafters.files import replace_json, replace_text
 from drafters.model.kv_cache import KVCache
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.batch_cost import BatchCostConfig
 from eval.measure.energy import EnergyMeter
-from eval.report.page import machine_line, number, software_line, target_line
+from eval.report.page import machine_line, number, run_again, software_line, table, target_line
 from eval.report.rows import about_energy
 from eval.speed_run import load_models
 
@@ -58,7 +56,7 @@ def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str,
     rows = [row_of(batch, [block for block in blocks if block.batch == batch], config.runs) for batch in config.batches]
     found = {"format_version": 1, "environment": facts, "rows": rows}
     config.out.mkdir(parents=True, exist_ok=True)
-    replace_text(config.out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    replace_json(config.out / DATA, found)
     replace_text(config.out / PAGE, markdown(found))
     console.print("\n".join(_table(found)), markup=False, highlight=False)
     console.print(f"{config.out / PAGE}, {config.out / DATA}", markup=False, highlight=False)
@@ -133,13 +131,12 @@ def markdown(found: dict[str, Any]) -> str:
         f"{config['runs']} runs a block, medians of {config['blocks']} blocks, batch sizes alternating"
     )
     lines += [software_line(facts), *(f"- {line}" for line in about_energy(facts["energy"])), "", *_table(found), ""]
-    return "\n".join([*lines, "## To run it again", "", f"    {shlex.join(facts['argv'])}", ""])
+    return "\n".join([*lines, *run_again(facts["argv"])])
 
 
 def _table(found: dict[str, Any]) -> list[str]:
     head = ["batch size", "ms/run", "ms/input", "time over the first", "J/run", "J/input"]
-    lines = [f"| {' | '.join(head)} |", "|" + " ---: |" * len(head)]
-    first = found["rows"][0]["seconds_per_run"]
+    first, lines = found["rows"][0]["seconds_per_run"], []
     for row in found["rows"]:
         cells = [
             str(row["batch"]),
@@ -149,5 +146,5 @@ def _table(found: dict[str, Any]) -> list[str]:
             number(row["joules_per_run"], 3),
             number(row["joules_per_input"], 3),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return table(head, lines, texts=0)

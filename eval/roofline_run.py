@@ -1,6 +1,5 @@
 """What eval.roofline does with its config."""
 
-import json
 import shlex
 import statistics
 from collections.abc import Callable
@@ -11,11 +10,11 @@ import torch
 from rich.console import Console
 
 from drafters import TargetModel
-from drafters.files import replace_text
+from drafters.files import replace_json, replace_text
 from drafters.provenance import cpu_cores, environment, load_average, peak_memory_bytes
 from drafters.wording import size_text
 from eval.entries import check_folder
-from eval.report.page import machine_line, number, software_line, target_line
+from eval.report.page import machine_line, number, software_line, table, target_line
 from eval.roofline import RooflineConfig
 from eval.rooflines import parts
 from eval.rooflines.random_target import random_target
@@ -45,7 +44,7 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     out.mkdir(parents=True, exist_ok=True)
     stem = f"roofline-{shape}{'-' + config.quantize if config.quantize else ''}"
     files = out / f"{stem}.md", out / f"{stem}.json"
-    replace_text(files[1], json.dumps(found, indent=2, allow_nan=False) + "\n")
+    replace_json(files[1], found)
     replace_text(files[0], markdown(found))
     console.print(markdown(found), markup=False, highlight=False)
     console.print(f"{files[0]}, {files[1]}", markup=False, highlight=False)
@@ -117,18 +116,12 @@ def markdown(found: dict[str, Any]) -> str:
         f"Copy bandwidth {size_text(bandwidth)}/s; a step reads {size_text(size['weights'])} of weights and "
         f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",
         "",
-        "| rows verified | ms | against one row |",
-        "| --- | --- | --- |",
     ]
     one = found["verification_seconds"][0]["seconds"]
-    for row in found["verification_seconds"]:
-        lines.append(f"| {row['rows']} | {1e3 * row['seconds']:.3f} | {row['seconds'] / one:.2f} |")
-    lines += [
-        "",
-        "| method | batch | tau (replayed) | tokens/s | of the roofline | speedup | draft ms | verify ms | commit ms "
-        "| overhead | of the formula's limit |",
-        "| --- " * 11 + "|",
-    ]
+    costs = [(row["rows"], row["seconds"]) for row in found["verification_seconds"]]
+    cells = [[str(rows), f"{1e3 * seconds:.3f}", f"{seconds / one:.2f}"] for rows, seconds in costs]
+    lines += [*table(["rows verified", "ms", "against one row"], cells), ""]
+    cells = []
     for row in found["rows"]:
         step = [number(1e3 * row[key], 2) if row.get(key) is not None else "" for key in STEP]
         shares = [f"{row[key]:.1%}" if row.get(key) is not None else "" for key in ("roofline_share", "limit_share")]
@@ -137,8 +130,8 @@ def markdown(found: dict[str, Any]) -> str:
         reason = row.get("missing")
         speed = f"not measured: {reason}" if reason else f"{row['tokens_per_second']:.1f}"
         tau = f"{row['tau']:.2f}" if row.get("tau") is not None else ""
-        cells = [row["method"], str(row["batch"]), tau, speed, shares[0], speedup, *step, over, shares[1]]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells.append([row["method"], str(row["batch"]), tau, speed, shares[0], speedup, *step, over, shares[1]])
+    lines += table(METHODS, cells)
     lines += [
         "",
         "Of the roofline: the share of the floor in the time of a token, for plain decoding of one row. Speedup: over "
@@ -149,4 +142,8 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+METHODS = (
+    "method", "batch", "tau (replayed)", "tokens/s", "of the roofline", "speedup", "draft ms", "verify ms", "commit ms",
+    "overhead", "of the formula's limit",
+)  # fmt: skip
 STEP = ("draft_seconds", "verify_seconds", "other_seconds")

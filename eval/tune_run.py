@@ -1,6 +1,5 @@
 """What eval.tune does with its config."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from drafters.files import replace_text
+from drafters.files import replace_json, replace_text
 from eval import speed_run
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import MeasurementError
 from eval.report.files import PictureError
-from eval.report.page import number, setting, speedup_with_interval
+from eval.report.page import number, run_again, setting, speedup_with_interval, table
 from eval.speed import SpeedConfig
 from eval.sweep_run import finished_report
 from eval.tune import TuneConfig, common_folder
@@ -145,31 +144,28 @@ def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
 def write(config: TuneConfig, found: dict[str, Any], report: dict[str, Any]) -> None:
     """best.yaml, tune.json and tune.md."""
     config.out.mkdir(parents=True, exist_ok=True)
-    best = best_entry(config, found["best"])
-    command = shlex.join(found["argv"])
-    replace_text(config.out / BEST, f"# Found by: {command}\n" + yaml.safe_dump([best], sort_keys=False))
-    replace_text(config.out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    entry = yaml.safe_dump([best_entry(config, found["best"])], sort_keys=False)
+    replace_text(config.out / BEST, f"# Found by: {shlex.join(found['argv'])}\n{entry}")
+    replace_json(config.out / DATA, found)
     what = found["objective"]
     if config.max_perplexity is not None:
         what += f", with at most {config.max_perplexity:g} times the perplexity of plain decoding's outputs"
     lines = [f"# Tuning {config.drafters[0].base} for {what}, T = {config.temperatures[0]:g}", "", *setting(report), ""]
     for stage in found["stages"]:
         lines += _page_of(stage)
-    lines += ["## Found", "", "```yaml", yaml.safe_dump([best], sort_keys=False).rstrip(), "```", ""]
-    lines += ["## To run it again", "", f"    {command}", ""]
-    replace_text(config.out / PAGE, "\n".join(lines))
+    lines += ["## Found", "", "```yaml", entry.rstrip(), "```", ""]
+    replace_text(config.out / PAGE, "\n".join([*lines, *run_again(found["argv"])]))
 
 
 def _page_of(stage: dict[str, Any]) -> list[str]:
     others = ", ".join(f"{knob}={value}" for knob, value in stage["others"].items())
     lines = [f"## {stage['knob']}" + (f" ({others})" if others else ""), ""]
-    lines += [f"| {stage['knob']} | tokens/s | speedup | tau | ppl |", "| ---: | ---: | ---: | ---: | ---: |"]
+    cells = []
     for row in stage["values"]:
-        mark = " **best**" if row["value"] == stage["best"] else ""
-        lines.append(
-            f"| {row['value']}{mark} | {number(row['tokens_per_second'], 1)} | {speedup_with_interval(row)} | "
-            f"{number(row['tau'], 2)} | {number(row['perplexity'], 2)} |"
-        )
+        value = f"{row['value']}{' **best**' if row['value'] == stage['best'] else ''}"
+        figures = number(row["tau"], 2), number(row["perplexity"], 2)
+        cells.append([value, number(row["tokens_per_second"], 1), speedup_with_interval(row), *figures])
+    lines += table([stage["knob"], "tokens/s", "speedup", "tau", "ppl"], cells, texts=0)
     if (bound := stage["bound"]) is not None:
         lines += ["", f"At most {bound:.2f} (plain decoding: {stage['plain_perplexity']:.2f})"]
         if all(row["perplexity"] is None or row["perplexity"] > bound for row in stage["values"]):

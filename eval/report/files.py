@@ -1,10 +1,11 @@
 """The files of a report. What an earlier run left stays until there is something complete to put in its place."""
 
-import json
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.files import replace_text
+from drafters.files import replace_json, replace_text
 from drafters.program import Failure
 from eval.measure.journal import RunJournal
 from eval.report.page import markdown
@@ -22,22 +23,28 @@ def write_report(report: dict[str, Any], out: Path, journal: RunJournal) -> None
 
     The most valuable first; each is replaced at once. The picture of an earlier report goes, for it shows another run.
     """
-    replace_text(out / REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    replace_json(out / REPORT, report)
     journal.finish()
     (out / PICTURE).unlink(missing_ok=True)
     replace_text(out / PAGE, markdown(report, Path(PICTURE)))
 
 
 def draw_picture(report: dict[str, Any], out: Path) -> None:
-    """speedup.png.
+    """Draw speedup.png; raises PictureError as ``drawing`` does."""
+    with drawing(out / REPORT, out / PAGE):
+        draw(report, out / PICTURE)
+
+
+@contextlib.contextmanager
+def drawing(data: Path, page: Path) -> Iterator[None]:
+    """Draw the last of a report's files, when the others are written.
 
     Raises:
         PictureError: whatever stopped the drawing.
     """
     try:
-        draw(report, out / PICTURE)
+        yield
     except Exception as error:
         raise PictureError(
-            f"the picture could not be drawn ({type(error).__name__}: {error}); {out / REPORT} and {out / PAGE} are "
-            "complete"
+            f"the picture could not be drawn ({type(error).__name__}: {error}); {data} and {page} are complete"
         ) from error

@@ -1,7 +1,7 @@
 """How a report looks: the Markdown page, and its table on the screen."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ EXPLANATION = """\
 """
 
 Row = dict[str, Any]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> list[str]:
+    """The lines of a Markdown table; its first ``texts`` columns stand left, numbers right."""
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
+
+
+def run_again(argv: list[str]) -> list[str]:
+    """The section with the command."""
+    return ["## To run it again", "", f"    {shlex.join(argv)}", ""]
 
 
 def speedup_with_interval(row: Row) -> str:
@@ -82,18 +93,18 @@ def _columns(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
-    """The table on the screen."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """What a terminal is wide enough for, and what is remarkable about it."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown = {name: cell for name, cell in _columns(report).items() if name not in NOT_ON_SCREEN}
     for index, column in enumerate(shown):
-        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
+        grid.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
     last = None
     for row in report["rows"]:
         if last is not None and row["temperature"] != last:
-            table.add_section()
+            grid.add_section()
         last = row["temperature"]
-        table.add_row(*(cell(row) for cell in shown.values()), style=None if row["lossless"] else "yellow")
-    console.print(table)
+        grid.add_row(*(cell(row) for cell in shown.values()), style=None if row["lossless"] else "yellow")
+    console.print(grid)
     for line in statements(report):
         console.print(line, markup=False, highlight=False)
     for line in warnings(report):
@@ -104,14 +115,12 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     """``report.md``."""
     lines = ["# Speed of drafters", "", *setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
     columns = _columns(report)
-    lines += [f"| {' | '.join(columns)} |", "|" + " --- |" + " ---: |" * (len(columns) - 1)]
-    lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in report["rows"]]
+    lines += table([*columns], ([cell(row) for cell in columns.values()] for row in report["rows"]))
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]
     lines += _grids(report) + _categories(report)
-    lines += ["## To run it again", "", f"    {shlex.join(report['environment']['argv'])}", ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *run_again(report["environment"]["argv"])])
 
 
 def setting(report: dict[str, Any]) -> list[str]:
@@ -177,16 +186,11 @@ def _categories(report: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     names = list(rows[0]["categories"])
-    lines = [
-        "## Speedup (tau) by category",
-        "",
-        f"| drafter | T | {' | '.join(names)} |",
-        "| --- |" + " ---: |" * (len(names) + 1),
-    ]
+    cells = []
     for row in rows:
-        cells = [f"{number(c['speedup'], 2, 'x')} ({number(c['tau'], 2)})" for c in row["categories"].values()]
-        lines.append(f"| {shown_name(row)} | {row['temperature']:g} | {' | '.join(cells)} |")
-    return [*lines, ""]
+        figures = [f"{number(c['speedup'], 2, 'x')} ({number(c['tau'], 2)})" for c in row["categories"].values()]
+        cells.append([shown_name(row), f"{row['temperature']:g}", *figures])
+    return ["## Speedup (tau) by category", "", *table(["drafter", "T", *names], cells), ""]
 
 
 def _grids(report: dict[str, Any]) -> list[str]:
@@ -210,7 +214,6 @@ def _pivot(entry: str, temperature: float, rows: list[Row]) -> list[str]:
         line[place[across]] = f"{figure} ({number(row['tau'], 2)})"
     columns = list(dict.fromkeys(value for line in cells.values() for value in line))
     titles = [*down, *(f"{across} = {value}" for value in columns)]
-    lines = [f"## {entry}, T = {temperature:g}: tokens/s (tau); the fastest in bold", "", f"| {' | '.join(titles)} |"]
-    lines.append("|" + " ---: |" * len(titles))
-    lines += [f"| {' | '.join([*place, *(line.get(c, '-') for c in columns)])} |" for place, line in cells.items()]
-    return [*lines, ""]
+    lines = [[*place, *(line.get(column, "-") for column in columns)] for place, line in cells.items()]
+    heading = f"## {entry}, T = {temperature:g}: tokens/s (tau); the fastest in bold"
+    return [heading, "", *table(titles, lines, texts=0), ""]

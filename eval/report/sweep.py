@@ -1,15 +1,14 @@
 """What a sweep writes: sweep.json, the same as Markdown, and a picture of speed over the values."""
 
 import json
-import shlex
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from drafters.files import replace_text
-from eval.report.files import PictureError
-from eval.report.page import Row, number, setting, shown_name, speedup_with_interval
+from drafters.files import replace_json, replace_text
+from eval.report.files import drawing
+from eval.report.page import Row, number, run_again, setting, shown_name, speedup_with_interval, table
 from eval.report.picture import Axes, plt, save
 from eval.report.rows import warnings
 
@@ -35,7 +34,7 @@ def summarise(
 
 def write(found: dict[str, Any], reports: list[dict[str, Any]], out: Path) -> None:
     """sweep.json and sweep.md."""
-    replace_text(out / DATA, json.dumps(found, indent=2, allow_nan=False) + "\n")
+    replace_json(out / DATA, found)
     replace_text(out / PAGE, markdown(found, reports))
 
 
@@ -51,7 +50,7 @@ def markdown(found: dict[str, Any], reports: list[dict[str, Any]]) -> str:
         lines.append(f"- [{value['folder']}](<{value['folder']}/report.md>): {about}")
         lines += [f"  - **{line}**" for line in warnings(report)]
     lines += ["", "Speedups are over plain decoding at the same value. The columns are explained in every report.", ""]
-    return "\n".join([*lines, "## To run it again", "", f"    {shlex.join(found['argv'])}", ""])
+    return "\n".join([*lines, *run_again(found["argv"])])
 
 
 Series = dict[tuple[str, float | None], dict[int, Row]]
@@ -75,7 +74,7 @@ def _speeds(found: dict[str, Any]) -> list[str]:
     """Values across, a drafter a line."""
     values = [_shown(value["value"]) for value in found["values"]]
     head = ["drafter", "T", *(f"{found['key']} = {value}" for value in values)]
-    lines = ["## tokens/s (speedup)", "", f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    lines = []
     for rows in series(found).values():
         first, *others = rows.values()
         varies = any(row["temperature"] != first["temperature"] for row in others)
@@ -84,13 +83,13 @@ def _speeds(found: dict[str, Any]) -> list[str]:
             row = rows.get(index)
             speed = f"{number(row['tokens_per_second'], 1)} ({number(row['speedup'], 2, 'x')})" if row else "-"
             cells.append(speed)
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+        lines.append(cells)
+    return ["## tokens/s (speedup)", "", *table(head, lines), ""]
 
 
 def _all_figures(found: dict[str, Any]) -> list[str]:
     head = [found["key"], "drafter", "T", "tokens/s", "speedup", "tau", "ppl", "J/token"]
-    lines = ["## All figures", "", f"| {' | '.join(head)} |", "| ---: | --- |" + " ---: |" * (len(head) - 2)]
+    lines = []
     for rows in series(found).values():
         for index, row in rows.items():
             cells = [
@@ -103,8 +102,8 @@ def _all_figures(found: dict[str, Any]) -> list[str]:
                 number(row["perplexity"], 2),
                 number(row.get("joules_per_token"), 3),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+            lines.append(cells)
+    return ["## All figures", "", *table(head, lines, texts=2), ""]
 
 
 def _shown(value: Any) -> str:
@@ -120,18 +119,9 @@ def numeric(values: list[Any]) -> list[float] | None:
 
 
 def draw_picture(found: dict[str, Any], out: Path) -> None:
-    """sweep.png.
-
-    Raises:
-        PictureError: whatever stopped the drawing.
-    """
-    try:
+    """Draw sweep.png; raises PictureError as ``drawing`` does."""
+    with drawing(out / DATA, out / PAGE):
         _draw(found, out / PICTURE)
-    except Exception as error:
-        raise PictureError(
-            f"the picture could not be drawn ({type(error).__name__}: {error}); {out / DATA} and {out / PAGE} are "
-            "complete"
-        ) from error
 
 
 def _draw(found: dict[str, Any], path: Path) -> None:
