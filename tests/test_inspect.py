@@ -1,6 +1,5 @@
 """python -m data_prep.inspect: what it says of whole, half-written and damaged stores, and how it marks the mask."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -160,13 +159,3 @@ def test_another_tokenizer_is_noticed(
     capsys.readouterr()
     assert inspect.main([str(made / "heldout"), "--tokenizer", str(tmp_path / "other")]) == 0
     assert "is another tokenizer than the store's" in capsys.readouterr().out
-
-
-def test_a_store_of_format_version_1(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a finished store of the version before that can no longer be read."""
-    run_config = made / "train" / "manifest.json"
-    data = json.loads(run_config.read_text())
-    del data["plan"]
-    run_config.write_text(json.dumps({**data, "format_version": 1}))
-    assert inspect.main([str(made / "train"), "--verify"]) == 0
-    assert "complete" in capsys.readouterr().out

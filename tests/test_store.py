@@ -21,7 +21,6 @@ from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
 
 HIDDEN, TAPS = 6, [1, 3]
-NEWER = ("consumed", "chat_template", "plan")
 LENGTHS = [[3, 5], [1], [4, 2, 7]]
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -222,7 +221,7 @@ def test_opening_what_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         FeatureStore.open(manifest.parent)
     manifest.write_text(json.dumps({**json.loads(text), "format_version": 3}))
-    with pytest.raises(ValueError, match="format version 3, this code reads versions 1 and 2"):
+    with pytest.raises(ValueError, match="format version 3, this code reads version 2"):
         FeatureStore.open(manifest.parent)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
@@ -303,19 +302,6 @@ def test_many_that_are_not_finite_mean_the_dtype(tmp_path: Path) -> None:
             writer.finish({}, {})
     with StoreWriter(tmp_path / "few", header(**settings)) as writer, pytest.raises(ValueError, match="another `out`"):
         writer.write(one_token_shard(1, 1))
-
-
-def test_manifests_without_the_newer_fields_are_read(tmp_path: Path) -> None:
-    """Catches stores made before dialogues could be dropped: unreadable, or continued from the first dialogue again."""
-    write_all(tmp_path, stop=2)
-    manifest = tmp_path / "manifest.json"
-    older = {key: value for key, value in json.loads(manifest.read_text()).items() if key not in NEWER}
-    manifest.write_text(json.dumps(older))
-    with StoreWriter(tmp_path, header()) as writer:
-        assert writer.manifest.consumed == 3
-        writer.write(make_shard(2))
-        writer.finish({}, {})
-    assert len(FeatureStore.open(tmp_path)) == 6
 
 
 def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

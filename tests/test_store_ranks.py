@@ -1,6 +1,5 @@
 """Several processes, one store: the same files as from one process, whoever dies, joins or comes last."""
 
-import json
 import os
 import signal
 import subprocess
@@ -203,26 +202,6 @@ def test_other_shard_tokens_go_on_with_the_first(tmp_path: Path, alone: dict[str
     for index in range(2):
         work(path, Rank(index, 2))
     assert contents(path) == alone
-
-
-def test_a_store_begun_by_the_version_before(tmp_path: Path) -> None:
-    """Catches a store of format version 1, half written, that several processes continue wrongly or not at all."""
-    path = tmp_path / "store"
-    with StoreWriter(path, header(taps=[])) as writer:
-        writer.write(shard_of(0, 2))
-        writer.write(shard_of(2, 3))
-        old = writer.manifest
-    data = {**old.model_dump(exclude={"plan"}), "format_version": 1}
-    (path / "manifest.json").write_text(json.dumps(data))
-    for record in path.glob("shard-*.json"):
-        record.unlink()
-    with pytest.raises(ValueError, match=r"half written \(3 dialogues in 2 shards so far\)"):
-        FeatureStore.open(path)
-    assert [work(path, Rank(index, 3)).complete for index in range(3)] == [False, False, True]
-    store = FeatureStore.open(path)
-    store.verify()
-    assert [int(dialogue.input_ids[0]) for dialogue in store] == list(range(len(LENGTHS)))
-    assert store.manifest.format_version == 2 and store.manifest.consumed == len(LENGTHS)
 
 
 def test_overflows_are_counted_over_all_ranks(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from drafters.wording import shortened
 MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
 FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)  # 1 knew no plan, no records and no scaled dtypes
 NON_FINITE = "non_finite"
 
 # What two runs must share to write into one store, and what may be said when they do not.
@@ -95,8 +94,8 @@ class StoreManifest(BaseModel):
     that the target ran in. ``chat_template`` is the file whose template took the place of the tokenizer's, if any;
     ``template_hash`` is of the template used. ``dropped`` counts the records that were left out, by reason; ``changed``
     those kept in another form (``truncated``: cut at ``max_length`` tokens). ``consumed`` counts the encoded dialogues
-    that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is None in stores of format
-    version 1. ``complete`` is False while dialogues are still missing.
+    that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is settled by whoever
+    begins the store. ``complete`` is False while dialogues are still missing.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -204,10 +203,10 @@ def read_header(folder: Path) -> StoreManifest:
     try:
         data = json.loads(readable(file).read_bytes())
         version = data.get("format_version") if isinstance(data, dict) else None
-        if version not in READABLE_VERSIONS:
-            known = " and ".join(map(str, READABLE_VERSIONS))
-            raise ValueError(f"{file} has format version {version}, this code reads versions {known}; remake the store")
-        data.setdefault("consumed", data.get("dialogues", 0))  # stores from before dialogues could be dropped
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{file} has format version {version}, this code reads version {FORMAT_VERSION}; remake the store"
+            )
         manifest = StoreManifest(**data)
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         problem = _first_problem(error) if isinstance(error, ValidationError) else str(error)

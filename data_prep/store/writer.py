@@ -18,7 +18,6 @@ from ..disk import write_error
 from ..ranks import Rank
 from .lock import LOCK, RankLock, folder_lock
 from .manifest import (
-    FORMAT_VERSION,
     MANIFEST,
     NON_FINITE,
     RECORDS,
@@ -161,9 +160,8 @@ class StoreWriter:
         assert self._header.plan is not None
         if self._header.complete:
             return []
-        begun = len(self._header.shards)  # by a version that kept no records
-        plan = plan_shards(lengths, self._header.consumed, self._header.plan.shard_tokens)
-        numbered = ((number, first, last) for number, (first, last) in enumerate(plan, start=begun))
+        plan = enumerate(plan_shards(lengths, 0, self._header.plan.shard_tokens))
+        numbered = ((number, first, last) for number, (first, last) in plan)
         return [shard for shard in numbered if self.rank.takes(shard[0]) and shard[0] not in self._records]
 
     def write(self, shard: Shard, number: int | None = None) -> list[str]:
@@ -181,7 +179,7 @@ class StoreWriter:
             OSError: the disk is full or the file cannot be written; the shards before it stay.
         """
         if number is None:
-            number = max(self._records, default=len(self._header.shards) - 1) + 1
+            number = max(self._records, default=-1) + 1
         kept, wrong = shard.stored_as(self._header.dtype).finite()
         manifest = self.manifest
         consumed = manifest.consumed + len(shard.lengths)
@@ -261,13 +259,10 @@ class StoreWriter:
             self._load_records()
             self._remove_temporaries()
         check_same(self.path, found.with_records(self._records.values()), wanted, shared)
-        begun = found.complete or found.consumed or self._records or shared
-        if not begun:  # nothing was written yet: with the settings of now
-            self._save_header(wanted)
-        elif found.complete or found.plan is not None or wanted.plan is None:
+        if found.complete or self._records or shared:
             self._header = found
-        else:  # begun by a version without plans
-            self._save_header(found.model_copy(update={"plan": wanted.plan, "format_version": FORMAT_VERSION}))
+        else:  # nothing was written yet: with the settings of now
+            self._save_header(wanted)
 
     def _load_records(self) -> None:
         """The records there; one whose shard is missing or cut is removed, so that the shard is written again."""
