@@ -265,6 +265,7 @@ def write_store(
                     progress.update(real)
                     background.check()
 
+                # The target computes a shard while the thread writes the one before.
                 for number, first, last in missing:
                     span = (first, last)
                     computed = run_shard(

@@ -126,12 +126,14 @@ class EndpointAnswers:
         pool = ThreadPoolExecutor(self.config.concurrency)
         try:
             while True:
+                # Fill up: new conversations as long as there are places and nothing has failed.
                 while failure is None and len(pending) < self.config.concurrency:
                     if (conversation := next(waiting, None)) is None:
                         break
                     pending[pool.submit(self._answer, conversation)] = conversation
                 if not pending:
                     break
+                # Hand out what came back; a conversation with turns left asks for its next one at once.
                 for future in wait(pending, return_when=FIRST_COMPLETED).done:
                     conversation = pending.pop(future)
                     failure = failure or future.exception()

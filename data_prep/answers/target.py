@@ -68,6 +68,7 @@ class TargetAnswers:
             ValueError: the memory does not suffice.
         """
         turns, asked, prompts, leads = [], [], [], []
+        # Prompts: a conversation whose next turn cannot be asked ends here, and the others go on without it.
         for row in rows:
             turn = len(row.answers)
             try:
@@ -83,6 +84,7 @@ class TargetAnswers:
             leads.append(lead)
         if not prompts:
             return AnsweredBatch(turns)
+        # One decoding for all. The seed is that of these very turns, so that a resumed run draws the same answers.
         try:
             result = generate(
                 self.target,
@@ -100,6 +102,7 @@ class TargetAnswers:
                 f"out of memory while {len(prompts)} dialogues were answered; lower batch (now {self.batch}) and run "
                 "again: what was answered before is kept"
             ) from error
+        # Answers, without the padding behind a row that ended before the longest.
         answers = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
         for (index, turn), ids, lead in zip(asked, answers, leads, strict=True):
             turns.append(self._turn(index, turn, ids, lead))

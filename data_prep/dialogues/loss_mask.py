@@ -112,6 +112,7 @@ class ChatTokenizer:
         pieces = {turn: self._around_answer(messages, turn) for turn in turns}
         if not any(pieces.values()):
             raise self._no_answer(text)
+        # Each answer lies between what the template prints before and after a placeholder in its place.
         last = pieces[turns[-1]]
         spans: list[tuple[int, int]] = []
         for turn, piece in pieces.items():
@@ -121,6 +122,7 @@ class ChatTokenizer:
             start = self._answer_start(text, messages[:turn], before)
             end = len(text) - len(after)
             floor = spans[-1][1] if spans else 0
+            # All of the text must agree with that, or a mask would be guessed.
             if start is None or not text.endswith(after) or not floor <= start < end:
                 raise DroppedError(
                     "template_not_incremental",

@@ -35,6 +35,7 @@ def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     count = len(order)
+    # Forward over the cuts: batch after batch, the cheapest way to have run the n longest dialogues.
     best: list[float] = [0.0] + [float("inf")] * count  # cost of the first n dialogues
     starts = [0] * (count + 1)  # where the last batch of that cheapest cut begins
     for start in range(count):
@@ -43,6 +44,7 @@ def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
             cost = best[start] + FORWARD_COST + rows * longest
             if cost < best[start + rows]:
                 best[start + rows], starts[start + rows] = cost, start
+    # Backward along the cheapest one.
     batches, end = [], count
     while end:
         batches.append(order[starts[end] : end])
@@ -135,6 +137,7 @@ def run_shard(
     lengths = [len(dialogue.input_ids) for dialogue in dialogues]
     starts = [0, *itertools.accumulate(lengths)]
     buffer = buffers.take()
+    # Batch by batch: the target, the store's dtype, and each dialogue's states to its place in the shard's order.
     devices: set[torch.device] = set()
     for rows, ids in make_batches(split, span, batch_tokens, pinned=buffers.pinned):
         output = forward(target, header, ids, [lengths[row] for row in rows], batch_tokens)
@@ -149,6 +152,7 @@ def run_shard(
                     scales = buffer[f"{name}_scale"][place]
                     scales.copy_(scale[position, :length], non_blocking=buffers.pinned)
         after_batch(sum(lengths[row] for row in rows), ids.numel())
+    # The shard is views of the buffer, which the copies may still be filling.
     parts = {name: values[: starts[-1]] for name, values in buffer.items()}
     shard = Shard(
         ids=split.ids[slice(*span)],
@@ -159,6 +163,7 @@ def run_shard(
         taps={layer: parts[f"tap_{layer}"] for layer in header.taps},
         scales={name.removesuffix("_scale"): scale for name, scale in parts.items() if name.endswith("_scale")},
     )
+    # On a GPU, events tell when the last copy has arrived.
     events = []
     for device in devices if buffers.pinned else ():
         events.append(torch.cuda.Event(blocking=True))  # whoever waits for it sleeps: the cores are wanted

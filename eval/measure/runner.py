@@ -139,13 +139,16 @@ class _Round:
     def runs(
         self, prompts: list[Prompt], warmup: list[Prompt], done: int, remembering: Collection[str]
     ) -> Iterator[Run]:
+        # Warm-up: kernels are chosen, memory pools grow.
         for number, prompt in enumerate(warmup):
             for method in self.methods:
                 self._run(method, prompt, -1 - number)
+        # Of a round that was interrupted: what a method remembers of the prompts before.
         for index, prompt in enumerate(prompts[:done]):
             for method in self.methods:
                 if method in remembering:
                     self._run(method, prompt, index)
+        # The measurement: on each prompt every method, in an order that changes.
         for index, prompt in enumerate(prompts[done:], start=done):
             for method in method_order(list(self.methods), index, self.limits.seed + self.number):
                 yield self._run(method, prompt, index)

@@ -37,6 +37,7 @@ def make_rows(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The report's ``baseline`` and ``rows``. ``described``: the methods in their order, and what is known of them."""
     by_key: dict[tuple[float, str], list[list[Run]]] = {}
+    # By temperature and method, then by prompt: the rounds of each.
     for run in runs:
         rounds = by_key.setdefault((run.temperature, run.method), [[] for _ in prompts])
         rounds[run.prompt].append(run)
@@ -45,6 +46,7 @@ def make_rows(
     for temperature in dict.fromkeys(run.temperature for run in runs):
         plain = by_key[temperature, baseline_label]
         baselines.append(_baseline(temperature, plain, by_key.get((temperature, STOCK))))
+        # Every method of that temperature against it, prompt by prompt.
         for label, known in described.items():
             if (temperature, label) in by_key:
                 rounds = by_key[temperature, label]
