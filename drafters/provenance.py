@@ -50,11 +50,7 @@ def machine(device: "torch.device") -> dict[str, Any]:
     """Processor, threads, libraries and commit."""
     import torch  # here, for what asks for less: a program's first seconds do without it
 
-    root = Path(__file__).resolve().parents[1]
-    commit, dirty = git_commit(root), None
-    if commit is not None:
-        new = _git(root, "ls-files", "--others", "--exclude-standard", "--", *(f"{name}/*.yaml" for name in CONFIGS))
-        commit, dirty = commit.removesuffix(UNCOMMITTED), commit.endswith(UNCOMMITTED) or bool(new)
+    commit, dirty = code_state()
     return {
         **hardware(device),
         "threads": torch.get_num_threads(),
@@ -63,6 +59,16 @@ def machine(device: "torch.device") -> dict[str, Any]:
         "commit": commit,
         "dirty": dirty,
     }
+
+
+def code_state() -> tuple[str | None, bool | None]:
+    """The commit, and whether the tree differs from it, new code and configs included; None outside of git."""
+    root = Path(__file__).resolve().parents[1]
+    commit = git_commit(root)
+    if commit is None:
+        return None, None
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "--", *(f"{name}/*.yaml" for name in CONFIGS))
+    return commit.removesuffix(UNCOMMITTED), commit.endswith(UNCOMMITTED) or bool(new)
 
 
 def hardware(device: "torch.device") -> dict[str, Any]:

@@ -254,7 +254,7 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     if other == "host":
         monkeypatch.setattr("platform.node", lambda: "another")
     elif other == "commit":
-        monkeypatch.setattr("drafters.environment._commit", lambda: ("0" * 40, False))
+        monkeypatch.setattr("drafters.provenance.code_state", lambda: ("0" * 40, False))
     elif other == "code":
         (tmp_path / "package" / "new.py").write_text("x = 1")
     elif other == "files":
@@ -264,7 +264,7 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
         arguments[2] = 3
     else:
         name = {"cpu_cores": "cpu_cores", "versions": "library_versions"}[other]
-        monkeypatch.setattr(f"drafters.environment.{name}", lambda *_: 99)
+        monkeypatch.setattr(f"drafters.provenance.{name}", lambda *_: 99)
     after = identity.conditions(*arguments)
     assert identity.differing(before, after) == [other]
     assert identity.digest(before) != identity.digest(after)

@@ -395,11 +395,11 @@ def test_new_code_makes_the_commit_dirty(
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
     (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "environment.py").write_text("")
+    (tmp_path / "eval" / "module.py").write_text("")
     git("init")
     git("add", "eval")
     git("commit", "-m", "first")
-    monkeypatch.setattr("drafters.environment.__file__", str(tmp_path / "drafters" / "environment.py"))
+    monkeypatch.setattr("drafters.provenance.__file__", str(tmp_path / "drafters" / "provenance.py"))
     target = TargetModel(tiny_model("llama"))
     assert environment(target)["dirty"] is False
     (tmp_path / name).parent.mkdir(exist_ok=True)

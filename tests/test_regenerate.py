@@ -207,14 +207,15 @@ def test_a_kill_in_the_middle_of_a_line_costs_one_batch(tmp_path: Path, target_f
     config = write_config(tmp_path / "killed", target_folder, temperature=1.0)
     program = (
         "import json, os, signal, sys\n"
-        "from data_prep import answer_journal, regenerate\n"
-        "write, count = answer_journal.AnswerJournal.write, []\n"
+        "from data_prep import regenerate\n"
+        "from data_prep.answers import journal\n"
+        "write, count = journal.AnswerJournal.write, []\n"
         "def torn(self, batch):\n"
         "    if len(count) == 2:\n"
         '        os.write(self._file.fileno(), b\'{"turns": [{"index": 1\')\n'
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    count.append(write(self, batch))\n"
-        "answer_journal.AnswerJournal.write = torn\n"
+        "journal.AnswerJournal.write = torn\n"
         f"regenerate.main(['--config', {str(config)!r}])\n"
     )
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -11,7 +11,7 @@ LLAMAS = {
     "llama-1b": (2048, 8192, 16, 32, 8, 128256),
 }
 # published models, by their file in configs/shapes/
-FOLDER = Path(__file__).resolve().parents[1] / "configs" / "shapes"
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "shapes"
 PUBLISHED = {
     "llama-7b": "llama2-7b-chat",
     "llama-3.1-8b": "llama3.1-8b-instruct",
