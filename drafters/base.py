@@ -3,9 +3,10 @@
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from . import checkpoint
 from .config import Config, validate
@@ -109,8 +110,8 @@ class LearnedDrafter(Drafter):
         self.provenance: dict[str, Any] = {}
 
     @classmethod
-    def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
-        """The untrained module of a checkpoint's ``drafter`` section."""
+    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
+        """The untrained module of a checkpoint's ``drafter`` section, for a target of this configuration."""
         raise NotImplementedError
 
     @classmethod
@@ -125,12 +126,21 @@ class LearnedDrafter(Drafter):
         if config["drafter_type"] != cls.name:
             raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
         checkpoint.check_target(config, target)
-        module = cls.build_module(target, config["drafter"])
-        checkpoint.load_state(module, state)
-        checked = validate(cls.options, config["drafter"] | options, source=f"options of drafter {cls.name!r}")
-        drafter = cls(target, module, **checked.model_dump())
+        drafter = cls.from_weights(target, state, config["drafter"] | options)
         drafter.provenance = config
         return drafter
+
+    @classmethod
+    def from_weights(cls, target: TargetModel, weights: dict[str, Tensor], options: dict[str, Any]) -> Self:
+        """A drafter whose module has a copy of ``weights``.
+
+        Raises:
+            ValueError: weights that are not the module's, or wrong options.
+        """
+        module = cls.build_module(target.config, options)
+        checkpoint.load_state(module, weights)
+        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
+        return cls(target, module, **checked.model_dump())
 
     def checkpoint_config(self) -> dict[str, Any]:
         """The checkpoint's config.json: what was loaded, or, for a module built by hand, what is known of it."""

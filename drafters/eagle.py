@@ -137,8 +137,8 @@ class EagleDrafter(LearnedDrafter):
         self._counts: list[int]  # how many of them each row has, the rest being filling
 
     @classmethod
-    def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
-        return EagleHead(target.config)
+    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
+        return EagleHead(target_config)
 
     def drafter_config(self) -> dict[str, Any]:
         options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}

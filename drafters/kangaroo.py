@@ -118,8 +118,8 @@ class KangarooDrafter(LearnedDrafter):
         self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
     @classmethod
-    def build_module(cls, target: TargetModel, drafter_config: dict[str, Any]) -> nn.Module:
-        return KangarooAdapter(target.config)
+    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
+        return KangarooAdapter(target_config)
 
     def drafter_config(self) -> dict[str, Any]:
         return {"exit_layer": self.exit_layer, "eta": self.eta, "max_draft_tokens": self.max_draft_tokens}

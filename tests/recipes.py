@@ -11,13 +11,12 @@ from pathlib import Path
 
 from drafters.config import load_config
 from train.cli import parse_arguments
-from train.config import EagleConfig, KangarooConfig
 from train.preflight.checks import Report
 from train.preflight.dry_run import Assumptions, dry_run
-from train.tasks import EagleTask, KangarooTask
+from train.task import task_class, trained_methods
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}
+KINDS = trained_methods()
 PREFIX = "#   "
 
 
@@ -45,10 +44,9 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
     assert words[1] == f"train/{file.parent.name}.py", words
     arguments = parse_arguments(None, words[2:])
     assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
-    schema, task = KINDS[file.parent.name]
-    config = load_config(schema, ROOT / arguments.config, arguments.overrides)
+    config = load_config(task_class(file.parent.name).schema, ROOT / arguments.config, arguments.overrides)
     given = {name: value for name, value in vars(arguments).items() if name in Assumptions.__dataclass_fields__}
-    report = dry_run(task, config, False, Assumptions(**given))
+    report = dry_run(config, False, Assumptions(**given))
     return report, [PREFIX + part for part in report.short.split("; ")]
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from drafters.methods import method_names
+from train.task import task_class, trained_methods
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,8 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "data_prep.features": FEATURES,
     "data_prep.throughput": FEATURES,
     "data_prep.regenerate": {"target": TARGET, "source": "prompts.jsonl", "out": "new.jsonl"},
-    "train/eagle.py": TRAIN,
-    "train/kangaroo.py": TRAIN | {"exit_layer": 2},
     "train.throughput": TRAIN,
     "train.target": TARGET_RUN,
 }
@@ -96,6 +95,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train.target": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }
+for method in trained_methods():
+    needed = {key for key, field in task_class(method).schema.model_fields.items() if field.is_required()}
+    CONFIGS[f"train/{method}.py"] = TRAIN | dict.fromkeys(needed - TRAIN.keys(), 2)
+    MISTAKES.setdefault(f"train/{method}.py", [(["steps=0"], "steps: ")])
 
 
 @pytest.mark.parametrize("program", MISTAKES)

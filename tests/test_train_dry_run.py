@@ -22,8 +22,10 @@ from data_prep.store.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.cli import main
-from train.config import EagleConfig, KangarooConfig
 from train.data.packing import TrainData
+from train.eagle import EagleConfig
+from train.inputs import open_inputs
+from train.kangaroo import KangarooConfig
 from train.preflight.checks import Report
 from train.preflight.dry_run import Assumptions, dry_run
 from train.preflight.estimate import (
@@ -36,8 +38,7 @@ from train.preflight.estimate import (
     target_parameters,
 )
 from train.run.files import run_folder_bytes
-from train.setup import open_inputs
-from train.tasks import EagleTask, KangarooTask
+from train.task import task_class
 
 ROOT = tiny_run.ROOT
 
@@ -48,8 +49,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 
 
 def report_on(values: dict[str, Any], kind: str = "eagle", **given: Any) -> Report:
-    schema, task = recipes.KINDS[kind]
-    return dry_run(task, validate(schema, values, source="test"), False, Assumptions(**given))
+    return dry_run(tiny_run.read(kind, values), False, Assumptions(**given))
 
 
 def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -58,9 +58,7 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     code = """
 import sys
 from train.cli import main
-from train.config import EagleConfig
-from train.tasks import EagleTask
-status = main(None, EagleConfig, lambda: EagleTask, sys.argv[1:])
+status = main("eagle", sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)
 """
@@ -78,7 +76,7 @@ def test_all_problems_at_once(settings: dict[str, Any], tmp_path: Path, capsys: 
     (out / "notes.txt").write_text("mine")
     tiny_run.command("eagle", tmp_path, {**settings, "features": str(tmp_path / "nowhere")})
     config = str(tmp_path / "run.yaml")
-    assert main(None, EagleConfig, lambda: EagleTask, ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
+    assert main("eagle", ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
     text = capsys.readouterr().out
     assert "run folder" in text
     assert "is not empty and holds no state" in text
@@ -115,7 +113,7 @@ def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, mo
     (tmp_path / "hub" / "models--some--wrong" / "snapshots" / "abc" / "model.safetensors").unlink()
     report = report_on({**settings, "target": "some/wrong", "exit_layer": 4}, "kangaroo")
     assert re.search("not checked +.*: weights and tokenizer not here", report.text())
-    assert [problem for problem in report.problems if "must be below the target's 4 layers" in problem]
+    assert [problem for problem in report.problems if "must be below the 4 layers" in problem]
     assert any(
         "neither a folder nor a repository" in text for text in report_on({**settings, "target": "a/b/c"}).problems
     )
@@ -126,7 +124,7 @@ def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Pat
     report = report_on({**settings, "exit_layer": 3}, "kangaroo")
     assert any("holds no hidden states after layer 3" in problem for problem in report.problems)
     report = report_on({**settings, "exit_layer": 4, "features": str(tmp_path)}, "kangaroo", tokens=1000)
-    assert any("must be below the target's 4 layers" in problem for problem in report.problems)
+    assert any("must be below the 4 layers" in problem for problem in report.problems)
 
 
 def test_nothing_to_estimate_from(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -181,8 +179,8 @@ def test_estimates_against_a_run(tmp_path: Path, precision: str) -> None:
     config = validate(EagleConfig, memory_run.settings(tmp_path, precision), source="test")
     target = LlamaConfig(**memory_run.SHAPE)
     micro = MicroBatch(memory_run.DIALOGUES, memory_run.LENGTH)
-    expected = sum(memory_parts(EagleTask, config, target, 1).values())
-    expected += pass_memory(EagleTask, config, target, micro)["pass"]
+    expected = sum(memory_parts(config, target, 1).values())
+    expected += pass_memory(config, target, micro)["pass"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "memory_run.py"), str(tmp_path), precision],
@@ -194,7 +192,7 @@ def test_estimates_against_a_run(tmp_path: Path, precision: str) -> None:
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     assert expected == pytest.approx(measured["memory"], rel=0.33)
-    count = parameters(meta_task(EagleTask, config, meta_ends(target)).module)
+    count = parameters(meta_task(config, meta_ends(target)).module)
     state = (run_folder_bytes(count) - 4 * count) / 3
     assert state == pytest.approx(measured["state"], rel=0.05)
 
@@ -206,8 +204,8 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     def config(**changes: Any) -> EagleConfig:
         return validate(EagleConfig, {**settings, "precision": "bf16", **changes}, source="test")
 
-    count = parameters(meta_task(EagleTask, config(), meta_ends(target)).module)
-    stages = [memory_parts(EagleTask, config(zero_stage=stage), target, 4) for stage in (0, 1, 2, 3)]
+    count = parameters(meta_task(config(), meta_ends(target)).module)
+    stages = [memory_parts(config(zero_stage=stage), target, 4) for stage in (0, 1, 2, 3)]
     assert [parts["Adam's moments"] for parts in stages] == [2 * count] * 4  # bf16 runs stage 0 as stage 1
     assert [parts["float32 masters"] for parts in stages] == [count] * 4
     assert [parts["weights"] for parts in stages] == [2 * count] * 3 + [count // 2]
@@ -215,17 +213,17 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert [parts["gradients"] for parts in stages] == [
         6 * count, 6 * count, count + 4 * largest, count + 4 * 50_000_000
     ]  # fmt: skip
-    single = memory_parts(EagleTask, config(precision="float32"), target, 1)
+    single = memory_parts(config(precision="float32"), target, 1)
     del single["embedding and LM head"]
     assert sum(single.values()) == 16 * count
-    offloaded = memory_parts(EagleTask, config(zero_stage=3, offload="parameters"), target, 1)
+    offloaded = memory_parts(config(zero_stage=3, offload="parameters"), target, 1)
     assert offloaded["weights"] == offloaded["Adam's moments"] == offloaded["float32 masters"] == 0
     micro = MicroBatch(4, 512)
-    large, small = (pass_memory(EagleTask, config(loss_chunk_rows=rows), target, micro)["loss"] for rows in (1024, 256))
+    large, small = (pass_memory(config(loss_chunk_rows=rows), target, micro)["loss"] for rows in (1024, 256))
     assert 2.5 < large / small < 4.5
-    whole, less = (pass_memory(EagleTask, config(), target, micro, checkpointing=on)["pass"] for on in (False, True))
+    whole, less = (pass_memory(config(), target, micro, checkpointing=on)["pass"] for on in (False, True))
     assert less < whole
-    half = pass_memory(EagleTask, config(), target, MicroBatch(2, 512))["pass"]
+    half = pass_memory(config(), target, MicroBatch(2, 512))["pass"]
     assert half < 0.7 * whole
 
 
@@ -233,9 +231,9 @@ def test_memory_with_default_chunks_is_the_devices(settings: dict[str, Any]) -> 
     """A GPU's estimate with the small chunks of a CPU, where the config leaves their size open."""
     config = validate(EagleConfig, {**settings, "loss_chunk_rows": None}, source="test")
     target = LlamaConfig(**{**memory_run.SHAPE, "vocab_size": 32_000})
-    losses = [pass_memory(EagleTask, config, target, MicroBatch(4, 512), on_gpu=on)["loss"] for on in (False, True)]
+    losses = [pass_memory(config, target, MicroBatch(4, 512), on_gpu=on)["loss"] for on in (False, True)]
     given = [config.model_copy(update={"loss_chunk_rows": rows}) for rows in (64, 2097)]
-    expected = [pass_memory(EagleTask, each, target, MicroBatch(4, 512))["loss"] for each in given]
+    expected = [pass_memory(each, target, MicroBatch(4, 512))["loss"] for each in given]
     assert losses == expected
 
 
@@ -262,13 +260,13 @@ def test_parameters_of_the_papers() -> None:
     def shape(name: str) -> Any:
         return LlamaConfig(**json.loads((ROOT / "configs" / "shapes" / f"{name}.json").read_text()))
 
-    def billions(task: Any, config: Any, name: str) -> float:
-        return round(parameters(meta_task(task, config, meta_ends(shape(name))).module) / 1e9, 2)
+    def billions(config: Any, name: str) -> float:
+        return round(parameters(meta_task(config, meta_ends(shape(name))).module) / 1e9, 2)
 
-    assert billions(EagleTask, eagle, "vicuna-7b") == 0.24
-    assert billions(EagleTask, eagle, "vicuna-13b") == 0.37
-    assert billions(EagleTask, eagle, "llama2-70b-chat") == 0.99
-    assert billions(KangarooTask, kangaroo, "vicuna-7b") == 0.07
+    assert billions(eagle, "vicuna-7b") == 0.24
+    assert billions(eagle, "vicuna-13b") == 0.37
+    assert billions(eagle, "llama2-70b-chat") == 0.99
+    assert billions(kangaroo, "vicuna-7b") == 0.07
     totals = {"vicuna-7b": 6.7, "vicuna-13b": 13.0, "vicuna-33b": 32.5, "llama2-70b-chat": 69.0}
     assert {name: round(target_parameters(shape(name))[0] / 1e9, 1) for name in totals} == totals
 
@@ -304,8 +302,7 @@ def test_every_model_has_its_recipes() -> None:
     files = (ROOT / "configs" / "features").glob("*-sharegpt.yaml")
     made = {each.out: each for each in (load_config(FeaturesConfig, file) for file in files)}
     for file in recipes.recipes():
-        schema = recipes.KINDS[file.parent.name][0]
-        config = load_config(schema, file)
+        config = load_config(task_class(file.parent.name).schema, file)
         source = made[str(config.features)]
         assert (source.target, source.revision) == (config.target, config.revision)
         assert config.betas == (0.9, 0.95)

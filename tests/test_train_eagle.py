@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config, validate
-from train import loop, tasks
-from train.config import EagleConfig, deepspeed_config
+from train import eagle, loop
 from train.data.packing import Span
+from train.eagle import EagleConfig, Noise
+from train.engine import deepspeed_config
 from train.loop import TrainingDiverged
-from train.losses import Noise
 from train.run.files import read_metrics
 
 CONFIGS = tiny_run.ROOT / "configs"
@@ -102,13 +102,13 @@ def test_zero_stages_equal_stage_0(settings: dict[str, Any], reference: Path, st
 
 def test_every_epoch_has_its_own_noise(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same noise on the same dialogue in every epoch, which the head would learn by heart."""
-    seeds, noise = [], tasks.feature_noise
+    seeds, noise = [], eagle.feature_noise
 
     def noted(features: torch.Tensor, spans: list[Span], kind: Noise, seed: int) -> torch.Tensor:
         seeds.append(seed)
         return noise(features, spans, kind, seed)
 
-    monkeypatch.setattr(tasks, "feature_noise", noted)
+    monkeypatch.setattr(eagle, "feature_noise", noted)
     run = tiny_run.train_here("eagle", {**settings, "noise": "paper", "steps": 9})
     assert run.progress.epoch > 1 and len(set(seeds)) >= run.progress.epoch
 

@@ -2,7 +2,6 @@
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import nn
 
 from drafters.config import validate
 from drafters.eagle import EagleHead
-from train import loop, runtime, setup
-from train.config import EagleConfig
+from train import engine, loop
+from train.eagle import EagleConfig
 from train.run.files import read_metrics
 
 STAGES = (0, 1, 2, 3)
@@ -98,15 +97,14 @@ def test_one_large_and_many_small_gradients(settings: dict[str, Any], stage: int
 
     changes = {"zero_stage": stage, "precision": precision, "gradient_accumulation": 8}
     config = validate(EagleConfig, {**settings, **changes}, source="test")
-    runtime.start(config)
-    ends = SimpleNamespace(embed=nn.Embedding(2, 2), lm_head=nn.Linear(2, 2))
+    engine.start(config)
     module = Scale()
-    engine = setup.make_engine(SimpleNamespace(module=module, ends=ends), config)  # type: ignore[arg-type]
+    made = engine.Engine(module, config)
     scales = [1.0] + [2.0**-9] * 7
     for number, scale in enumerate(scales):
         if number:
-            engine.step()
-        engine.backward(engine(torch.tensor(scale, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)))
+            made.step()
+        made.backward(made(torch.tensor(scale, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)))
     for parameter in (module.weight, module.bias):
         gradient = safe_get_full_grad(parameter)
         torch.testing.assert_close(
@@ -121,7 +119,7 @@ def test_activation_checkpointing_keeps_less_and_changes_nothing(settings: dict[
         torch.manual_seed(0)
         head = EagleHead(tiny.tiny_config("llama"))
         if again:
-            setup.checkpoint_activations(head)
+            engine.checkpoint_activations(head)
         inputs = [torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
         sizes: list[int] = []
 
@@ -160,18 +158,17 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 def test_bytes_a_weight(settings: dict[str, Any], precision: str, stage: int, expected: float, bucket: int) -> None:
     """A copy of weights or gradients that docs/training.md does not know of, or buffers larger than the drafter."""
     config = validate(EagleConfig, {**settings, "precision": precision, "zero_stage": stage}, source="test")
-    runtime.start(config)
+    engine.start(config)
     before = live_storages()  # held, so that no address is used again
     module = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(20)])
-    ends = SimpleNamespace(embed=nn.Embedding(2, 2), lm_head=nn.Linear(2, 2))
-    engine = setup.make_engine(SimpleNamespace(module=module, ends=ends), config)  # type: ignore[arg-type]
+    made = engine.Engine(module, config)
     inputs = torch.ones(1, 300, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     for _ in range(3):  # two micro-batches and the step, then one more
-        engine.backward(engine(inputs).sum())
-        engine.step()
-    engine.backward(engine(inputs).sum())
-    made = sum(storage.nbytes() for place, storage in live_storages().items() if place not in before)
-    assert expected - 0.5 < (made - bucket) / (20 * 300 * 300) < expected + 1
+        made.backward(made(inputs).sum())
+        made.step()
+    made.backward(made(inputs).sum())
+    held = sum(storage.nbytes() for place, storage in live_storages().items() if place not in before)
+    assert expected - 0.5 < (held - bucket) / (20 * 300 * 300) < expected + 1
 
 
 class HiddenNan(torch.autograd.Function):
@@ -212,6 +209,6 @@ def test_offload_is_refused_where_it_cannot_be(settings: dict[str, Any], monkeyp
         validate(EagleConfig, {**settings, "offload": "optimizer"}, source="test")
     with pytest.raises(ValueError, match=r"offload: parameters needs zero_stage: 3 \(it is 2\)"):
         validate(EagleConfig, {**settings, "offload": "parameters", "zero_stage": 2}, source="test")
-    monkeypatch.setattr(setup.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
+    monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
     with pytest.raises(ValueError, match=r"offload: optimizer keeps 406 kB of 25,392 weights' state .* 10\.0 kB free"):
         tiny_run.train_here("eagle", {**settings, "offload": "optimizer", "zero_stage": 1})

@@ -10,7 +10,7 @@ import torch
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config
-from train.config import KangarooConfig
+from train.kangaroo import KangarooConfig
 from train.run.files import read_metrics
 
 CONFIGS = tiny_run.ROOT / "configs"
@@ -48,11 +48,9 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
 
 def test_a_store_without_the_exit_layer_is_refused(settings: dict[str, Any]) -> None:
     """A KeyError in the first step instead of the fix; an exit layer that the target does not have."""
-    with pytest.raises(
-        ValueError, match=r"no hidden states after layer 1 \(exit_layer\), only taps \[2\].*exit_layers: \[1\]"
-    ):
+    with pytest.raises(ValueError, match=r"no hidden states after layer 1, only taps \[2\].*exit_layers: \[1\]"):
         tiny_run.train_here("kangaroo", {**settings, "exit_layer": 1})
-    with pytest.raises(ValueError, match="exit_layer: 4 must be below the 4 layers"):
+    with pytest.raises(ValueError, match="exit layer 4 must be below the 4 layers"):
         tiny_run.train_here("kangaroo", {**settings, "exit_layer": 4})
 
 

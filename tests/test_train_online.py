@@ -21,15 +21,15 @@ from data_prep.dialogues.loss_mask import MaskedTokens
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter
 from drafters.config import load_config, validate
-from train import cli, runtime
-from train.config import EagleConfig, KangarooConfig
+from train import cli, engine
 from train.data import online
 from train.data.online import OnlineFeatures
 from train.data.packing import collate, collate_or_stand_in
+from train.eagle import EagleConfig
+from train.inputs import open_inputs
+from train.kangaroo import KangarooConfig
 from train.preflight.dry_run import Assumptions, dry_run
 from train.run.files import read_metrics
-from train.setup import open_inputs
-from train.tasks import EagleTask, KangarooTask
 from train.watch import tau
 
 
@@ -132,7 +132,7 @@ def test_features_equal_the_targets_own(target: Path, data: dict[str, Any], stor
     """Rows written to the wrong place, positions that run on, padding that is not zero, a chunk of rows forgotten."""
     values = settings(target, Path("unused"), exit_layer=tiny_run.TAP)
     config = validate(KangarooConfig, {**values, "data": data}, source="test")
-    inputs = open_inputs(config, tiny_run.TAP)
+    inputs = open_inputs(config)
     inputs.load_target(config, torch.device("cpu"))
     live, stored = inputs.train, FeatureStore.open(store / "train")
     assert live.lengths.tolist() == stored.lengths.tolist()
@@ -335,20 +335,20 @@ def test_overfit_and_dry_run(
     target: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two checks before a run that know of feature folders alone."""
-    monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
+    monkeypatch.setattr(engine, "stop", lambda: None)  # other tests train in this process, too
     values = settings(target, tmp_path / "run", learning_rate=0.003, noise="none", data=data)
     config = validate(EagleConfig, values, source="test")
-    report = dry_run(EagleTask, config, False, Assumptions())
+    report = dry_run(config, False, Assumptions())
     assert not report.problems and "features computed while it trains" in report.text()
     weights = sum(weights.numel() for weights in TargetModel.from_pretrained(str(target)).model.parameters())
     assert report.memory["target, for features"] == 4 * weights
     (tmp_path / "run.yaml").write_text(json.dumps(values))
     arguments = ["--config", str(tmp_path / "run.yaml"), "--overfit", "3", "steps=250", "tau_every=null"]
-    assert cli.main(None, EagleConfig, lambda: EagleTask, arguments) == 0
+    assert cli.main("eagle", arguments) == 0
     found = json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())
     assert [finding["sound"] for finding in found] == [True, True]
     missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")
-    assert any("no.jsonl" in problem for problem in dry_run(EagleTask, missing, False, Assumptions()).problems)
+    assert any("no.jsonl" in problem for problem in dry_run(missing, False, Assumptions()).problems)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +368,7 @@ def test_dry_run_finds_what_the_run_would(
     changed = {**data, **changes.get("data", {})}
     changed["heldout"] = changed["heldout"] or data["train"]
     values = settings(target, tmp_path / "run", **{**changes, "data": changed})
-    schema, task = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}[kind]
-    report = dry_run(task, validate(schema, values, source="test"), False, Assumptions())
+    report = dry_run(tiny_run.read(kind, values), False, Assumptions())
     assert any(re.search(problem, found) for found in report.problems), report.text()
 
 
@@ -385,7 +384,7 @@ def test_dry_run_knows_the_datas_template_limit_and_epochs(target: Path, data: d
 
     def text(epochs: int) -> str:
         config = validate(EagleConfig, {**values, "epochs": epochs}, source="test")
-        report = dry_run(EagleTask, config, False, Assumptions(device="H200"))
+        report = dry_run(config, False, Assumptions(device="H200"))
         assert not report.problems
         return report.text()
 

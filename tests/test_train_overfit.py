@@ -12,17 +12,15 @@ import torch
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.config import validate
-from train import runtime, tasks
+from train import engine
 from train.cli import main
-from train.config import EagleConfig, KangarooConfig
 from train.data.packing import shift
+from train.eagle import EagleConfig, EagleTask
+from train.inputs import open_inputs
 from train.loop import TrainingDiverged
 from train.preflight import overfit
 from train.preflight.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
-from train.setup import open_inputs
-from train.tasks import EagleTask, KangarooTask
 
-KINDS: dict[str, Any] = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}
 STEPS = 600
 
 
@@ -32,11 +30,10 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 
 
 def found(settings: dict[str, Any], kind: str, steps: int = STEPS) -> list[Finding]:
-    schema, make = KINDS[kind]
     values = {key: value for key, value in settings.items() if kind == "kangaroo" or key != "exit_layer"}
-    config = overfit_config(validate(schema, values, source="test"), steps)
-    inputs = open_inputs(config, getattr(config, "exit_layer", None))
-    return run_overfit(make, config, inputs, runtime.start(config), 4)
+    config = overfit_config(tiny_run.read(kind, values), steps)
+    inputs = open_inputs(config)
+    return run_overfit(config, inputs, engine.start(config), 4)
 
 
 def sound(findings: list[Finding]) -> list[bool]:
@@ -55,12 +52,12 @@ def test_a_sound_pipeline_passes(settings: dict[str, Any], kind: str) -> None:
 def test_a_mask_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of every answer left untrained, as with the unshifted mask of the released code."""
 
-    def late(batch: Any, alignment: str) -> torch.Tensor:
+    def late(self: EagleTask, batch: Any) -> torch.Tensor:
         trained = shift(batch.loss_mask, 2, batch.segments)
         first = trained & ~torch.roll(trained, 1, dims=1)
         return (trained & ~first).flatten().nonzero().squeeze(1)
 
-    monkeypatch.setattr(tasks, "eagle_rows", late)
+    monkeypatch.setattr(EagleTask, "rows", late)
     findings = found(settings, "eagle")
     assert sound(findings) == [True, True, False], [finding.text() for finding in findings]
     assert "the loss mask or its shift" in findings[2].look_at
@@ -122,10 +119,10 @@ def test_a_damaged_store_is_a_finding(
     if name == "features":  # a plain run names the features, too
         assert "step 1: loss = nan" in str(caught.value)
         assert "features/train --verify" in str(caught.value)
-    monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
+    monkeypatch.setattr(engine, "stop", lambda: None)  # other tests train in this process, too
     line = tiny_run.command("eagle", tmp_path, values, "--overfit", "3", "steps=20")
     for _ in range(2):  # a second time over what the first left
-        assert main(None, EagleConfig, lambda: EagleTask, line[2:]) == 1
+        assert main("eagle", line[2:]) == 1
         printed = capsys.readouterr().out
         assert f"FAIL the stored features are the target's own: dialogue 0 {answer}" in printed
         assert "NOT sound" in printed
@@ -151,9 +148,9 @@ def test_the_command(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exit status that says nothing; the real run's folder touched; another's files deleted."""
-    monkeypatch.setattr(runtime, "stop", lambda: None)  # other tests train in this process, too
+    monkeypatch.setattr(engine, "stop", lambda: None)  # other tests train in this process, too
     line = tiny_run.command("kangaroo", tmp_path, settings, "--overfit", "3", f"steps={STEPS}")
-    assert main(None, KangarooConfig, lambda: KangarooTask, line[2:]) == 0
+    assert main("kangaroo", line[2:]) == 0
     assert "sound: the drafter learns these dialogues" in capsys.readouterr().out
     out = Path(settings["out"] + "-overfit")
     assert len(json.loads((out / "overfit.json").read_text())) == 3

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters.config import validate
 from train import loop
-from train.config import EagleConfig
+from train.eagle import EagleConfig
 from train.run.files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
 from train.run.state import SavedState, checksums
 
@@ -282,7 +282,7 @@ def test_states_that_cannot_be_read_are_named(settings: dict[str, Any], tmp_path
     with pytest.raises(ValueError, match=r"step-00000004 is of another drafter: fc.weight differ"):
         tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)
     (newest / "progress.json").unlink()
-    with pytest.raises(ValueError, match=r"an earlier version of this toolkit wrote it.*another out="):
+    with pytest.raises(ValueError, match=r"step-00000004 is damaged .*progress.json"):
         tiny_run.train_here("eagle", {**values, "steps": 5}, resume=True)
     shutil.rmtree(newest)
     with pytest.raises(ValueError, match=r"step-00000004 does not exist.*write one of step-00000002 into"):
@@ -316,7 +316,7 @@ def test_resume_refuses_another_training(settings: dict[str, Any], tmp_path: Pat
     before = validate(EagleConfig, online, source="test").model_dump(mode="json")
     run_json = Path(values["out"]) / "run.json"
     whole = run_json.read_text()
-    run_json.write_text(json.dumps({"config": before}))
+    run_json.write_text(json.dumps({"drafter": "eagle", "config": before}))
     memory = {**data, "target_batch_tokens": 1, "target_device_map": "auto"}
     check_run_folder(validate(EagleConfig, {**online, "data": memory}, source="test"), resume=True)
     config = validate(EagleConfig, {**online, "data": {**memory, "limit": 3}}, source="test")

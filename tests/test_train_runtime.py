@@ -14,9 +14,8 @@ import torch
 from drafters.config import validate
 from train import runtime
 from train.cli import main
-from train.config import EagleConfig
+from train.eagle import EagleConfig
 from train.run.files import read_metrics
-from train.tasks import EagleTask
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -79,11 +78,11 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     taken: list[int] = []
     monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(runtime.torch.accelerator, "set_device_index", taken.append)
-    runtime._take_device({"LOCAL_RANK": "3"})
+    runtime.take_device({"LOCAL_RANK": "3"})
     with pytest.raises(ValueError, match=r"process 5 of this machine has no GPU, there are 4"):
-        runtime._take_device({"LOCAL_RANK": "4"})
+        runtime.take_device({"LOCAL_RANK": "4"})
     monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 1)
-    runtime._take_device({**TASK, "LOCAL_RANK": "1"})
+    runtime.take_device({**TASK, "LOCAL_RANK": "1"})
     assert taken == [3, 0]
 
 
@@ -108,7 +107,7 @@ def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
     line = tiny_run.command("eagle", tmp_path, {**values, "tau_device": "cuda:7"})
     with pytest.raises(ValueError, match="no cuda:7"):
-        main(None, EagleConfig, lambda: EagleTask, line[2:])
+        main("eagle", line[2:])
     assert not (tmp_path / "run").exists()
 
 

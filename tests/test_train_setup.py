@@ -8,8 +8,8 @@ from tiny import build
 
 from drafters import TargetModel
 from drafters.config import validate
-from train.config import EagleConfig
-from train.setup import open_inputs
+from train.eagle import EagleConfig
+from train.inputs import open_inputs
 
 
 def test_a_misspelt_split_is_named(tmp_path: Path) -> None:

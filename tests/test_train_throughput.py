@@ -11,29 +11,24 @@ import torch
 import yaml
 
 from data_prep.store.reader import FeatureStore
-from drafters.config import validate
 from drafters.model.ends import FrozenEnds, load_frozen_ends
-from train import runtime, throughput
+from train import engine, throughput
 from train.bench import sides as formulations
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
-from train.config import EagleConfig, KangarooConfig
 from train.data import shard_check
 from train.data.packing import collate
 from train.optimizer import MasterAdamW
-from train.setup import make_engine
-from train.tasks import EagleTask, KangarooTask, Task
+from train.task import Task, make_task
 
 DIALOGUES = [3, 0, 1, 2, 6]
 SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"
 
 
-def make_task(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:
+def task_of(kind: str, folder: Path, ends: FrozenEnds, **changes: Any) -> Task:
     if kind == "kangaroo":
         changes["exit_layer"] = tiny_run.TAP
     values = tiny_run.settings(str(folder / "target"), folder / "features", folder / "out", **changes)
-    if kind == "kangaroo":
-        return KangarooTask(validate(KangarooConfig, values, source="test"), ends)
-    return EagleTask(validate(EagleConfig, values, source="test"), ends)
+    return make_task(tiny_run.read(kind, values), ends)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
@@ -42,8 +37,8 @@ def test_plain_formulation_has_our_loss_and_gradients(
     kind: str, alignment: str, folder: Path, store: FeatureStore, ends: FrozenEnds, tmp_path: Path
 ) -> None:
     """A reference that computes something else: other positions, another target, padding that counts, mixed files."""
-    task = make_task(kind, folder, ends, **({"mask_alignment": alignment} if kind == "eagle" else {}))
-    packed = collate(store, DIALOGUES, task.taps)
+    task = task_of(kind, folder, ends, **({"mask_alignment": alignment} if kind == "eagle" else {}))
+    packed = collate(store, DIALOGUES, task.config.taps)
     rows = task.rows(packed)
     ours = task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"]
     expected = torch.autograd.grad(ours, list(task.module.parameters()))
@@ -51,14 +46,14 @@ def test_plain_formulation_has_our_loss_and_gradients(
     files = SampleFiles(tmp_path / "samples")
     batch = pad([files[index] for index in DIALOGUES])
     assert batch.input_ids.shape == (5, 23) and batch.tokens == packed.tokens
-    theirs = plain_loss_sum(task, task.module, batch, task.rows(batch), noise=False)
+    theirs = plain_loss_sum(task, task.module, batch, task.rows(batch))
     assert len(rows) == len(task.rows(batch)) > 20
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(theirs, list(task.module.parameters()))
     for one, other in zip(found, expected, strict=True):
         assert other.abs().max() > 1e-3
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
-    with_noise = plain_loss_sum(task, task.module, batch, task.rows(batch), noise=True)
+    with_noise = plain_loss_sum(task, task.module, batch, task.rows(batch), noise_seed=1)
     assert torch.equal(with_noise, theirs) == (kind == "kangaroo")
 
 
@@ -70,9 +65,9 @@ def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
     changes = {"precision": precision, "zero_stage": 1, "gradient_accumulation": 2}
     # The clip lies between these steps' norms; not in bf16, where its last bit decides how a weight rounds.
     changes |= {"gradient_clipping": 15.0 if precision == "float32" else 1000.0, "weight_decay": 0.1}
-    task, other = (make_task("eagle", folder, load_frozen_ends(str(folder / "target"), dtype), **changes) for _ in "ab")
-    runtime.start(task.config)
-    engine = make_engine(task, task.config)
+    task, other = (task_of("eagle", folder, load_frozen_ends(str(folder / "target"), dtype), **changes) for _ in "ab")
+    engine.start(task.config)
+    deepspeeds = engine.Engine(task.module, task.config)
     buffers = {name: buffer.clone() for name, buffer in other.module.named_buffers()}
     other.module.to(dtype)
     other.module.rotary_emb.inv_freq = buffers["rotary_emb.inv_freq"]
@@ -82,7 +77,7 @@ def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
     for step in range(6):
         batch = collate(store, [step, step + 1, step + 2]).to(torch.device("cpu"), dtype)
         rows = task.rows(batch)
-        for made, update in ((task, engine), (other, ours)):
+        for made, update in ((task, deepspeeds), (other, ours)):
             loss = made.loss_sums(update, batch, rows, noise_seed=1)["loss"] / len(rows)
             update.backward(loss)
             update.step()
@@ -134,7 +129,7 @@ def test_a_shape_needs_neither_files_nor_deepspeed(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
-    for name in ("deepspeed", "datasets", "tensorboard", "train.setup", "train.runtime"):
+    for name in ("deepspeed", "datasets", "tensorboard", "train.inputs"):
         monkeypatch.setitem(sys.modules, name, None)
     options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
     lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]

@@ -20,13 +20,13 @@ from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
 from drafters.config import validate
 from drafters.program import leave
-from train import runtime, setup
-from train.config import EagleConfig, KangarooConfig, TrainConfig
+from train import engine
+from train.config import TrainConfig
+from train.inputs import open_inputs
 from train.loop import TrainRun
 from train.run import picture
 from train.run.files import check_run_folder
-from train.setup import open_inputs
-from train.tasks import EagleTask, KangarooTask
+from train.task import make_task, task_class
 
 ROOT = Path(__file__).resolve().parents[1]
 TAP = 2
@@ -187,14 +187,14 @@ def wait_for(processes: list[subprocess.Popen[Any]], folder: Path, seconds: floa
 
 def partition_small_weights() -> None:
     """Let ZeRO-3 split the tiny modules' weights as it splits real ones."""
-    derived = setup.deepspeed_config
+    derived = engine.deepspeed_config
 
     def changed(config: TrainConfig) -> dict[str, Any]:
         values = derived(config)
         values["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return values
 
-    setup.deepspeed_config = changed
+    engine.deepspeed_config = changed
 
 
 def without_pictures() -> None:
@@ -202,14 +202,18 @@ def without_pictures() -> None:
     picture.draw = lambda *_: None
 
 
+def read(kind: str, values: dict[str, Any]) -> TrainConfig:
+    """The config of a run of train/<kind>.py."""
+    return validate(task_class(kind).schema, values, source="test")
+
+
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
     """What train/<kind>.py does, in this process; the process group stays for the next run."""
-    schema, task = {"eagle": (EagleConfig, EagleTask), "kangaroo": (KangarooConfig, KangarooTask)}[kind]
-    config = validate(schema, values, source="test")
+    config = read(kind, values)
     check_run_folder(config, resume)
-    inputs = open_inputs(config, getattr(config, "exit_layer", None))
-    ranks = runtime.start(config)
-    made = TrainRun(task(config, inputs.ends), inputs, ranks, resume, [])
+    inputs = open_inputs(config)
+    ranks = engine.start(config)
+    made = TrainRun(make_task(config, inputs.ends), inputs, ranks, resume, [])
     made.train()
     return made
 
@@ -222,7 +226,7 @@ def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:
             if job.pop("partition_all", False):
                 partition_small_weights()
             train_here(**job)
-        runtime.stop()
+        engine.stop()
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -5,6 +5,8 @@ causal attention of its own: on a GPU by the fused kernel, on a CPU by products 
 there than PyTorch's kernel and its backward pass above all.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafters.model.layers import PROBE, differ, no_head, probe_states
 
-NAME = "dialogues"
+NAME, CAUSAL = "dialogues", "blocked-causal"
 BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs
 
 
@@ -69,7 +71,7 @@ def dialogue_attention(
     if not isinstance(attention_mask, Dialogues):
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return attended, None
-    attend = blocked_attention if query.device.type == "cpu" else fused_attention
+    attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
     rows = []
     for row, lengths in enumerate(attention_mask.lengths):
         padding = query.shape[2] - sum(lengths)
@@ -80,6 +82,20 @@ def dialogue_attention(
             done.append(query.new_zeros(1, padding, query.shape[1], query.shape[3]))
         rows.append(torch.cat(done, dim=1))
     return torch.cat(rows), None
+
+
+_device: str | None = None
+
+
+@contextmanager
+def as_if_on(device: str) -> Iterator[None]:
+    """Attention as another type of device has it, for an estimate on tensors without contents."""
+    global _device
+    before, _device = _device, device
+    try:
+        yield
+    finally:
+        _device = before
 
 
 def fused_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -97,23 +113,32 @@ def blocked_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> Tensor:
-    """``fused_attention`` by matrix products: a block of queries over the keys up to the block's end.
+    """Causal attention ``[R, heads, T, d]`` -> ``[R, T, heads, d]`` by matrix products: a block of queries over the
+    keys up to the block's end.
 
     In float32 also for 16 bit inputs: more exact, and on CPUs no slower.
     """
-    heads, length, width = query.shape[1:]
+    rows, heads, length, width = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     groups = heads // key.shape[1]
-    q = query[0].to(wide) * (width**-0.5 if scaling is None else scaling)
-    k, v = (states[0].to(wide).repeat_interleave(groups, dim=0) for states in (key, value))
+    q = query.flatten(0, 1).to(wide) * (width**-0.5 if scaling is None else scaling)
+    k, v = (states.to(wide).repeat_interleave(groups, dim=1).flatten(0, 1) for states in (key, value))
     later = torch.full((BLOCK, BLOCK), float("-inf"), dtype=wide, device=q.device).triu(1)
     blocks = []
     for first in range(0, length, BLOCK):
         last = min(first + BLOCK, length)
-        hidden = F.pad(later[: last - first, : last - first], (first, 0)).expand(heads, -1, -1)
+        hidden = F.pad(later[: last - first, : last - first], (first, 0)).expand(len(q), -1, -1)
         weights = torch.baddbmm(hidden, q[:, first:last], k[:, :last].transpose(1, 2)).softmax(-1)
         blocks.append(torch.bmm(F.dropout(weights, dropout) if dropout else weights, v[:, :last]))
-    return torch.cat(blocks, dim=1).transpose(0, 1)[None].to(query.dtype)
+    return torch.cat(blocks, dim=1).view(rows, heads, length, width).transpose(1, 2).to(query.dtype)
+
+
+def causal_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """A transformers attention function for rows without padding, on a CPU: ``blocked_attention``."""
+    return blocked_attention(module, query, key, value, **options), None
 
 
 AttentionInterface.register(NAME, dialogue_attention)
+AttentionInterface.register(CAUSAL, causal_attention)

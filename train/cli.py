@@ -1,10 +1,9 @@
-"""The command line that train/eagle.py and train/kangaroo.py share."""
+"""The command line that all of train/<method>.py share."""
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_prep.dialogues.reader import check_source
 from drafters.config import load_config
@@ -12,22 +11,19 @@ from drafters.paths import check_model
 from drafters.program import keeping, leave, run_program
 from train.config import TrainConfig
 from train.run.files import check_run_folder
-
-if TYPE_CHECKING:
-    from train.tasks import Task
+from train.task import task_class
 
 
-def program(description: str | None, schema: type[TrainConfig], task: "Callable[[], type[Task]]") -> None:
-    """What a training script does; ``task`` imports what it trains, and torch with it."""
-    run_program(lambda: leave(main(description, schema, task)))
+def program(method: str) -> None:
+    """What ``train/<method>.py`` does."""
+    run_program(lambda: leave(main(method)))
 
 
-def main(
-    description: str | None, schema: type[TrainConfig], task: "Callable[[], type[Task]]", argv: list[str] | None = None
-) -> int:
+def main(method: str, argv: list[str] | None = None) -> int:
     """Read and check everything, then train; or only check it (--dry-run), or overfit (--overfit). The exit status."""
-    arguments = parse_arguments(description, argv)
-    config = load_config(schema, arguments.config, arguments.overrides)
+    task = task_class(method)
+    arguments = parse_arguments(sys.modules[task.__module__].__doc__, argv)
+    config = load_config(task.schema, arguments.config, arguments.overrides)
     if not arguments.dry_run:  # which lists all that is missing
         check(config)
         if not arguments.overfit:  # which has a folder of its own
@@ -37,7 +33,7 @@ def main(
 
     run = dry_run if arguments.dry_run else overfit if arguments.overfit else train
     with keeping(lambda: kept(config, arguments)):
-        return run(config, arguments, task())
+        return run(config, arguments)
 
 
 def check(config: TrainConfig) -> None:

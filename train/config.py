@@ -1,8 +1,8 @@
-"""The run configurations of train/eagle.py and train/kangaroo.py, and DeepSpeed's, derived from them."""
+"""What the configurations of all training runs have in common; each method adds its own in train/<method>.py."""
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -111,6 +111,11 @@ class TrainConfig(Config):
 
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose hidden states the drafter reads beside the features, by the number of layers before."""
+        return ()
+
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
@@ -142,26 +147,6 @@ class TrainConfig(Config):
         return self
 
 
-class EagleConfig(TrainConfig):
-    """train/eagle.py."""
-
-    drafter: ClassVar[str] = "eagle"
-
-    classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
-    noise: Literal["paper", "code", "none"] = "paper"
-    mask_alignment: Literal["shifted", "paper-code"] = "shifted"
-
-
-class KangarooConfig(TrainConfig):
-    """train/kangaroo.py."""
-
-    drafter: ClassVar[str] = "kangaroo"
-
-    exit_layer: int = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
-
-
-ConfigT = TypeVar("ConfigT", bound=TrainConfig)
-
 # Changing these between a run and its --resume leaves what was trained so far valid; any other change does not.
 FREE_ON_RESUME = {
     "out",
@@ -189,43 +174,3 @@ FREE_ON_RESUME = {
     "data.target_batch_tokens",
     "data.target_device_map",
 }
-
-
-def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's own configuration. A "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1.
-
-    Gradients are summed over micro-batches and ranks in float32. With bf16 weights DeepSpeed does that from stage 1 on
-    only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
-    """
-    import torch
-
-    bf16 = config.precision == "bf16"
-    zero: dict[str, Any] = {
-        "stage": max(1, config.zero_stage) if bf16 else config.zero_stage,
-        "reduce_bucket_size": 50_000_000,  # numbers; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
-    }
-    host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
-    if config.offload != "none":
-        zero["offload_optimizer"] = host
-    if config.offload == "parameters":
-        zero["offload_param"] = host
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": config.gradient_accumulation,
-        "gradient_clipping": config.gradient_clipping,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": config.learning_rate,
-                "betas": list(config.betas),
-                "weight_decay": config.weight_decay,
-                "torch_adam": True,  # DeepSpeed's own Adam would be compiled at the first start
-                "fused": True,  # as fast as that one, also on the host
-            },
-        },
-        "bf16": {"enabled": bf16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "zero_optimization": zero,
-        "steps_per_print": 2**31,  # the loop reports
-    }

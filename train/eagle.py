@@ -1,4 +1,4 @@
-"""Train an EAGLE head on a feature store.
+"""Train an EAGLE head: regression of the target's next feature, and the cross-entropy of the token after it.
 
     deepspeed train/eagle.py --config configs/eagle/stdlib.yaml [--resume] [key=value ...]
     python train/eagle.py --config configs/eagle/stdlib.yaml --dry-run    # check; estimate memory, disk, time
@@ -9,25 +9,114 @@ one. The run folder (`out` in the config) gets the trained drafter, metrics.json
 state.
 """
 
+from __future__ import annotations
+
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
+from pydantic import Field
+
 from train.cli import program
-from train.config import EagleConfig
+from train.config import TrainConfig
+from train.task import Ratio, Task
 
-if TYPE_CHECKING:
-    from train.tasks import Task
+if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+    from torch import Tensor
+
+    from train.data.packing import Batch, Span
+
+NOISE_WIDTH = 0.1  # e: U(-0.1, 0.1)
+CHAIN_DEPTH = 5  # 0-alpha to 4-alpha, as the paper reports
+
+MaskAlignment = Literal["shifted", "paper-code"]
+Noise = Literal["paper", "code", "none"]
 
 
-def task() -> "type[Task]":
-    """What is trained; imported once the command line and the config are read, since torch comes with it."""
-    from train.tasks import EagleTask
+class EagleConfig(TrainConfig):
+    """What a run has beside what all have."""
 
-    return EagleTask
+    drafter: ClassVar[str] = "eagle"
+
+    classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
+    noise: Noise = "paper"
+    mask_alignment: MaskAlignment = "shifted"
+
+
+class EagleTask(Task):
+    """Section 3.2 of the paper (Li et al. 2024), f the target's features and t the tokens:
+
+    f'_{i+1} = head(f_1 + e_1 .. f_i + e_i, t_2 .. t_{i+1}),  e from U(-0.1, 0.1)
+    p_{i+2}  = softmax(LM_head(f_{i+1})),  p'_{i+2} = softmax(LM_head(f'_{i+1}))
+    L_reg    = SmoothL1(f_{i+1}, f'_{i+1})
+    L_cls    = CrossEntropy(p_{i+2}, p'_{i+2})
+    L        = L_reg + w_cls L_cls,  w_cls = 0.1
+
+    Row i is about f_{i+1}, so about the distribution of t_{i+2}.
+    """
+
+    schema = EagleConfig
+    config: EagleConfig
+    ahead = 2
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {"tree": "chain", "depth": CHAIN_DEPTH}, "tree": {}}
+    constant_inputs = ("fc.weight",)  # it reads features and embeddings
+
+    def rows(self, batch: Batch) -> Tensor:
+        """``shifted`` trains i where the predicted token_{i+2} belongs to an answer.
+
+        ``paper-code`` trains i where token_i does, as the released code: it leaves out the predictions of an answer's
+        first two tokens (the second is the first that a drafter ever has to guess) and trains those past its end
+        instead.
+        """
+        if self.config.mask_alignment == "shifted":
+            return super().rows(batch)
+        followed = batch.shifted(batch.loss_mask.new_ones(batch.loss_mask.shape), 1)
+        return (batch.loss_mask & followed).flatten().nonzero().squeeze(1)
+
+    def with_noise(self, batch: Batch, seed: int) -> Batch:
+        if self.config.noise == "none":
+            return batch
+        noise = feature_noise(batch.features, batch.spans, self.config.noise, seed)
+        return replace(batch, features=batch.features + noise)
+
+    def predict(self, module: Any, batch: Batch) -> Tensor:
+        following = self.ends.embed(batch.input_ids.roll(-1, dims=1))  # the last one of a dialogue is never trained
+        predicted: Tensor = module(batch.features, following, batch.position_ids, batch.attention())
+        return predicted
+
+    def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        from train.losses import regression_sum
+
+        regression = regression_sum(predicted, target)
+        classification = self.cross_entropy(predicted, target)
+        loss = regression + self.config.classification_weight * classification
+        return {"loss": loss, "regression_loss": regression, "classification_loss": classification}
+
+    def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
+        from train.watch.alpha import chain_alpha
+
+        return {f"{n}-alpha": ratio for n, ratio in enumerate(chain_alpha(module, self.ends, batch, CHAIN_DEPTH))}
+
+
+def feature_noise(features: Tensor, spans: list[Span], kind: Noise, seed: int) -> Tensor:
+    """Noise ``[R, L, H]`` for the input features, zero in the padding.
+
+    ``paper``: U(-0.1, 0.1). ``code``: ``(rand - 0.5) * 0.2 * 512 / T`` as released, T the dialogue's length. Each
+    dialogue has its own random stream, so that its noise depends on neither packing nor ranks nor where a run resumed.
+    """
+    import torch
+
+    noise = torch.zeros_like(features)
+    generator = torch.Generator(features.device)
+    for span in spans:
+        generator.manual_seed((seed * 2_654_435_761 + span.dialogue) % 2**63)
+        width = NOISE_WIDTH if kind == "paper" else NOISE_WIDTH * 512 / span.length
+        noise[span.row, span.start : span.start + span.length].uniform_(-width, width, generator=generator)
+    return noise
 
 
 if __name__ == "__main__":
-    program(__doc__, EagleConfig, task)
+    program("eagle")

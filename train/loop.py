@@ -1,4 +1,4 @@
-"""The training loop that EAGLE and Kangaroo share: batches -> loss -> DeepSpeed step -> logs, checkpoints, exports.
+"""The training loop of every drafter: batches -> loss -> DeepSpeed step -> logs, checkpoints, exports.
 
 Resuming is exact: what a step does follows from the weights, the optimiser's state and the step's position in the data
 alone. The order of the data, the noise and dropout are drawn from the seed and that position, so a checkpoint holds no
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.progress import WITHOUT_TIME_LEFT, Bar
@@ -23,13 +23,14 @@ from drafters.files import replace_text
 from drafters.program import Failure
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
+from train.engine import Engine
+from train.inputs import Inputs, target_identity
 from train.run.endings import step_limit
 from train.run.files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
 from train.run.state import SavedState, save_state
 from train.runtime import Ranks, seed_step
-from train.setup import Inputs, full_state, make_engine, target_identity
 from train.summary import write_summary
-from train.tasks import Task
+from train.task import Task
 from train.watch.flops import training_cost
 from train.watch.heldout import Heldout
 from train.watch.meter import Meter
@@ -70,15 +71,16 @@ class TrainRun:
         saved = SavedState(self.states.path / str(self.states.latest())) if resume else None
         if saved:
             saved.load_weights(task.module)
-        cost = training_cost(task.module, task.ends.config, task.ends.lm_head.out_features)
-        self.engine = make_engine(task, self.config)
+        cost = training_cost(task)
+        self.engine = Engine(task.module, self.config)
+        task.ends.to(self.engine.device)
         inputs.load_target(self.config, self.engine.device)
         self.meter = Meter(task, cost, self.engine.device, self.config.peak_tflops)
         stores = [inputs.train, inputs.heldout] if self.config.verify else []
         self.check = ShardCheck(stores, ranks, self.engine.device)
         self.data = TrainData(
             inputs.train,
-            task.taps,
+            self.config.taps,
             self.config.batch_tokens,
             self.config.gradient_accumulation,
             self.config.seed,
@@ -170,14 +172,16 @@ class TrainRun:
         config, progress, engine = self.config, self.progress, self.engine
         seed_step(config.seed, progress.step, self.ranks)
         rate = self._learning_rate()
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
+
+        # Over how many positions the mean is taken is known before the first of them is computed.
         rows = [self.task.rows(batch) for batch in data.batches]
         tokens = sum(batch.tokens for batch in data.batches)
         known = [sum(len(part) for part in rows), tokens, self.check.broken]
         counts = self.ranks.total(self._tensor(known)).double()
         # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
         share = (self.ranks.count * len(data.batches) / (counts[0] + EPSILON)).float()
+
+        # Forward and backward, micro-batch by micro-batch.
         sums: dict[str, Tensor] = {}
         for number, (batch, part) in enumerate(zip(data.batches, rows, strict=True)):
             if number:
@@ -186,9 +190,11 @@ class TrainRun:
             engine.backward(parts["loss"] * share)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value.detach()
+
+        # The update, and the one copy to the host of a step. What is not finite has reached the weights by now, but no
+        # saved state.
         totals = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
-        norm = self._update()
-        # The one copy to the host of a step. What is not finite has reached the weights by now, but no saved state.
+        norm = engine.update(rate)
         *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
         if broken:
             self._check_shards()
@@ -203,15 +209,6 @@ class TrainRun:
         noise_seed = self.config.seed * 1_000_003 + epoch
         on_device = batch.to(self.engine.device, self.config.dtype)
         return self.task.loss_sums(self.engine, on_device, rows.to(self.engine.device, non_blocking=True), noise_seed)
-
-    def _update(self) -> Tensor:
-        """The optimiser's step at the accumulation boundary; the gradient's norm before clipping, float64 ``[1]``."""
-        engine, norm = self.engine, None
-        if engine.zero_optimization_stage() == 0:  # DeepSpeed clips here without telling the norm
-            norm = nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
-        engine.step()
-        norm = engine.get_global_grad_norm() if norm is None else norm
-        return torch.as_tensor(norm, dtype=torch.float64, device=engine.device).reshape(1)
 
     def _learning_rate(self) -> float:
         """Linear warm-up from 0, then the schedule over what is left of steps, epochs or minutes."""
@@ -301,7 +298,7 @@ class TrainRun:
         if not self.config.tau_every:
             return
         began = time.monotonic()
-        weights = full_state(self.engine)
+        weights = self.engine.weights()
         if self.tau is not None and self.metrics is not None:
             try:
                 figures = self.tau.figures(weights)
@@ -366,7 +363,7 @@ class TrainRun:
 
     def _export(self) -> None:
         """The drafter as it is now, into the run folder's top."""
-        weights = full_state(self.engine)
+        weights = self.engine.weights()
         if not self.ranks.is_first:
             return
         manifest, info = self.inputs.train.manifest, self.info
@@ -385,10 +382,10 @@ class TrainRun:
             "commit": info["commit"],
         }
         config = {
-            "drafter_type": self.task.name,
+            "drafter_type": self.config.drafter,
             "format_version": checkpoint.FORMAT_VERSION,
             "drafter": self.task.drafter_config(),
-            "target": target_identity(self.config, self.inputs.ends),
+            "target": target_identity(self.config, self.inputs.ends).model_dump(),
             "training": training,
         }
         checkpoint.save_checkpoint(self.config.out, weights, config)

@@ -1,57 +1,14 @@
-"""The training losses of EAGLE and Kangaroo.
+"""What training losses are made of.
 
 Every function returns a SUM over rows. The caller divides by the number of rows of the whole optimiser step (all ranks
 and micro-batches), because micro-batches differ in how many of their tokens belong to answers.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from train.data.packing import Batch, Span, shift
-
-MaskAlignment = Literal["shifted", "paper-code"]
-Noise = Literal["paper", "code", "none"]
-NOISE_WIDTH = 0.1  # EAGLE paper, section 3.2: U(-0.1, 0.1)
-
-
-def eagle_rows(batch: Batch, alignment: MaskAlignment) -> Tensor:
-    """Flat indices int64 ``[n]`` into ``[R * L]`` of the positions that EAGLE trains.
-
-    At index i the head sees feature_i and token_{i+1}; its target is feature_{i+1}, that is the distribution of
-    token_{i+2}. ``shifted`` trains i where the predicted token_{i+2} belongs to an answer. ``paper-code`` trains i
-    where token_i does, as the released code: it leaves out the predictions of an answer's first two tokens (the second
-    is the first that a drafter ever has to guess) and trains those past its end instead.
-    """
-    if alignment == "shifted":
-        trained = shift(batch.loss_mask, 2, batch.segments)
-    else:
-        trained = batch.loss_mask & (shift(torch.ones_like(batch.loss_mask), 1, batch.segments))
-    return trained.flatten().nonzero().squeeze(1)
-
-
-def kangaroo_rows(batch: Batch) -> Tensor:
-    """Flat indices int64 ``[n]`` of the positions Kangaroo trains: i where the predicted token_{i+1} is an answer's."""
-    return shift(batch.loss_mask, 1, batch.segments).flatten().nonzero().squeeze(1)
-
-
-def feature_noise(features: Tensor, spans: list[Span], kind: Noise, seed: int) -> Tensor:
-    """Noise ``[R, L, H]`` for EAGLE's input features (paper, section 3.2), zero in the padding.
-
-    ``paper``: U(-0.1, 0.1). ``code``: ``(rand - 0.5) * 0.2 * 512 / T`` as released, T the dialogue's length. Each
-    dialogue has its own random stream, so that its noise depends on neither packing nor ranks nor where a run resumed.
-    """
-    noise = torch.zeros_like(features)
-    if kind == "none":
-        return noise
-    generator = torch.Generator(features.device)
-    for span in spans:
-        generator.manual_seed((seed * 2_654_435_761 + span.dialogue) % 2**63)
-        width = NOISE_WIDTH if kind == "paper" else NOISE_WIDTH * 512 / span.length
-        noise[span.row, span.start : span.start + span.length].uniform_(-width, width, generator=generator)
-    return noise
 
 
 def regression_sum(predicted: Tensor, target: Tensor) -> Tensor:
@@ -78,6 +35,19 @@ def soft_cross_entropy_sum(predicted: Tensor, target: Tensor, lm_head: nn.Linear
     """
     total: Tensor = _SoftCrossEntropy.apply(predicted, target, lm_head.weight, lm_head.bias, chunk_rows)
     return total
+
+
+@torch.no_grad()
+def overlap_and_agreement(
+    predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Of rows ``[n, H]`` twice, summed: sum_x min(p, q), and whether both put the same token first."""
+    overlap, agree = predicted.new_zeros((), dtype=torch.float32), predicted.new_zeros((), dtype=torch.int64)
+    for ours, theirs in zip(predicted.split(chunk_rows), target.split(chunk_rows), strict=True):
+        q, p = lm_head(ours).float(), lm_head(theirs).float()
+        overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum()
+        agree += (p.argmax(-1) == q.argmax(-1)).sum()
+    return overlap, agree
 
 
 def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:

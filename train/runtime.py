@@ -3,8 +3,6 @@
 import os
 import re
 import socket
-import warnings
-from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -33,33 +31,6 @@ class Ranks:
         if self.count > 1:
             torch.distributed.all_reduce(values)
         return values
-
-
-def start(config: TrainConfig) -> Ranks:
-    """Start torch.distributed through DeepSpeed: as many ranks as its launcher or ``srun`` made, alone a single one.
-
-    Raises:
-        ValueError: more processes on this machine than GPUs.
-    """
-    describe_process(os.environ)
-    if torch.accelerator.is_available():
-        _take_device(os.environ)
-    else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to find out
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel("ERROR")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
-    # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
-    # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
-    deepspeed.init_distributed(verbose=False)
-    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    if not torch.accelerator.is_available():
-        threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
-        if threads:
-            torch.set_num_threads(threads)
-    return ranks
 
 
 def local_ranks(otherwise: int) -> int:
@@ -97,12 +68,6 @@ def check_devices(config: TrainConfig) -> None:
             f"tau_device: this machine has no {config.tau_device}, only {', '.join(found)}; set tau_device to one of "
             "these, or to null for the device that rank 0 trains on"
         )
-
-
-def stop() -> None:
-    """Leave the process group."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def seed_step(seed: int, step: int, ranks: Ranks) -> None:
@@ -157,7 +122,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _take_device(environment: MutableMapping[str, str]) -> None:
+def take_device(environment: MutableMapping[str, str]) -> None:
     """Make LOCAL_RANK's GPU this process's; where each process sees one GPU alone, that one."""
     count, local = torch.accelerator.device_count(), int(environment.get("LOCAL_RANK", "0"))
     if count == 1 and slurm_step(environment):  # --gpus-per-task=1

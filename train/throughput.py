@@ -21,10 +21,11 @@ import yaml
 from drafters.config import from_overrides, load_config
 from drafters.program import command, keeping, leave, run_program
 from train.cli import check
-from train.config import EagleConfig, KangarooConfig, TrainConfig
+from train.config import TrainConfig
+from train.task import task_class, trained_methods
 
 SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
-TAP = 2
+METHOD, TAP = "eagle", 2  # where nothing else is said
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -37,7 +38,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="with --config: our side alone, with and without the checksums of all shards that a round reads",
     )
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")
-    parser.add_argument("--method", choices=("eagle", "kangaroo"), default="eagle", help="with --shape")
+    parser.add_argument("--method", choices=trained_methods(), help="default: by the config's keys, or eagle")
     parser.add_argument("--tokens", type=_count, default=8192, help="with --shape: tokens of an optimiser step")
     parser.add_argument("--dialogue-lengths", default="realistic", help="with --shape: realistic, or a store's folder")
     parser.add_argument("--rounds", type=_count, default=5, help="rounds counted, after one of warm-up")
@@ -85,18 +86,24 @@ def parse_shape(text: str) -> dict[str, int]:
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
     """The run's config; for ``--shape`` one of the paper's numbers and the overrides."""
-    is_kangaroo = arguments.method == "kangaroo"
     if arguments.config:
-        keys = yaml.safe_load(Path(arguments.config).read_text()) if Path(arguments.config).is_file() else {}
-        is_kangaroo = "exit_layer" in (keys or {})
-    schema: Any = KangarooConfig if is_kangaroo else EagleConfig
-    if arguments.config:
+        schema = task_class(arguments.method or _method_of(Path(arguments.config))).schema
         return load_config(schema, arguments.config, arguments.overrides)
+    schema = task_class(arguments.method or METHOD).schema
     values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
     values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
-    values |= {"exit_layer": TAP} if is_kangaroo else {}
+    needed = {name for name, field in schema.model_fields.items() if field.is_required()}
+    values |= dict.fromkeys(needed - values.keys(), TAP)
     overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
     return from_overrides(schema, overrides)
+
+
+def _method_of(config: Path) -> str:
+    """The method most of whose own keys a run's config has."""
+    keys = yaml.safe_load(config.read_text()) if config.is_file() else None
+    found = set(keys) if isinstance(keys, dict) else set()
+    own = {name: task_class(name).schema.model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}
+    return max(own, key=lambda name: (len(own[name] & found), name == METHOD))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,6 +26,11 @@ class FrozenEnds:
     config: PretrainedConfig
     fingerprint: str
 
+    def to(self, device: torch.device) -> None:
+        """Move both, in place."""
+        self.embed.to(device)
+        self.lm_head.to(device)
+
 
 def load_frozen_ends(
     name: str,

@@ -5,6 +5,8 @@ its longest dialogue; the logits of target and drafter over the full vocabulary 
 the LM head. Nothing of it is used in training.
 """
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ from torch.utils.data import Dataset
 
 from data_prep.store.reader import FeatureStore, StoredDialogue
 from train.data.packing import Batch, Span
-from train.losses import NOISE_WIDTH
-from train.tasks import EagleTask, KangarooTask, Task
+from train.task import Task
 
 
 def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> None:
@@ -68,37 +69,29 @@ def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
     )
 
 
-def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise: bool) -> Tensor:
+def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None = None) -> Tensor:
     """The task's "loss" of ``Task.loss_sums``, differentiable, by full ``[B, T, V]`` logits and a mask.
 
     Args:
-        task: EAGLE's or Kangaroo's.
+        task: whose predictions, targets and losses these are, all but its cross-entropy.
         module: what is trained.
         batch: padded, on the module's device.
         rows: flat indices int64 ``[n]`` into ``[B * T]`` of the trained positions.
-        noise: U(-0.1, 0.1) on EAGLE's input features, from the global generator.
     """
     trained = torch.zeros(batch.segments.numel(), device=batch.segments.device)
     trained[rows] = 1.0
-    trained = trained.view(batch.segments.shape)
-    if isinstance(task, EagleTask):
-        features = batch.features
-        if noise:
-            features = features + torch.empty_like(features).uniform_(-NOISE_WIDTH, NOISE_WIDTH)
-        embeddings = task.ends.embed(torch.roll(batch.input_ids, -1, dims=1))
-        predicted = module(features, embeddings, batch.position_ids)
-        target = torch.roll(batch.features, -1, dims=1)
-        difference = F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1)
-        return (difference * trained).sum() + task.eagle.classification_weight * _cross_entropy(
-            task, predicted, target, trained
-        )
-    assert isinstance(task, KangarooTask)
-    predicted = module(batch.taps[task.kangaroo.exit_layer], batch.position_ids)
-    return _cross_entropy(task, predicted, batch.features, trained)
+    inputs = batch if noise_seed is None else task.with_noise(batch, noise_seed)
+    target = task.targets(batch).flatten(0, 1)
+    predicted = task.predict(module, replace(inputs, spans=[])).flatten(0, 1)  # without spans: plain causal attention
+    # Where nothing is trained the prediction is the target, of which no loss has anything to say but a cross-entropy.
+    predicted = torch.where(trained.bool()[:, None], predicted, target)
 
+    def cross_entropy(predicted: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            p = F.softmax(task.ends.lm_head(target), dim=-1, dtype=torch.float32)
+        log_q = F.log_softmax(task.ends.lm_head(predicted), dim=-1, dtype=torch.float32)
+        return -((p * log_q).sum(-1) * trained).sum()
 
-def _cross_entropy(task: Task, predicted: Tensor, target: Tensor, trained: Tensor) -> Tensor:
-    with torch.no_grad():
-        p = F.softmax(task.ends.lm_head(target), dim=-1, dtype=torch.float32)
-    log_q = F.log_softmax(task.ends.lm_head(predicted), dim=-1, dtype=torch.float32)
-    return -((p * log_q).sum(-1) * trained).sum()
+    plain = copy(task)
+    plain.cross_entropy = cross_entropy  # type: ignore[method-assign]
+    return plain.losses(predicted, target)["loss"]

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 from data_prep.store.reader import FeatureStore, StoredDialogue
-from drafters.model.ends import FrozenEnds
 from drafters.model.files import resolve_device
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
-from train.config import KangarooConfig, TrainConfig
+from train.config import TrainConfig
 from train.data.packing import Batch, Position, TrainData, collate, deal, epoch_batches
 from train.optimizer import MasterAdamW, buffers_of, restore_buffers
-from train.tasks import EagleTask, KangarooTask, Task
+from train.preflight.estimate import meta_ends
+from train.task import Task, make_task
 from train.watch.flops import peak_tflops, training_cost
 
 # Log-normal, cut at 2,048; its mean is about what the known size of EAGLE's ShareGPT features comes to: 0.7 TB of 8 KB
@@ -63,7 +62,7 @@ class Bench:
     def run(self, rounds: int, progress: Any) -> dict[str, Side]:
         """Both sides in turns; the first round warms up and is not counted."""
         sides = {name: Side() for name in self.sides}
-        cost = training_cost(self.task.module, self.task.ends.config, self.task.ends.lm_head.out_features)
+        cost = training_cost(self.task)
         for number in range(rounds + 1):
             for name in self.sides if number % 2 else reversed(self.sides):
                 side = sides[name]
@@ -110,7 +109,7 @@ class Bench:
             if name != "plain":
                 loss = self.task.loss_sums(self.engine, batch, part, noise_seed=0)["loss"]
             else:
-                loss = plain_loss_sum(self.task, self.engine, batch, part, noise=True)
+                loss = plain_loss_sum(self.task, self.engine, batch, part, noise_seed=0)
             self.engine.backward(loss * scale)
             self.engine.step()
         return trained
@@ -126,19 +125,20 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
     Raises:
         ValueError: as train/eagle.py would.
     """
-    from train import runtime  # these need DeepSpeed
     from train.data.shard_check import ShardCheck
-    from train.setup import make_engine, open_inputs
+    from train.engine import Engine, start  # DeepSpeed
+    from train.inputs import open_inputs
+    from train.runtime import Ranks
 
-    task_type: Any = KangarooTask if isinstance(config, KangarooConfig) else EagleTask
-    inputs = open_inputs(config, getattr(config, "exit_layer", None))
+    inputs = open_inputs(config)
     store = inputs.train
     if not isinstance(store, FeatureStore):
         raise ValueError("the throughput of features: online is the target's; give a config with a store")
-    runtime.start(config)
-    task = task_type(config, inputs.ends)
-    engine = make_engine(task, config)
-    data = TrainData(store, task.taps, config.batch_tokens, config.gradient_accumulation, config.seed)
+    start(config)
+    task = make_task(config, inputs.ends)
+    engine = Engine(task.module, config)
+    task.ends.to(engine.device)
+    data = TrainData(store, config.taps, config.batch_tokens, config.gradient_accumulation, config.seed)
     data.pin = engine.device.type == "cuda"
     plan = epoch_batches(data.lengths, config.batch_tokens, config.seed, 0)
     steps = min(arguments.steps, len(plan) // (arguments.rounds + 1))
@@ -155,7 +155,7 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
     def batches(name: str, number: int) -> Generator[list[Batch], None, None]:
         part = plan[number * steps : (number + 1) * steps]
         if name != "plain":
-            check = ShardCheck([store] if name == "verified" else [], runtime.Ranks(0, 1), engine.device)
+            check = ShardCheck([store] if name == "verified" else [], Ranks(0, 1), engine.device)
             data.check = check
             with closing(check), closing(data.steps(Position(0, number * steps))) as stream:
                 for _ in part:
@@ -190,22 +190,21 @@ def from_shape(
         ValueError: a shape or lengths that cannot be read, or settings that the run's config refuses.
     """
     device = resolve_device()
-    task_type: Any = KangarooTask if isinstance(config, KangarooConfig) else EagleTask
     dtype = config.dtype
     torch.manual_seed(config.seed)
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = epoch_batches(lengths, arguments.tokens, config.seed, 0)[: arguments.steps]
     with torch.device(device):
-        task = task_type(config, random_ends(shape, dtype))
+        task = make_task(config, meta_ends(random_target(shape), str(device), dtype))
     buffers = buffers_of(task.module)
     restore_buffers(task.module.to(device, dtype), buffers, device)
-    store = RandomStore(lengths, shape, dtype, task.taps)
+    store = RandomStore(lengths, shape, dtype, config.taps)
     accumulation = config.gradient_accumulation
     if min(map(len, plan)) < accumulation:
         raise ValueError(f"gradient_accumulation: {accumulation} is more than some batch has dialogues")
     hands = [deal(batch, lengths, accumulation) for batch in plan]
     ready = {
-        "ours": [[_pinned(collate(store, hand, task.taps, one_row=True), device) for hand in step] for step in hands],  # type: ignore[arg-type]
+        "ours": [[_pinned(collate(store, hand, config.taps, one_row=True), device) for hand in step] for step in hands],  # type: ignore[arg-type]
         "plain": [[_pinned(pad([(i, store[i]) for i in hand]), device) for hand in step] for step in hands],
     }
     peak = arguments.peak_tflops or peak_tflops(device)
@@ -247,9 +246,9 @@ class RandomStore:
         )
 
 
-def random_ends(shape: dict[str, int], dtype: torch.dtype) -> FrozenEnds:
-    """Embedding and LM head of a Llama of ``shape`` on torch's current default device, with random weights."""
-    config = LlamaConfig(
+def random_target(shape: dict[str, int]) -> LlamaConfig:
+    """A Llama's configuration of ``shape``."""
+    return LlamaConfig(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         num_attention_heads=shape["heads"],
@@ -258,9 +257,6 @@ def random_ends(shape: dict[str, int], dtype: torch.dtype) -> FrozenEnds:
         num_hidden_layers=32,
         max_position_embeddings=REALISTIC["longest"],
     )
-    embed = nn.Embedding(shape["vocab"], shape["hidden"], dtype=dtype).requires_grad_(False)
-    lm_head = nn.Linear(shape["hidden"], shape["vocab"], bias=False, dtype=dtype).requires_grad_(False)
-    return FrozenEnds(embed, lm_head, config, "random")
 
 
 def draw_lengths(source: str, seed: int) -> list[int]:

@@ -159,7 +159,7 @@ def _states(output: FeatureOutput) -> list[tuple[int | None, Tensor]]:
     return [(None, output.features), *output.taps.items()]
 
 
-def open_online(config: TrainConfig, exit_layer: int | None) -> tuple[OnlineFeatures, OnlineFeatures]:
+def open_online(config: TrainConfig) -> tuple[OnlineFeatures, OnlineFeatures]:
     """The training and held-out dialogues of ``features: online``; the target is not loaded yet.
 
     Raises:
@@ -171,7 +171,7 @@ def open_online(config: TrainConfig, exit_layer: int | None) -> tuple[OnlineFeat
     rank = find_rank(None, None)  # torch.distributed is not started yet
     refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
     chat = load_tokenizer(config.target, config.revision, data.chat_template)
-    headers = make_headers(as_features_config(config, data, exit_layer), chat)
+    headers = make_headers(as_features_config(config, data), chat)
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):
         encoded = encode_split(source, chat, data.max_length, data.limit)
@@ -181,7 +181,7 @@ def open_online(config: TrainConfig, exit_layer: int | None) -> tuple[OnlineFeat
     return opened[0], opened[1]
 
 
-def as_features_config(config: TrainConfig, data: OnlineData, exit_layer: int | None) -> FeaturesConfig:
+def as_features_config(config: TrainConfig, data: OnlineData) -> FeaturesConfig:
     """The config with which data_prep.features would store these features."""
     values = {
         "target": config.target,
@@ -190,7 +190,7 @@ def as_features_config(config: TrainConfig, data: OnlineData, exit_layer: int | 
         "chat_template": data.chat_template,
         "splits": {"train": data.train, "heldout": data.heldout},
         "out": "nowhere",
-        "exit_layers": [] if exit_layer is None else [exit_layer],
+        "exit_layers": list(config.taps),
         "max_length": data.max_length,
         "limit": data.limit,
     }

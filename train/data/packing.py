@@ -11,10 +11,10 @@ mask's square small.
 import bisect
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class Batch:
         """Tokens without the padding."""
         return sum(span.length for span in self.spans)
 
+    def shifted(self, values: Tensor, by: int) -> Tensor:
+        """``values[i + by]`` at index i ``[R, L]``; 0 or False where i + by lies in another dialogue or outside."""
+        return shift(values, by, self.segments)
+
     def attention_mask(self) -> Tensor | None:
         """bool ``[R, 1, L, L]``: causal within each dialogue; None where plain causal attention does the same."""
         if all(span.start == 0 for span in self.spans):
@@ -82,27 +86,21 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory."""
-        return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            loss_mask=self.loss_mask.pin_memory(),
-            features=self.features.pin_memory() if self.features.numel() else self.features,
-            taps={layer: tap.pin_memory() if tap.numel() else tap for layer, tap in self.taps.items()},
-            position_ids=self.position_ids.pin_memory(),
-            segments=self.segments.pin_memory(),
-        )
+        return self._each(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
         """Copy to ``device``, the floating point tensors as ``dtype``."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            loss_mask=self.loss_mask.to(device, non_blocking=True),
-            features=self.features.to(device, non_blocking=True).to(dtype),
-            taps={layer: tap.to(device, non_blocking=True).to(dtype) for layer, tap in self.taps.items()},
-            position_ids=self.position_ids.to(device, non_blocking=True),
-            segments=self.segments.to(device, non_blocking=True),
-        )
+
+        def moved(tensor: Tensor) -> Tensor:
+            there = tensor.to(device, non_blocking=True)
+            return there.to(dtype) if there.is_floating_point() else there
+
+        return self._each(moved)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """A copy with ``change`` of each tensor."""
+        tensors: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)}
+        return replace(self, **tensors, taps={layer: change(tap) for layer, tap in self.taps.items()})
 
 
 class LiveFeatures(ABC):

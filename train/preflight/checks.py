@@ -20,8 +20,8 @@ from drafters.model.files import load_config_only
 from drafters.wording import size_text
 from train.config import OnlineData, TrainConfig
 from train.data.online import OnlineFeatures, as_features_config
+from train.inputs import open_inputs
 from train.preflight.workload import SAMPLE
-from train.setup import open_inputs
 
 LIBRARIES = ("deepspeed", "tensorboard", "matplotlib", "tqdm")
 Found = TypeVar("Found")
@@ -129,9 +129,7 @@ def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
     return store
 
 
-def check_stores_target(
-    report: Report, config: TrainConfig, local: TrainConfig | None, exit_layer: int | None, missing: str
-) -> None:
+def check_stores_target(report: Report, config: TrainConfig, local: TrainConfig | None, missing: str) -> None:
     """Whether both stores are the target's, as the run finds out; the weights have to be here."""
     assert local is not None
     what = "target, tokenizer and exit layer are those of the features"
@@ -139,7 +137,7 @@ def check_stores_target(
         what = "target and exit layer are those of the features"
     report.check(
         "target and features",
-        lambda: _with_name(config, local, lambda: open_inputs(local, exit_layer, device="meta")),
+        lambda: _with_name(config, local, lambda: open_inputs(local, device="meta")),
         what,
     )
 
@@ -152,9 +150,7 @@ def check_sources(report: Report, data: OnlineData) -> bool:
     return len(report.problems) == before
 
 
-def check_dialogues(
-    report: Report, config: TrainConfig, local: TrainConfig, exit_layer: int | None
-) -> OnlineFeatures | None:
+def check_dialogues(report: Report, config: TrainConfig, local: TrainConfig) -> OnlineFeatures | None:
     """What an online run checks before it loads its target, on the first dialogues of each split.
 
     Returns the held-out ones, without features, and all of them if tau will choose among them; None where there is a
@@ -165,7 +161,7 @@ def check_dialogues(
 
     def read() -> OnlineFeatures:
         chat = load_tokenizer(local.target, local.revision, data.chat_template)
-        headers = make_headers(as_features_config(local, data, exit_layer), chat)
+        headers = make_headers(as_features_config(local, data), chat)
         first = min(SAMPLE, data.limit or SAMPLE)
         encode_split(data.train, chat, data.max_length, first)
         heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
@@ -187,9 +183,3 @@ def _with_name(config: TrainConfig, local: TrainConfig, what: Callable[[], Found
         raise ValueError(str(error).replace(local.target, config.target)) from error
     except EntryNotFoundError as error:  # an index that names files that are not there
         raise ValueError(f"target: {error}") from error
-
-
-def check_exit_layer(exit_layer: int, target: PretrainedConfig) -> None:
-    """Raise ValueError where the target has no such layer; for what no other check looked at."""
-    if exit_layer >= target.num_hidden_layers:
-        raise ValueError(f"exit_layer: {exit_layer} must be below the target's {target.num_hidden_layers} layers")

@@ -19,11 +19,11 @@ from drafters.model.kv_cache import head_sizes
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.data.packing import Source
+from train.inputs import check_taps
 from train.preflight.checks import (
     LIBRARIES,
     Report,
     check_dialogues,
-    check_exit_layer,
     check_libraries,
     check_sources,
     check_store,
@@ -43,9 +43,8 @@ from train.preflight.estimate import (
 )
 from train.preflight.microbench import measured_rate
 from train.preflight.workload import Workload, estimate_workload, store_workload
-from train.run.files import check_run_folder, run_folder_bytes
-from train.setup import check_run_disk
-from train.tasks import Task
+from train.run.files import check_run_disk, check_run_folder, run_folder_bytes
+from train.task import Task
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import held_out_prompts, prompt_room
 
@@ -74,28 +73,27 @@ class Assumptions:
     max_length: int = 2048
 
 
-def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumptions) -> Report:
+def dry_run(config: TrainConfig, resume: bool, given: Assumptions) -> Report:
     """Check a run and estimate what it takes; nothing is written, and no process group is started."""
     report = Report()
     report.check("run folder", lambda: check_run_folder(config, resume), f"{config.out} can be used")
     report.check("libraries", check_libraries, ", ".join(LIBRARIES))
-    exit_layer = getattr(config, "exit_layer", None)
     target, local = check_target(report, config, given.target_config), here(config)
     missing = not_here(config, local)
     compared, train = False, None
     heldout: Source | None = None
     if config.data is not None:
         if check_sources(report, config.data) and local is not None and not missing:
-            compared, heldout = True, check_dialogues(report, config, local, exit_layer)
+            compared, heldout = True, check_dialogues(report, config, local)
     else:
         train, heldout = (check_store(report, Path(config.features) / split, split) for split in ("train", "heldout"))
         compared = local is not None and "weights" not in missing and None not in (train, heldout)
         if compared:
-            check_stores_target(report, config, local, exit_layer, missing)
+            check_stores_target(report, config, local, missing)
     if missing:
         report.add("not checked", f"what needs the target's files: {missing} not here")
-    if not compared and exit_layer is not None and target is not None:
-        report.check("exit layer", lambda: check_exit_layer(exit_layer, target))
+    if not compared and config.taps and target is not None:
+        report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers))
     if config.tau_every and heldout is not None and target is not None:
         context = getattr(target, "max_position_embeddings", None)
         report.check(
@@ -107,7 +105,7 @@ def dry_run(make: type[Task], config: TrainConfig, resume: bool, given: Assumpti
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
         return report
     workload = _workload(report, local or config, train, given)
-    _estimate(report, make, config, target, workload, train, given)
+    _estimate(report, config, target, workload, train, given)
     return report
 
 
@@ -132,14 +130,13 @@ def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, g
 
 def _estimate(
     report: Report,
-    make: type[Task],
     config: TrainConfig,
     target: PretrainedConfig,
     workload: Workload | None,
     store: FeatureStore | None,
     given: Assumptions,
 ) -> None:
-    task = meta_task(make, config, meta_ends(target))
+    task = meta_task(config, meta_ends(target))
     count = parameters(task.module)
     report.add("drafter", f"{type(task.module).__name__}, {count:,} parameters")
     longest = workload.longest if workload else given.max_length
@@ -152,30 +149,29 @@ def _estimate(
         f"{config.gradient_accumulation} a step on each of {given.ranks} rank(s): at most {micro.dialogues} dialogues "
         f"of {micro.length:,} tokens",
     )
-    memory = _memory(report, make, config, target, micro, given)
+    memory = _memory(report, config, target, micro, given)
     run_disk = size_text(run_folder_bytes(count))
     report.check("disk: run folder", lambda: check_run_disk(config.out, task.module), run_disk)
     parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
     parts.append(f"run folder {run_disk}")
     if workload:
-        parts += _data_disk(report, config, target, workload, store, len(task.taps))
+        parts += _data_disk(report, config, target, workload, store)
         parts += _time(report, task, config, target, workload, store, micro, given)
     report.short = "; ".join(parts)
 
 
 def _memory(
     report: Report,
-    make: type[Task],
     config: TrainConfig,
     target: PretrainedConfig,
     micro: MicroBatch,
     given: Assumptions,
 ) -> int:
     """The table of memory by part; returns the whole of it, bytes a rank."""
-    parts = memory_parts(make, config, target, given.ranks)
+    parts = memory_parts(config, target, given.ranks)
     on_gpu = given.device is not None or torch.cuda.is_available()
-    passes = pass_memory(make, config, target, micro, config.activation_checkpointing, on_gpu)
-    less = pass_memory(make, config, target, micro, checkpointing=True, on_gpu=on_gpu)["pass"]
+    passes = pass_memory(config, target, micro, config.activation_checkpointing, on_gpu)
+    less = pass_memory(config, target, micro, checkpointing=True, on_gpu=on_gpu)["pass"]
     parts["forward and backward"] = passes["pass"]
     if config.data is not None:
         width = resolve_dtype(config.data.target_dtype).itemsize
@@ -194,7 +190,7 @@ def _memory(
     stages = []
     for stage in (0, 1, 2, 3):
         changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
-        other = memory_parts(make, changed, target, given.ranks)
+        other = memory_parts(changed, target, given.ranks)
         stages.append(f"{stage}: {size_text(total + sum(other.values()) - sum(parts[name] for name in other))}")
     report.add("  by ZeRO stage", ", ".join(stages))
     device = resolve_device()
@@ -212,7 +208,6 @@ def _data_disk(
     target: PretrainedConfig,
     workload: Workload,
     store: FeatureStore | None,
-    taps: int,
 ) -> list[str]:
     if store is not None:
         size = sum(shard.bytes for shard in store.manifest.shards)
@@ -221,7 +216,7 @@ def _data_disk(
     if isinstance(config.features, str):
         report.add("disk: features", "none: features: online")
         return ["no features on disk"]
-    sizes = [workload.tokens * token_bytes(target.hidden_size, taps, kind) for kind in ("bfloat16", "int8")]
+    sizes = [workload.tokens * token_bytes(target.hidden_size, len(config.taps), kind) for kind in ("bfloat16", "int8")]
     text = f"{size_text(sizes[0])} in bf16, {size_text(sizes[1])} in int8"
     folder = config.features
     fix = "give `features` a folder on another disk"
@@ -240,7 +235,7 @@ def _time(
     given: Assumptions,
 ) -> list[str]:
     """Hours of training and, where there are no features yet, of the target's pass over the data; online, of all."""
-    cost = training_cost(task.module, target, target.vocab_size)
+    cost = training_cost(task)
     lengths = workload.lengths or [micro.length]
     flops = cost.of(lengths, 0) / sum(lengths) + cost.row * (workload.trained / workload.tokens)
     device: Any = given.device or resolve_device()
@@ -248,7 +243,7 @@ def _time(
     if given.tokens_per_second:
         rate, how = given.tokens_per_second, "as given"
     elif given.measure:
-        rate, how = measured_rate(type(task), config, target, micro) * given.ranks, "measured here without DeepSpeed"
+        rate, how = measured_rate(config, target, micro) * given.ranks, "measured here without DeepSpeed"
     elif peak:
         rate = peak * 1e12 * given.mfu * given.ranks / flops
         how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,12 @@ from transformers import PretrainedConfig
 
 from drafters.model.ends import FrozenEnds
 from drafters.model.loading import meta_model
-from train import attention
-from train.config import TrainConfig, deepspeed_config
+from train.attention import as_if_on
+from train.config import TrainConfig
 from train.data.packing import Batch, Span
+from train.engine import checkpoint_activations, deepspeed_config
 from train.losses import default_chunk_rows
-from train.setup import checkpoint_activations
-from train.tasks import Task
+from train.task import Task, make_task
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,28 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
     return FrozenEnds(embed, lm_head, config, "")
 
 
-def meta_task(make: type[Task], config: TrainConfig, ends: FrozenEnds) -> Task:
+def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig) -> Batch:
+    """A micro-batch of random tokens and features, every position trained."""
+    shape = (1, size.tokens)
+
+    def states() -> Tensor:
+        return torch.randn(*shape, target.hidden_size, dtype=config.dtype)
+
+    return Batch(
+        input_ids=torch.randint(target.vocab_size, shape),
+        loss_mask=torch.ones(shape, dtype=torch.bool),
+        features=states(),
+        taps={layer: states() for layer in config.taps},
+        position_ids=torch.arange(size.length).repeat(size.dialogues)[None],
+        segments=torch.arange(size.dialogues).repeat_interleave(size.length)[None],
+        spans=size.spans,
+    )
+
+
+def meta_task(config: TrainConfig, ends: FrozenEnds) -> Task:
     """The task with a module without contents."""
     with torch.device("meta"):
-        return make(config, ends)
+        return make_task(config, ends)
 
 
 def parameters(module: nn.Module) -> int:
@@ -85,7 +102,7 @@ def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------- memory
 
 
-def memory_parts(make: type[Task], config: TrainConfig, target: PretrainedConfig, ranks: int) -> dict[str, int]:
+def memory_parts(config: TrainConfig, target: PretrainedConfig, ranks: int) -> dict[str, int]:
     """Bytes of what stays in a rank's memory for the whole run: what DeepSpeed keeps, by ZeRO stage, and the ends.
 
     A weight, in bf16: 2, its float32 master 4, Adam's moments 8, its gradient 2 and the float32 sum of those 4. Stage 1
@@ -93,7 +110,7 @@ def memory_parts(make: type[Task], config: TrainConfig, target: PretrainedConfig
     float32 there are masters from stage 1 on. docs/training.md has the table, a test of the engine counts it.
     """
     ends = meta_ends(target)
-    task = meta_task(make, config, ends)
+    task = meta_task(config, ends)
     count, largest = parameters(task.module), max(weights.numel() for weights in task.module.parameters())
     settings = deepspeed_config(config)["zero_optimization"]
     stage = int(settings["stage"])
@@ -120,7 +137,6 @@ def memory_parts(make: type[Task], config: TrainConfig, target: PretrainedConfig
 
 
 def pass_memory(
-    make: type[Task],
     config: TrainConfig,
     target: PretrainedConfig,
     batch: MicroBatch,
@@ -134,20 +150,19 @@ def pass_memory(
     the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
     """
     dtype = config.dtype
-    attend = attention.fused_attention if on_gpu else attention.blocked_attention
-    with _fake(dtype), mock.patch.object(attention, "blocked_attention", attend):
+    with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"):
         ends = meta_ends(target, device="cpu", dtype=dtype)
         rows_at_once = config.loss_chunk_rows or default_chunk_rows(ends.lm_head, on_gpu)
-        task = make(config.model_copy(update={"loss_chunk_rows": rows_at_once}), ends)
+        task = make_task(config.model_copy(update={"loss_chunk_rows": rows_at_once}), ends)
         for weights in task.module.parameters():
             weights.register_post_accumulate_grad_hook(_drop_gradient)
         with PeakMemory() as memory:
-            packed = _fake_batch(task, batch, target.hidden_size, dtype)
+            packed = random_batch(config, batch, target)
             given = memory.now
             rows = torch.arange(batch.tokens)
             if checkpointing:
                 checkpoint_activations(task.module)
-            task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"].backward()
+            task.loss_sums(task.module, packed, rows)["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
             predicted = torch.empty(batch.tokens, target.hidden_size, dtype=dtype, requires_grad=True)
@@ -200,16 +215,3 @@ def _fake(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _fake_batch(task: Task, size: MicroBatch, hidden: int, dtype: torch.dtype) -> Batch:
-    shape = (1, size.tokens)
-    return Batch(
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        loss_mask=torch.ones(shape, dtype=torch.bool),
-        features=torch.zeros(*shape, hidden, dtype=dtype),
-        taps={layer: torch.zeros(*shape, hidden, dtype=dtype) for layer in task.taps},
-        position_ids=torch.zeros(shape, dtype=torch.int64),
-        segments=torch.zeros(shape, dtype=torch.int64),
-        spans=size.spans,
-    )

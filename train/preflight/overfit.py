@@ -21,13 +21,13 @@ from data_prep.store.reader import FeatureStore
 from drafters.config import validate
 from drafters.files import replace_text
 from drafters.model.target import TargetModel
-from train import runtime
+from train import engine, runtime
 from train.config import TrainConfig
-from train.data.packing import Batch, collate, complete, shift
+from train.data.packing import Batch, collate, complete
+from train.inputs import Inputs, open_inputs
 from train.loop import TrainingDiverged, TrainRun
-from train.positions import answer_positions
-from train.setup import Inputs, open_inputs
-from train.tasks import Task
+from train.task import make_task
+from train.watch.positions import answer_positions
 
 STEPS = 400
 LEARNING_RATE = 3e-4  # at least: the papers' rates are for far longer runs
@@ -68,24 +68,24 @@ class Finding:
         return f"{mark} {self.question}: {self.answer}" + ("" if self.sound else f"\n     look at: {self.look_at}")
 
 
-def overfit(config: TrainConfig, make: type[Task], arguments: argparse.Namespace) -> int:
+def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
     """Run it; 0 if sound, else 1. Everything goes into ``<out>-overfit``, which an earlier run of this may fill."""
     chosen = any(override.partition("=")[0] == "steps" for override in arguments.overrides)
     runtime.check_devices(config)
     config = overfit_config(config, config.steps if chosen and config.steps else STEPS)
     if config.data is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"limit": arguments.overfit})})
-    inputs = open_inputs(config, getattr(config, "exit_layer", None))
-    ranks = runtime.start(config)
+    inputs = open_inputs(config)
+    ranks = engine.start(config)
     if ranks.is_first:
         clear(config.out)
-    findings = run_overfit(make, config, inputs, ranks, arguments.overfit)
+    findings = run_overfit(config, inputs, ranks, arguments.overfit)
     sound = all(finding.sound for finding in findings)
     if ranks.is_first:
         print("sound: the drafter learns these dialogues" if sound else "NOT sound: see above")
         config.out.mkdir(parents=True, exist_ok=True)
         replace_text(config.out / RESULT, json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
-    runtime.stop()
+    engine.stop()
     return 0 if sound else 1
 
 
@@ -124,9 +124,7 @@ def clear(out: Path) -> None:
     shutil.rmtree(out)
 
 
-def run_overfit(
-    make: type[Task], config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count: int
-) -> list[Finding]:
+def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count: int) -> list[Finding]:
     """Train on the first ``count`` dialogues and answer the three questions, each printed at once by the first rank.
 
     Damaged features end it before the training, and a training that diverges is a finding, too. All ranks do the same.
@@ -135,8 +133,8 @@ def run_overfit(
         ValueError: none of the dialogues has a trained token.
     """
     few = FirstDialogues(inputs.train, count) if isinstance(inputs.train, FeatureStore) else inputs.train
-    task = make(config, inputs.ends)
-    batches = [collate(few, [index], task.taps) for index in range(len(few))]
+    task = make_task(config, inputs.ends)
+    batches = [collate(few, [index], config.taps) for index in range(len(few))]
     if not any(len(task.rows(batch)) for batch in batches):
         raise ValueError(f"--overfit {count}: none of these dialogues has a trained token; take more of them")
     findings: list[Finding] = []
@@ -147,13 +145,13 @@ def run_overfit(
             print(finding.text(), flush=True)
 
     if isinstance(few, FeatureStore) and ranks.is_first:  # what is computed online can be nothing else
-        add(check_features(config, few, task.taps))
+        add(check_features(config, few, config.taps))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     unsound = torch.tensor([not finding.sound for finding in findings] or [False], dtype=torch.int64, device=device)
     if int(ranks.total(unsound)):
         return findings
     run = TrainRun(task, Inputs(inputs.ends, few, few), ranks, resume=False, arguments=sys.argv[1:])
-    batches = [complete(few, batch, task.taps) for batch in batches]
+    batches = [complete(few, batch, config.taps) for batch in batches]
     before = excess_loss(run, batches)
     try:
         run.train()
@@ -218,9 +216,8 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
     for packed in batches:
         rows = task.rows(packed).to(run.engine.device)
         batch = packed.to(run.engine.device, run.config.dtype)
-        target = task.targets(batch).flatten(0, 1)[rows]
-        loss = task.loss_sums(module, batch, rows, noise_seed=None)["loss"]
-        above += float(loss - task.losses(target, target)["loss"])
+        predicted, target = task.pairs(module, batch, rows)
+        above += float(task.losses(predicted, target)["loss"] - task.losses(target, target)["loss"])
         count += len(rows)
     module.train()
     return above / count
@@ -238,9 +235,9 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
     shared: dict[str, list[float]] = {kind: [] for kind in DESCRIPTION}
     for packed in batches:
         batch = packed.to(run.engine.device, run.config.dtype)
-        predicted = task.predict(module, batch, batch.features)
+        predicted = task.predict(module, batch)
         place = answer_positions(batch.loss_mask, batch.segments)[0]
-        last = batch.loss_mask[0] & ~shift(batch.loss_mask, 1, batch.segments)[0]
+        last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0]
         for t in place.ge(0).nonzero().squeeze(1).tolist():
             if t < task.ahead:
                 continue

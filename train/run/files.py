@@ -13,17 +13,20 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from data_prep.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
 from drafters.files import naming, replace_text, sync_folder
 from drafters.provenance import changes, git_commit, hardware, library_versions
 from train.config import FREE_ON_RESUME, TrainConfig
 
+if TYPE_CHECKING:
+    from torch import nn
+
 KEPT_STATES = 2
 PACKING = 2  # of `epoch_batches` in train/data/packing.py: raised where the same seed gives other batches
-OWN_KEYS = {"eagle": "classification_weight", "kangaroo": "exit_layer"}  # of a config, that no other drafter's has
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 # What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
@@ -153,10 +156,7 @@ def _check_drafter(config: TrainConfig) -> None:
     run = config.out
     if not (run / "run.json").is_file():
         return
-    info = read_info(run)
-    there = info.get("drafter")
-    if there is None:  # of a version that did not write it down
-        there = next((name for name, key in OWN_KEYS.items() if key in info["config"]), None)
+    there = read_info(run).get("drafter")
     if there != config.drafter:
         what = f"a run of train/{there}.py" if there else "a run that is no drafter's training"
         fix = f"continue that one with train/{there}.py --resume, or" if there else "so"
@@ -254,6 +254,14 @@ def run_folder_bytes(count: int) -> int:
     A state is weights and two moments in float32; the export is bf16, and another is written beside the last one.
     """
     return (KEPT_STATES + 1) * 12 * count + 2 * 2 * count
+
+
+def check_run_disk(run: Path, module: "nn.Module") -> None:
+    """Raise ValueError unless the states and exports of ``module`` fit beside what the run folder holds already."""
+    count = sum(weights.numel() for weights in module.parameters())
+    there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
+    what = f"the run folder {run} (states and exports of {count:,} parameters)"
+    check_room(run, run_folder_bytes(count) - there, what, "give an `out` on another disk, or make room")
 
 
 class Metrics:

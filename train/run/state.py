@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from data_prep.store.reader import file_sha256
 from drafters.files import replace_text, save_tensors
 from drafters.paths import readable
+from train.engine import MOMENTS, WEIGHTS, Engine
 from train.run.files import StateFolder
 from train.runtime import Ranks
 
-WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 PROGRESS = "progress.json"
 
 
@@ -40,11 +40,6 @@ class SavedState:
         self.folder = folder
         if not folder.is_dir():
             raise ValueError(f"{folder} does not exist, though {folder.parent / 'latest'} names it: {self._advice()}")
-        if not (folder / PROGRESS).is_file():
-            raise ValueError(
-                f"{folder} holds no {PROGRESS}: an earlier version of this toolkit wrote it, in DeepSpeed's own "
-                "format; finish the run with that version, or train anew with another out="
-            )
         for kind in (WEIGHTS, *MOMENTS):
             readable(folder / f"{kind}.safetensors")
         try:
@@ -78,12 +73,12 @@ class SavedState:
             for name, value in _trained(module):
                 value.copy_(file.get_tensor(name))
 
-    def load_optimizer(self, engine: Any, steps: int) -> None:
+    def load_optimizer(self, engine: Engine, steps: int) -> None:
         """Set the engine's float32 weights and Adam's state after so many steps; its module has its weights."""
-        _make_moments(engine, steps)
+        engine.make_moments(steps)
         for name, parameter in _trained(engine.module):
             for kind, file in self._files.items():
-                _set(engine, parameter, kind, file.get_tensor(name))
+                engine.set(parameter, kind, file.get_tensor(name))
 
     def _advice(self) -> str:
         return StateFolder(self.folder.parent.parent).advice(self.folder.name)
@@ -95,7 +90,7 @@ def checksums(folder: Path, progress: dict[str, Any]) -> dict[str, str]:
     return {**found, PROGRESS: hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()}
 
 
-def save_state(engine: Any, states: StateFolder, step: int, progress: dict[str, Any], ranks: Ranks) -> None:
+def save_state(engine: Engine, states: StateFolder, step: int, progress: dict[str, Any], ranks: Ranks) -> None:
     """Write the state after ``step`` steps, and name it as the newest once it is whole; every rank has to call it.
 
     A kill on the way leaves the states before as they were.
@@ -108,7 +103,7 @@ def save_state(engine: Any, states: StateFolder, step: int, progress: dict[str, 
     for kind in (WEIGHTS, *MOMENTS):
         tensors = {}
         for name, parameter in _trained(engine.module):
-            whole = _get(engine, parameter, kind)  # a collective, also after a failure
+            whole = engine.whole(parameter, kind)  # a collective, also after a failure
             if ranks.is_first and failure is None:
                 tensors[name] = whole.to("cpu", torch.float32)
         if ranks.is_first and failure is None:
@@ -140,51 +135,3 @@ def _written(path: Path, tensors: dict[str, Tensor]) -> OSError | None:
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, value) for name, value in module.named_parameters() if value.requires_grad]
-
-
-def _get(engine: Any, parameter: nn.Parameter, kind: str) -> Tensor:
-    """One whole float32 tensor: the parameter's master weights, or a moment of them. A collective."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    if engine.zero_optimization_stage() == 0:
-        return parameter.detach() if kind == WEIGHTS else engine.optimizer.state[parameter][kind]
-    if kind == WEIGHTS:
-        return safe_get_full_fp32_param(parameter)
-    return safe_get_full_optimizer_state(parameter, kind)
-
-
-def _set(engine: Any, parameter: Any, kind: str, whole: Tensor) -> None:
-    """The reverse of ``_get``: this rank's part of ``whole``."""
-    from deepspeed import utils
-
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        (parameter.data if kind == WEIGHTS else engine.optimizer.state[parameter][kind]).copy_(whole)
-        return
-    if stage == 3:  # parts are rounded up to one size, which DeepSpeed forgets where it cuts a whole tensor itself
-        size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
-        part = whole.new_zeros(size)
-        mine = whole.flatten()[rank * size : (rank + 1) * size]
-        part[: len(mine)] = mine
-        if kind == WEIGHTS:
-            utils.safe_set_local_fp32_param(parameter, part)
-        else:
-            utils.safe_set_local_optimizer_state(parameter, part, kind)
-    elif kind == WEIGHTS:
-        utils.safe_set_full_fp32_param(parameter, whole)
-    else:
-        utils.safe_set_full_optimizer_state(parameter, whole, kind)
-
-
-def _make_moments(engine: Any, steps: int) -> None:
-    """Adam's state as it is after ``steps`` steps, zero as yet; DeepSpeed would make it in the first step."""
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    adam = optimizer if stage == 0 else optimizer.optimizer
-    held = [value for group in adam.param_groups for value in group["params"]]
-    if stage == 3:  # its groups are empty between steps
-        held = optimizer.fp32_partitioned_groups_flat
-    for value in held:
-        adam.state[value] = {"step": torch.tensor(float(steps), device=value.device)}
-        adam.state[value] |= {kind: torch.zeros_like(value, requires_grad=False) for kind in MOMENTS}
-    if stage in (1, 2):
-        optimizer._lazy_init_hp_params_optimizer_state()  # where each parameter's moments lie in the flat ones

@@ -7,17 +7,14 @@ pass), norms, activations and the optimiser are not, so that doing more of them 
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from drafters.model.kv_cache import head_sizes
+from train.task import Task
 
 # A row of the cross-entropy: logits of the target, logits of the drafter, and (q - p) W, all with the frozen LM head.
 LM_HEAD_PRODUCTS = 3
-# EAGLE's fc reads features and embeddings, which are constants: its backward pass has no gradient of an input.
-CONSTANT_INPUT = ("fc.weight",)
 
 # Dense bf16 peaks with float32 accumulation, in 1e12 FLOP/s, from NVIDIA's data sheets; the first match counts.
 PEAK_TFLOPS = (
@@ -58,21 +55,18 @@ class TrainingCost:
         return self.token * sum(lengths) + self.pair * pairs + self.row * rows
 
 
-def training_cost(module: nn.Module, config: Any, vocab_size: int) -> TrainingCost:
-    """The cost of a drafter's module, by the shapes of its weights.
-
-    Args:
-        module: an EagleHead or KangarooAdapter, on whatever device (meta, too); not partitioned by ZeRO-3 yet.
-        config: the target's transformers configuration.
-        vocab_size: V, rows of the LM head.
-    """
+def training_cost(task: Task) -> TrainingCost:
+    """The cost of a task's module, by the shapes of its weights: on whatever device (meta, too), but not partitioned by
+    ZeRO-3 yet."""
+    config, head = task.ends.config, task.ends.lm_head
     token = 0
-    for name, weights in module.named_parameters():
-        if weights.dim() == 2:
-            token += (4 if name in CONSTANT_INPUT else 6) * weights.numel()
+    for name, weights in task.module.named_parameters():
+        if weights.dim() == 2:  # a constant input has no gradient
+            token += (4 if name in task.constant_inputs else 6) * weights.numel()
+    layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     width = config.num_attention_heads * head_sizes(config)[1]
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
-    return TrainingCost(token, 12 * width, LM_HEAD_PRODUCTS * 2 * vocab_size * config.hidden_size)
+    return TrainingCost(token, 12 * width * layers, LM_HEAD_PRODUCTS * 2 * head.out_features * head.in_features)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:

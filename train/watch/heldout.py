@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from train.data.packing import Source, collate_or_stand_in, complete, deal
-from train.ratio import Ratio
 from train.runtime import Ranks
-from train.tasks import Task
+from train.task import Ratio, Task
+from train.watch.positions import by_position
 
 PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square of a row
 
@@ -30,13 +30,15 @@ class Heldout:
         ratios: dict[str, Ratio] = {}
         module.eval()
         for hand in self.hands[self.ranks.rank :: self.ranks.count]:
-            batch = collate_or_stand_in(self.store, hand, self.dialogues, task.taps)
-            batch = complete(self.store, batch, task.taps)
+            batch = collate_or_stand_in(self.store, hand, self.dialogues, task.config.taps)
+            batch = complete(self.store, batch, task.config.taps)
             rows = task.rows(batch).to(device)
             batch = batch.to(device, dtype)
             count = torch.tensor(len(rows), device=device)
-            losses = task.loss_sums(module, batch, rows, noise_seed=None)
-            found = {name: Ratio(total, count) for name, total in losses.items()} | task.heldout(module, batch, rows)
+            predicted, target = task.pairs(module, batch, rows)
+            found = {name: Ratio(total, count) for name, total in task.losses(predicted, target).items()}
+            found |= task.heldout(module, batch, predicted, target)
+            found |= by_position(task, batch, rows, predicted, target)
             for name, ratio in found.items():
                 before = ratios.get(name)
                 ratios[name] = Ratio(before.total + ratio.total, before.count + ratio.count) if before else ratio

@@ -8,7 +8,7 @@ import torch
 
 from drafters.provenance import peak_memory_bytes
 from train.data.packing import StepData
-from train.tasks import Task
+from train.task import Task
 from train.watch.flops import TrainingCost, peak_tflops
 
 

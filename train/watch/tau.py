@@ -13,7 +13,7 @@ from drafters.decoding.trace import Trace
 from drafters.model.target import TargetModel
 from train.config import TrainConfig
 from train.data.packing import Source
-from train.tasks import Task
+from train.task import Task
 
 CTAR_WIDTHS = range(1, 6)
 # The other ranks wait meanwhile, and torch.distributed gives up on a rank after ten minutes (nccl) or thirty (gloo).

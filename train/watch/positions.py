@@ -1,15 +1,10 @@
 """Held-out figures by the place of a token within its answer: a drafter that only learnt the openings shows here."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from train.data.packing import Batch, shift
-from train.ratio import Ratio
-
-if TYPE_CHECKING:
-    from train.tasks import Task
+from train.data.packing import Batch
+from train.task import Ratio, Task
 
 BUCKETS = ((0, 16), (16, 64), (64, 256), (256, 1024), (1024, None))  # tokens of the answer before it: from, below
 
@@ -31,7 +26,7 @@ def answer_positions(loss_mask: Tensor, segments: Tensor) -> Tensor:
     return torch.where(loss_mask, index - starts, -1)
 
 
-def by_position(task: "Task", batch: Batch, rows: Tensor, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
+def by_position(task: Task, batch: Batch, rows: Tensor, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
     """``loss_at_<bucket>`` and ``top1_at_<bucket>`` of trained rows, by where the token they predict stands.
 
     Args:
@@ -41,7 +36,7 @@ def by_position(task: "Task", batch: Batch, rows: Tensor, predicted: Tensor, tar
     Returns:
         every bucket, empty ones with a count of 0: all ranks must have the same names.
     """
-    places = shift(answer_positions(batch.loss_mask, batch.segments) + 1, task.ahead, batch.segments) - 1
+    places = batch.shifted(answer_positions(batch.loss_mask, batch.segments) + 1, task.ahead) - 1
     places = places.flatten()[rows]
     found: dict[str, Ratio] = {}
     for start, end in BUCKETS:
@@ -53,7 +48,7 @@ def by_position(task: "Task", batch: Batch, rows: Tensor, predicted: Tensor, tar
     return found
 
 
-def same_first(task: "Task", predicted: Tensor, target: Tensor) -> Tensor:
+def same_first(task: Task, predicted: Tensor, target: Tensor) -> Tensor:
     """bool ``[n]``: whether drafter and target, ``[n, H]`` each, put the same token first."""
     size, head = task.chunk_rows, task.ends.lm_head
     pairs = zip(predicted.split(size), target.split(size), strict=True)

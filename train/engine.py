@@ -1,0 +1,231 @@
+"""DeepSpeed: what a run asks of it, and the only module that imports it (late: that takes seconds).
+
+Where DeepSpeed has no call for what is needed, its insides are used here, and each such place says why.
+"""
+
+import os
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drafters.wording import size_text
+from train.config import TrainConfig
+from train.optimizer import buffers_of, restore_buffers
+from train.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
+
+WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
+
+
+def start(config: TrainConfig) -> Ranks:
+    """Start torch.distributed through DeepSpeed: as many ranks as its launcher or ``srun`` made, alone a single one.
+
+    Raises:
+        ValueError: more processes on this machine than GPUs.
+    """
+    describe_process(os.environ)
+    if torch.accelerator.is_available():
+        take_device(os.environ)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to find out
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
+    # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
+    # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    deepspeed.init_distributed(verbose=False)
+    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    if not torch.accelerator.is_available():
+        threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
+        if threads:
+            torch.set_num_threads(threads)
+    return ranks
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's own configuration. A "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1.
+
+    Gradients are summed over micro-batches and ranks in float32. With bf16 weights DeepSpeed does that from stage 1 on
+    only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
+    """
+    bf16 = config.precision == "bf16"
+    zero: dict[str, Any] = {
+        "stage": max(1, config.zero_stage) if bf16 else config.zero_stage,
+        "reduce_bucket_size": 50_000_000,  # numbers; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
+    }
+    host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
+    if config.offload != "none":
+        zero["offload_optimizer"] = host
+    if config.offload == "parameters":
+        zero["offload_param"] = host
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": config.gradient_accumulation,
+        "gradient_clipping": config.gradient_clipping,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": config.learning_rate,
+                "betas": list(config.betas),
+                "weight_decay": config.weight_decay,
+                "torch_adam": True,  # DeepSpeed's own Adam would be compiled at the first start
+                "fused": True,  # as fast as that one, also on the host
+            },
+        },
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "steps_per_print": 2**31,  # the loop reports
+    }
+
+
+class Engine:
+    """DeepSpeed's engine around a module: its backward pass, its update, and its state as whole tensors.
+
+    Raises:
+        ValueError: ``offload`` needs more host memory than there is.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainConfig) -> None:
+        import deepspeed
+        from deepspeed.runtime import bf16_optimizer
+
+        if config.offload != "none":
+            _check_host_memory(module, config)
+        if config.activation_checkpointing:
+            checkpoint_activations(module)
+        buffers = buffers_of(module)
+        # It prints memory figures when it starts, past the logger, and collects garbage for each.
+        loud, bf16_optimizer.see_memory_usage = bf16_optimizer.see_memory_usage, lambda *_, **__: None
+        try:
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+                config=deepspeed_config(config),
+                dist_init_required=False,
+            )
+        finally:
+            bf16_optimizer.see_memory_usage = loud
+        self.module: nn.Module = module
+        self.device: torch.device = self._engine.device
+        self._stage: int = self._engine.zero_optimization_stage()
+        restore_buffers(module, buffers, self.device)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """The module's forward."""
+        return self._engine(*arguments, **keywords)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` over ranks and micro-batches."""
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        """Update at the boundary of the gradient accumulation; before it, count the micro-batch."""
+        self._engine.step()
+
+    def update(self, learning_rate: float) -> Tensor:
+        """The last micro-batch's ``step``; the gradient's norm before clipping, float64 ``[1]``."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = None
+        if self._stage == 0:  # DeepSpeed clips here without telling the norm
+            norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm() if norm is None else norm
+        return torch.as_tensor(norm, dtype=torch.float64, device=self.device).reshape(1)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The module's whole weights by name, in the dtype that it computes in, copied to the CPU.
+
+        A collective: every rank has to call it, and every rank gets all weights, whatever the ZeRO stage.
+        """
+        import deepspeed
+
+        weights = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            # At ZeRO-3 a rank holds a part of each weight; one at a time, so that the device never holds all of them.
+            with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
+                weights[name] = value.detach().to("cpu", copy=True)
+        return weights
+
+    def whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """One whole float32 tensor: the parameter's master weights, or a moment of them. A collective."""
+        from deepspeed import utils
+
+        if self._stage == 0:
+            return parameter.detach() if kind == WEIGHTS else self._engine.optimizer.state[parameter][kind]
+        if kind == WEIGHTS:
+            return utils.safe_get_full_fp32_param(parameter)
+        return utils.safe_get_full_optimizer_state(parameter, kind)
+
+    def set(self, parameter: Any, kind: str, whole: Tensor) -> None:
+        """The reverse of ``whole``: this rank's part of it."""
+        from deepspeed import utils
+
+        if self._stage == 0:
+            (parameter.data if kind == WEIGHTS else self._engine.optimizer.state[parameter][kind]).copy_(whole)
+            return
+        if self._stage == 3:  # parts are rounded up to one size, which DeepSpeed forgets where it cuts a whole tensor
+            size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+            part = whole.new_zeros(size)
+            mine = whole.flatten()[rank * size : (rank + 1) * size]
+            part[: len(mine)] = mine
+            if kind == WEIGHTS:
+                utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, part, kind)
+        elif kind == WEIGHTS:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, kind)
+
+    def make_moments(self, steps: int) -> None:
+        """Adam's state as it is after ``steps`` steps, zero as yet; DeepSpeed would make it in the first step."""
+        optimizer = self._engine.optimizer
+        adam = optimizer if self._stage == 0 else optimizer.optimizer
+        held = [value for group in adam.param_groups for value in group["params"]]
+        if self._stage == 3:  # its groups are empty between steps
+            held = optimizer.fp32_partitioned_groups_flat
+        for value in held:
+            adam.state[value] = {"step": torch.tensor(float(steps), device=value.device)}
+            adam.state[value] |= {kind: torch.zeros_like(value, requires_grad=False) for kind in MOMENTS}
+        if self._stage in (1, 2):
+            optimizer._lazy_init_hp_params_optimizer_state()  # where each parameter's moments lie in the flat ones
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """Make ``module`` keep its inputs alone for the backward pass, and compute everything between once more then."""
+    forward = module.forward
+
+    def twice(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **keywords)
+        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+
+    module.forward = twice
+
+
+def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:
+    """Float32 weights, gradients and two moments of Adam; with ``offload: parameters`` the weights once more."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    parts = local_ranks(1) / torch.distributed.get_world_size()  # of the whole state, on this machine
+    need = round(count * (20 if config.offload == "parameters" else 16) * parts)
+    free = psutil.virtual_memory().available
+    if need > free:
+        raise ValueError(
+            f"offload: {config.offload} keeps {size_text(need)} of {count:,} weights' state in this host's memory, "
+            f"which has {size_text(free)} free; use more hosts, or offload: none with a higher zero_stage"
+        )

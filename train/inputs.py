@@ -1,0 +1,172 @@
+"""Open and check everything a run reads, before an hour is spent on it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_prep.dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
+from data_prep.store.manifest import MANIFEST, StoreManifest
+from data_prep.store.reader import FeatureStore
+from drafters.checkpoint import TargetIdentity
+from drafters.model.ends import FrozenEnds, load_frozen_ends
+from drafters.model.target import TargetModel
+from train.config import TrainConfig
+from train.data.online import OnlineFeatures, load_target, open_online
+from train.data.packing import Source
+
+
+@dataclass
+class Inputs:
+    """What a run reads: the target's frozen ends, the training and the held-out features, and who computes them."""
+
+    ends: FrozenEnds
+    train: Source
+    heldout: Source
+    target: TargetModel | None = None
+
+    def load_target(self, config: TrainConfig, device: torch.device) -> None:
+        """Load the target of ``features: online`` onto ``device``; stores need none.
+
+        Raises:
+            ValueError: see ``train.data.online.load_target``.
+        """
+        online = [source for source in (self.train, self.heldout) if isinstance(source, OnlineFeatures)]
+        if not online:
+            return
+        self.target = target = load_target(config, device)
+        for source in online:
+            source.target = target
+        pairs: list[tuple[Any, Any]] = [
+            (self.ends.embed, target.body.embed_tokens),
+            (self.ends.lm_head, target.model.get_output_embeddings()),
+        ]
+        for ours, theirs in pairs:  # one copy of the two largest matrices suffices, where it lies right
+            if (ours.weight.dtype, ours.weight.device) == (theirs.weight.dtype, theirs.weight.device):
+                ours.weight = theirs.weight
+
+
+def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
+    """Open both stores and the target's ends, and check that they belong together; or read the online run's dialogues.
+
+    Args:
+        config: the run's config.
+        device: where the ends go; "meta" reads their shapes alone.
+
+    Raises:
+        ValueError: no store, one of another target, a missing tap, or no such target; for an online run see
+            ``train.data.online.open_online``.
+    """
+    if isinstance(config.features, str):
+        texts = open_online(config)
+        check_batch_tokens(config, texts[0])
+        return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
+    check_splits(config.features)
+    train = FeatureStore.open(config.features / "train")
+    heldout = FeatureStore.open(config.features / "heldout")
+    ends = load_frozen_ends(config.target, dtype=config.dtype, device=device, revision=config.revision)
+    target = target_identity(config, ends)
+    for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
+        check_store(config, split, manifest, target)
+    for key in ("tokenizer_hash", "template_hash"):
+        here, there = getattr(train.manifest, key), getattr(heldout.manifest, key)
+        if here != there:
+            raise ValueError(
+                f"{config.features}: train/ and heldout/ were made with different {key.removesuffix('_hash')}s "
+                f"({here} and {there}); make both again with one data_prep.features config"
+            )
+    check_tokenizer(config, train.manifest)
+    check_batch_tokens(config, train)
+    return Inputs(ends, train, heldout)
+
+
+def check_batch_tokens(config: TrainConfig, train: Source) -> None:
+    """Raise ValueError where a batch of one dialogue can be larger than ``batch_tokens`` says."""
+    longest = int(train.lengths.max())
+    if longest > config.batch_tokens:
+        raise ValueError(
+            f"batch_tokens is {config.batch_tokens:,}, and the longest training dialogue has {longest:,} tokens; set "
+            f"batch_tokens={longest} or more, or a smaller max_length where the dialogues are read"
+        )
+    if config.data is not None and longest > config.data.target_batch_tokens:
+        raise ValueError(
+            f"data.target_batch_tokens is {config.data.target_batch_tokens:,}, and the longest training dialogue has "
+            f"{longest:,} tokens; set data.target_batch_tokens={longest} or more, or a smaller data.max_length"
+        )
+
+
+def check_splits(features: Path) -> None:
+    """Raise ValueError where the features have splits of other names than training looks for."""
+    found = sorted(manifest.parent.name for manifest in features.glob(f"*/{MANIFEST}"))
+    missing = [split for split in ("train", "heldout") if split not in found]
+    if found and missing:
+        raise ValueError(
+            f"{features} has no split {' and no split '.join(missing)}, but {', '.join(found)}: training reads "
+            "train/ and heldout/; name the splits so in the features config, or rename the folder"
+        )
+
+
+def check_tokenizer(config: TrainConfig, manifest: StoreManifest) -> None:
+    """Raise ValueError if the target's tokenizer or chat template changed since the features were made.
+
+    A target whose tokenizer lies elsewhere cannot be compared, and is not.
+    """
+    try:
+        chat = load_tokenizer(config.target, config.revision, manifest.chat_template)
+    except ValueError:
+        return
+    now = {"tokenizer": tokenizer_hash(chat.tokenizer), "chat template": template_hash(chat.template)}
+    then = {"tokenizer": manifest.tokenizer_hash, "chat template": manifest.template_hash}
+    for what, value in now.items():
+        if value != then[what]:
+            raise ValueError(
+                f"{config.features} was made with another {what} ({then[what]}) than {config.target!r} has now "
+                f"({value}); restore it, or make the features again"
+            )
+
+
+def check_store(config: TrainConfig, split: str, manifest: StoreManifest, target: TargetIdentity) -> None:
+    """Raise ValueError unless the store was made with ``target`` and holds what the drafter reads."""
+    store = Path(config.features) / split
+    sizes = (
+        ("hidden size", manifest.hidden_size, target.hidden_size),
+        ("vocabulary", manifest.vocab_size, target.vocab_size),
+    )
+    differing = [f"{what} {there} against {here}" for what, there, here in sizes if there != here]
+    if not differing and manifest.target_fingerprint != target.fingerprint:
+        differing = [f"fingerprint {manifest.target_fingerprint} against {target.fingerprint}, so other weights"]
+    if differing:
+        fix = f"set target: {manifest.target_name} or make the features again with {target.name!r}"
+        if manifest.target_name == target.name:
+            fix = f"{target.name!r} is no longer what it was then: restore it, or make the features again"
+        raise ValueError(
+            f"{store} was made with target {manifest.target_name!r}, the config says target: {target.name!r} "
+            f"({'; '.join(differing)}); {fix}"
+        )
+    check_taps(config, target.name, target.num_hidden_layers)
+    for layer in config.taps:
+        if layer not in manifest.taps:
+            raise ValueError(
+                f"{store} holds no hidden states after layer {layer}, only taps {manifest.taps}; set the exit layer to "
+                f"one of these, or make the features again with exit_layers: [{layer}]"
+            )
+
+
+def check_taps(config: TrainConfig, target: str, layers: int) -> None:
+    """Raise ValueError where the drafter reads a layer that ``target`` does not have."""
+    for layer in config.taps:
+        if layer >= layers:
+            raise ValueError(f"exit layer {layer} must be below the {layers} layers of {target!r}")
+
+
+def target_identity(config: TrainConfig, ends: FrozenEnds) -> TargetIdentity:
+    """What a checkpoint says of the target, which is not in memory."""
+    return TargetIdentity(
+        name=config.target,
+        revision=config.revision,
+        fingerprint=ends.fingerprint,
+        hidden_size=ends.lm_head.in_features,
+        vocab_size=ends.lm_head.out_features,
+        num_hidden_layers=ends.config.num_hidden_layers,
+    )

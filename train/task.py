@@ -1,0 +1,156 @@
+"""What the loop knows of a drafter's training: a Task. Each method derives its own, in the file that bears its name.
+
+That file (train/eagle.py, say) also holds the configuration, and a mistyped key should not wait for torch. So this
+module and those import torch within functions.
+
+Sums and counts leave a task, never means: the loop adds them up over micro-batches and ranks before it divides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drafters.methods import drafter_class, method_names
+from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from drafters.base import LearnedDrafter
+    from drafters.model.ends import FrozenEnds
+    from drafters.model.target import TargetModel
+    from train.data.packing import Batch
+
+
+@dataclass
+class Ratio:
+    """A mean that is not divided yet: ``total`` over ``count``, scalars."""
+
+    total: Tensor
+    count: Tensor
+
+
+class Task(ABC):
+    """One drafter's training.
+
+    Class attributes:
+        schema: the run's configuration; its ``drafter`` names the method.
+        ahead: row i of the prediction is about token i + ahead.
+        drafts: the kinds of draft that tau is measured with, and the drafter's options for each.
+        constant_inputs: weights whose input is constant, so that their backward pass has one product less.
+
+    Attributes:
+        module: what is trained.
+    """
+
+    schema: ClassVar[type[TrainConfig]]
+    ahead: ClassVar[int]
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {}}
+    constant_inputs: ClassVar[tuple[str, ...]] = ()
+    config: TrainConfig
+    module: nn.Module
+
+    def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
+        import torch
+
+        from train.attention import use_dialogue_attention
+
+        self.config, self.ends = config, ends
+        self.drafter: type[LearnedDrafter] = drafter_class(config.drafter)  # type: ignore[assignment]
+        torch.manual_seed(config.seed)
+        self.module = self.drafter.build_module(ends.config, self.drafter_config())
+        use_dialogue_attention(self.module, ends.config)
+
+    @abstractmethod
+    def predict(self, module: Any, batch: Batch) -> Tensor:
+        """What the drafter gives to the LM head, ``[R, L, H]``."""
+
+    def targets(self, batch: Batch) -> Tensor:
+        """What the target gives to it where it speaks of the same tokens, ``[R, L, H]``."""
+        return batch.features.roll(1 - self.ahead, dims=1) if self.ahead > 1 else batch.features
+
+    def rows(self, batch: Batch) -> Tensor:
+        """Flat indices int64 ``[n]`` into ``[R * L]`` of the trained positions; ``batch`` is still on the CPU.
+
+        Position i is trained where the token that it predicts, i + ahead, belongs to an answer.
+        """
+        return batch.shifted(batch.loss_mask, self.ahead).flatten().nonzero().squeeze(1)
+
+    def with_noise(self, batch: Batch, seed: int) -> Batch:
+        """What is trained on in the place of ``batch``; held-out text is taken as it is."""
+        return batch
+
+    def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Named sums over rows ``[n, H]``, predictions and targets; "loss" can be differentiated."""
+        return {"loss": self.cross_entropy(predicted, target)}
+
+    def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
+        """Figures of the drafter's quality on held-out text beside the losses, of the rows that ``losses`` gets, too.
+
+        ``expected_acceptance``: mean of sum_x min(p, q), the acceptance rate of sampled drafting (temperature 1).
+        ``top1_agreement``: share of positions where both put the same token first, that of greedy drafting.
+        """
+        from train.losses import overlap_and_agreement
+
+        overlap, agree = overlap_and_agreement(predicted, target, self.ends.lm_head, self.chunk_rows)
+        count = agree.new_tensor(len(predicted))
+        return {"expected_acceptance": Ratio(overlap, count), "top1_agreement": Ratio(agree, count)}
+
+    def drafter_config(self) -> dict[str, Any]:
+        """The ``drafter`` section of the checkpoint's config.json."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------- the same for all
+
+    def pairs(self, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None = None) -> tuple[Tensor, Tensor]:
+        """Predictions and targets ``[n, H]`` of the trained ``rows``."""
+        inputs = batch if noise_seed is None else self.with_noise(batch, noise_seed)
+        return self.predict(module, inputs).flatten(0, 1)[rows], self.targets(batch).flatten(0, 1)[rows]
+
+    def loss_sums(self, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None = None) -> dict[str, Tensor]:
+        """``losses`` over ``rows``."""
+        return self.losses(*self.pairs(module, batch, rows, noise_seed))
+
+    def cross_entropy(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Against the target's own distribution, summed over rows ``[n, H]``."""
+        from train.losses import soft_cross_entropy_sum
+
+        return soft_cross_entropy_sum(predicted, target, self.ends.lm_head, self.chunk_rows)
+
+    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
+        """Drafters with copies of ``weights`` for the decoding loop, by kind of draft."""
+        common = self.drafter_config()
+        return {
+            kind: self.drafter.from_weights(target, weights, common | options) for kind, options in self.drafts.items()
+        }
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of [rows, vocabulary] logits to hold at once: the config's, or what suits the LM head's device."""
+        from train.losses import default_chunk_rows
+
+        return self.config.loss_chunk_rows or default_chunk_rows(self.ends.lm_head)
+
+
+def trained_methods() -> list[str]:
+    """The methods that can be trained: those that have a file in this package, too."""
+    folders = import_module(__package__).__path__
+    return [name for name in method_names() if any((Path(folder) / f"{name}.py").is_file() for folder in folders)]
+
+
+def task_class(method: str) -> type[Task]:
+    """The task of ``train/<method>.py``, by which also its schema is found."""
+    module = import_module(f"{__package__}.{method}")
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__:
+            return value
+    raise ValueError(f"train/{method}.py holds no Task")
+
+
+def make_task(config: TrainConfig, ends: FrozenEnds) -> Task:
+    """The task that ``config`` is of, with a new module."""
+    return task_class(config.drafter)(config, ends)
