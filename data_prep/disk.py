@@ -38,7 +38,7 @@ def check_room(place: Path, needed: float, what: str, fix: str) -> None:
 
 
 def source_bytes(source: str) -> int:
-    """About so many bytes of text are in a data file; 0 where that is not known before it is read."""
+    """Roughly how many bytes of text a data file holds; 0 where that is not known before it is read."""
     path = Path(source)
     if not path.is_file():
         return 0

@@ -57,7 +57,9 @@ class FeaturesConfig(Config):
         for name in splits:
             near = difflib.get_close_matches(name.lower(), READ_BY_TRAINING, n=1, cutoff=0.75)
             if near and name != near[0] and not name.startswith(near[0]):
-                raise ValueError(f"training reads splits named {' and '.join(READ_BY_TRAINING)}, found {name}; mend it")
+                raise ValueError(
+                    f"training reads splits named {' and '.join(READ_BY_TRAINING)}, found {name}; rename it"
+                )
         return splits
 
     @field_validator("exit_layers")

@@ -133,7 +133,7 @@ def state_sums(store: FeatureStore, sample: list[int]) -> dict[str, torch.Tensor
 
 
 def states_table(sums: dict[str, torch.Tensor], dialogues: int) -> Table:
-    """Size of the features and of each tap over the tokens of so many dialogues."""
+    """Size of the features and of each tap over the tokens of a sample of dialogues."""
     table = Table(f"states of {dialogues:,} dialogues", "mean |x|", "max |x|", "zeros", box=None)
     for name, (total, zeros, count, largest) in ((name, values.tolist()) for name, values in sums.items()):
         table.add_row(name, f"{total / count:.4g}", f"{largest:.4g}", f"{zeros / count:.2%}")

@@ -106,7 +106,7 @@ def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+    """Write both sides of a split."""
     parser = CommandLine("data_prep.split", __doc__)
     parser.add_argument("source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:split]")
     parser.add_argument("--out", required=True, type=Path, help="folder of train.jsonl and heldout.jsonl")

@@ -17,7 +17,7 @@ from .features import FeaturesConfig, check
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+    """Measure the dump of a split beside the bare target."""
     parsed = _parse(arguments)
     config = load_config(FeaturesConfig, parsed.config, parsed.overrides)
     split = parsed.split or next(iter(config.splits))

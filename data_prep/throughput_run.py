@@ -91,7 +91,7 @@ def measure(target: TargetModel, work: Work, config: FeaturesConfig, rounds: int
 
 @torch.inference_mode()
 def bare_pass(target: TargetModel, work: Work, config: FeaturesConfig, most: int | None = None) -> Tokens:
-    """The forwards of a dump and nothing else; ``most``: of so many batches."""
+    """The forwards of a dump and nothing else, of at most ``most`` batches."""
     tokens = Tokens()
     done = 0
     for span in plan_shards(work.lengths, 0, config.shard_tokens):

@@ -21,7 +21,7 @@ def check_model(name: str | None, key: str, revision: str | None = None) -> None
     if name is None:
         return
     if is_missing_folder(name):
-        raise ValueError(f"{key}: there is no folder {name}; mend the path, or give a Hub repository as user/name")
+        raise ValueError(f"{key}: there is no folder {name}; correct the path, or give a Hub repository as user/name")
     try:
         check_loadable(name, revision)
     except ValueError as error:

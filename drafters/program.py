@@ -1,4 +1,4 @@
-"""A `main` as a program: its arguments; what its user can mend, and Ctrl-C, end in one line, not in a stack trace."""
+"""A `main` as a program: its arguments; the user's mistakes and Ctrl-C end in one line instead of a stack trace."""
 
 import argparse
 import atexit
@@ -56,7 +56,7 @@ class Failure(RuntimeError):
 
 
 def run_program(main: Callable[[], int | None]) -> None:
-    """Run it and exit with its status: 1 with one line for what the user can mend, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run it and exit with its status: 1 with one line for a mistake, 130 after Ctrl-C, 143 after SIGTERM.
 
     Until ``main`` enters ``keeping`` nothing can be half-written, so a signal ends the process at once: raised inside
     an import, KeyboardInterrupt would come out as any other error.
@@ -232,7 +232,7 @@ def _words_of(process: int) -> list[str]:
 
 
 def _say_interrupted(number: int, kept: str) -> None:
-    """The last line after a signal; after Ctrl-C, which launchers get, too, once more below theirs."""
+    """The last line after a signal; after Ctrl-C, which launchers get as well, repeated below theirs."""
     line = f"interrupted; {kept}"
     _say(line)
     if number == signal.SIGINT:

@@ -52,7 +52,7 @@ def check(config: BatchCostConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Measure the batch sizes of a config and write its page."""
     parsed = CommandLine("eval.batch_cost", __doc__, "YAML, see BatchCostConfig", "context=512").parse(arguments)
     config = load_config(BatchCostConfig, parsed.config, parsed.overrides)
     check(config)

@@ -65,7 +65,7 @@ def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str,
 
 @torch.inference_mode()
 def measure(target: TargetModel, config: BatchCostConfig, meter: EnergyMeter, console: Console) -> list[Block]:
-    """``config.blocks`` blocks of every batch size, in an order shuffled anew each time round."""
+    """``config.blocks`` blocks of every batch size, reshuffled each time round."""
     generator = torch.Generator().manual_seed(config.seed)
     ready: dict[int, tuple[torch.Tensor, KVCache]] = {}
     for batch in config.batches:

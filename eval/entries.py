@@ -114,7 +114,7 @@ def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
     for kind, missing in (("folders", folders), ("files", files)):
         if missing:
             raise ValueError(
-                f"these {kind} do not exist: {', '.join(missing)}; train or fetch them first, or mend the path"
+                f"these {kind} do not exist: {', '.join(missing)}; train or fetch them first, or correct the path"
             )
 
 

@@ -30,7 +30,7 @@ class PromptsConfig(Config):
     categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: of any and none")
     per_category: int | None = Field(None, ge=1, description="prompts measured of every category, in place of count")
     consecutive: int | None = Field(
-        None, ge=1, description="so many of one category in a row, then of the next, and round again; None: shuffled"
+        None, ge=1, description="this many of one category in a row, then of the next, and round again; None: shuffled"
     )
     seed: int = Field(0, description="of the draw of prompts from the file, and of their order")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are skipped and counted")
@@ -41,19 +41,19 @@ class PromptsConfig(Config):
             raise ValueError(f"count is {self.count} and per_category {self.per_category}: give one of the two")
         for key, values in (("file", self.files), ("categories", self.categories or [])):
             if len(set(values)) < len(values):
-                raise ValueError(f"{key}: one stands there twice, found {[str(value) for value in values]}")
+                raise ValueError(f"{key}: each must be given once, found {[str(value) for value in values]}")
         if not self.files:
             raise ValueError("file is an empty list: name at least one")
         return self
 
     @property
     def files(self) -> list[Path]:
-        """One or several."""
+        """The prompt files, of which there may be one."""
         return self.file if isinstance(self.file, list) else [self.file]
 
     @property
     def shown_files(self) -> str:
-        """For messages."""
+        """Their names, for messages and reports."""
         return ", ".join(map(str, self.files))
 
 
@@ -109,7 +109,7 @@ def load_prompts(
     """Draw the prompts to measure, or as many as there are, and ``warmup`` others.
 
     The prompt of a dialogue is what stands before its first assistant turn; of a Spec-Bench question its first turn (a
-    later one would hang on the method's own earlier answer). A prompt that stands twice in the file is used once, or a
+    later one would depend on the method's own earlier answer). A prompt that is in the file twice is used once, or a
     drafter that remembers phrases would meet an answer that it has already seen. Which prompts are drawn does not
     depend on ``config.consecutive``, which only orders them.
 

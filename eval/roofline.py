@@ -5,7 +5,7 @@
 Plain decoding reads every weight once a token: no decoding of one row can be faster than those bytes at the measured
 bandwidth. Beside that floor stand plain decoding here, stock ``generate``, the cost of verifying several rows, and the
 steps of EAGLE and Kangaroo. Untrained heads are never accepted, so acceptance is REPLAYED from a profile
-(drafters/replay.py), and every figure that hangs on it says so. Methods alternate within the run; medians count.
+(drafters/replay.py), and every figure that depends on it says so. Methods alternate within the run; medians count.
 
 Writes docs/results/<machine>/roofline-<shape>.json and .md.
 """
@@ -57,7 +57,7 @@ class RooflineConfig(Config):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Measure a shape and write its page."""
     parser = CommandLine("eval.roofline", __doc__, overrides="quantize=int8; see RooflineConfig")
     parser.add_argument("--shape", required=True, help="for example llama-7b; a wrong name lists all")
     parsed = parser.parse(arguments)

@@ -118,7 +118,7 @@ def check(config: SpeedConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Measure every method of a config and write the report."""
     parsed = CommandLine("eval.speed", __doc__, "YAML, see SpeedConfig", "prompts.count=8").parse(arguments)
     config = load_config(SpeedConfig, parsed.config, parsed.overrides)
     check(config)

@@ -6,7 +6,7 @@ The config is a speed config and ``vary: {key: [values]}``, a dotted key such as
 ``prompts.consecutive``.
 
 Every value has its own plain decoding, over which its speedups are, and its own report in ``out/<key>=<value>/``;
-``out`` gets sweep.json, sweep.md and sweep.png. The target and the draft models are loaded once, and anew only where
+``out`` gets sweep.json, sweep.md and sweep.png. The target and the draft models are loaded once, and again only where
 ``target`` itself varies. Run again, a sweep goes on where it stopped: a value that has a report of the same config,
 commit and machine is not measured again, and the one that was interrupted goes on after its last prompt.
 """
@@ -37,7 +37,7 @@ class SweepConfig(speed.SpeedConfig):
             raise ValueError(f"vary: {key} cannot vary: every value's folder is named after it")
         names = [folder_name(key, value) for value in values]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"vary: values must be different, {shortened(repeated)} stands there twice")
+            raise ValueError(f"vary: values must be different, {shortened(repeated)} is given twice")
         return self
 
     @property
@@ -85,7 +85,7 @@ def check(config: SweepConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the speed test for every value of the key that varies."""
     parsed = CommandLine("eval.sweep", __doc__, "YAML, see SweepConfig", "prompts.count=8").parse(arguments)
     config = load_config(SweepConfig, parsed.config, parsed.overrides)
     check(config)

@@ -29,14 +29,14 @@ class TuneConfig(speed.SpeedConfig):
     """A speed config of one drafter at one temperature, and what to search."""
 
     knobs: dict[str, list[Any]] = Field(min_length=1, description="options (dots for nested ones) and their values")
-    start: dict[str, Any] = Field({}, description="values to start from; a knob not named gets one of its own, drawn")
+    start: dict[str, Any] = Field({}, description="values to start from; a knob that is not named gets a drawn one")
     objective: Literal["speed", "perplexity"] = Field(
         "speed", description="what is best: tokens/s, or for lossy methods the outputs' perplexity under the target"
     )
     max_perplexity: float | None = Field(
         None, gt=0, description="of a lossy method: most perplexity of its outputs, in times plain decoding's"
     )
-    stock_generate: bool = Field(False, description="also measure transformers' own generation; nothing hangs on it")
+    stock_generate: bool = Field(False, description="also measure transformers' own generation; nothing depends on it")
     passes: int = Field(1, ge=1, description="times all knobs are searched; Algorithm 1 has one")
 
     @model_validator(mode="after")
@@ -106,7 +106,7 @@ def load_configs(path: Path, overrides: list[str]) -> dict[Path, TuneConfig]:
     taken: dict[Path, Path] = {}
     for file, config in configs.items():
         if (other := taken.setdefault(config.out, file)) != file:
-            raise ValueError(f"{other} and {file} both write to {config.out}: give each an out of its own")
+            raise ValueError(f"{other} and {file} both write to {config.out}: give each its own out")
     return configs
 
 
@@ -116,7 +116,7 @@ def common_folder(configs: dict[Path, TuneConfig]) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Search the knobs of a config, or of every config in a folder."""
     parser = CommandLine("eval.tune", __doc__, "YAML, see TuneConfig; or a folder of such files", "prompts.count=8")
     parsed = parser.parse(arguments)
     configs = load_configs(parsed.config, parsed.overrides)

@@ -172,5 +172,5 @@ def _page_of(stage: dict[str, Any]) -> list[str]:
             lines[-1] += "; no value keeps that, so the one of least perplexity is taken"
     if stage["not_told_apart"]:
         shown = ", ".join(map(str, stage["not_told_apart"]))
-        lines += ["", f"Not told apart from the best by these prompts (intervals overlap): {shown}"]
+        lines += ["", f"These prompts cannot tell from the best (intervals overlap): {shown}"]
     return [*lines, ""]

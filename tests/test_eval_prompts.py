@@ -189,7 +189,7 @@ def test_several_files_are_categories(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"count": 3, "per_category": 3}, "count is 3 and per_category 3"),
-        ({"categories": ["a", "a"]}, "categories: one stands there twice"),
+        ({"categories": ["a", "a"]}, "categories: each must be given once"),
         ({"categories": []}, "at least 1"),
     ],
 )

@@ -16,7 +16,7 @@ from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
 from .reader import Dialogue, DroppedError, ReadCounts, read_dialogues
 
 CHUNK = 256  # dialogues tokenized in one call
-FIRST_WITHOUT_ANSWER = 32  # so many dialogues without a printed answer, and none with one: it is the template
+FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with one: then it is the template
 
 
 @dataclass

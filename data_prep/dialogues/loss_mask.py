@@ -83,8 +83,8 @@ class ChatTokenizer:
     ) -> list[MaskedTokens | DroppedError]:
         """Token ids and mask of each dialogue, or why it cannot be had; tokenizes all of them in one batch.
 
-        Where ``wanted`` is given, only the first so many tokens of a dialogue are needed: of megabytes no more is
-        tokenized than these take. The template gets all of the text: what it prints may hang on the end (of thoughts).
+        Where ``wanted`` is given, only that many tokens of a dialogue are needed, and of megabytes of text no
+        more is tokenized. The template gets all of the text: what it prints may depend on the end (of thoughts).
 
         The reasons are those of ``render``; a mask of zeros counts as ``no_answer_printed``.
         """

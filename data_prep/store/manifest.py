@@ -267,7 +267,7 @@ def differences(manifest: StoreManifest, wanted: StoreManifest) -> list[str]:
 def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, shared: bool = False) -> None:
     """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``.
 
-    A store that holds no features yet may be started anew with any settings, unless it is ``shared``: other processes
+    A store that holds no features yet may be begun again with any settings, unless it is ``shared``: other processes
     are computing for it.
     """
     if not (manifest.consumed or manifest.complete or shared):

@@ -63,7 +63,7 @@ def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no phrase pool, or only part of one ({error}): save it anew") from error
+        raise ValueError(f"{path} is no phrase pool, or only part of one ({error}): save it again") from error
     _check_metadata(path, metadata, model)
     _check_arrays(path, arrays, model)
     first, lengths, tokens = (arrays[name].tolist() for name in _ARRAYS)
@@ -81,7 +81,7 @@ def _check_metadata(path: str | Path, metadata: dict[str, str], model: TargetMod
         raise ValueError(f"{path} is a safetensors file but no phrase pool: give one that save_pool wrote")
     if (version := metadata.get("format_version")) != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version} and this release reads {FORMAT_VERSION}: save the pool anew, or use "
+            f"{path} has format version {version} and this release reads {FORMAT_VERSION}: save the pool again, or use "
             "the release that wrote it"
         )
     maker = metadata.get("model")
@@ -110,13 +110,13 @@ def _check_arrays(path: str | Path, arrays: dict[str, np.ndarray], model: Target
     if len(first) != len(lengths) or bool((lengths < 1).any()) or int(lengths.sum(dtype=np.int64)) != len(tails):
         raise ValueError(
             f"{path} is damaged: {len(first)} phrases have {len(lengths)} lengths, which sum to {lengths.sum()} (none "
-            f"may be below 1), and {len(tails)} tokens; save it anew"
+            f"may be below 1), and {len(tails)} tokens; save it again"
         )
     for name, ids in (("first", first), ("tails", tails)):
         if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
             raise ValueError(
                 f"{path} is damaged: token ids in {name!r} run from {ids.min()} to {ids.max()}, and the vocabulary of "
-                f"{model.name} has {model.vocab_size}; save it anew"
+                f"{model.name} has {model.vocab_size}; save it again"
             )
 
 

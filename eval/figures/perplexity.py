@@ -26,7 +26,7 @@ class OutputPerplexity:
     def describe(self, runs: Sequence[Run]) -> dict[str, Any]:
         """``perplexity`` for the report's row: exp of the mean negative log-likelihood of all new tokens of ``runs``.
 
-        Every token weighs alike, so that longer outputs count for more. The likelihood is the target's own, at
+        Every token has the same weight, so that longer outputs count for more. The likelihood is the target's own, at
         temperature 1 and unfiltered, whatever the tokens were sampled with; EOS counts where the output has it. None,
         with the reason beside it, where it could not be computed: what was measured is worth more than this figure.
         """

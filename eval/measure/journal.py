@@ -81,7 +81,7 @@ class RunJournal:
     ) -> None:
         try:
             self._file.close()
-        except OSError:  # once more what a full disk has no room for; the error under way names the file, this one none
+        except OSError:  # the same full disk again; the error under way names the file, this one does not
             if error is None:
                 raise
         if not self.runs:  # nothing was measured: nothing to go on from

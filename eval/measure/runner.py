@@ -99,7 +99,7 @@ def measure(
     """Run every method on every prompt, ``rounds`` times at each temperature.
 
     Args:
-        build: the methods of a temperature by label. Called anew for every round, so that a method that remembers
+        build: the methods of a temperature by label. Called again for every round, so that a method that remembers
             (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's before are
             released first.
         warmup: decoded first by every method of a round; not measured.

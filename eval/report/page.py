@@ -22,7 +22,8 @@ EXPLANATION = """\
 - **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
   sampled.
 - **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every
-  token weighing alike. A lossless method's is plain decoding's, sampling noise apart; a lossy one's shows the change.
+  token of the same weight. A lossless method's is plain decoding's but for sampling noise; a lossy one's shows the
+  change.
 - **J/token**: energy of the device over whole calls, prefill included, over all new tokens, first ones included; all
   rounds together. It is the counter's own reading, idle power included; where there is none it is not estimated.
 - **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
@@ -52,13 +53,13 @@ def run_again(argv: list[str]) -> list[str]:
 
 
 def speedup_with_interval(row: Row) -> str:
-    """As text: ``1.87x [1.67, 2.07]``."""
+    """``1.87x [1.67, 2.07]``."""
     interval = row["speedup_ci"]
     return number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
 def percent(share: float | None) -> str:
-    """As text; "-" where there is none."""
+    """``12.3%``; "-" where there is none."""
     return "-" if share is None else f"{share:.1%}"
 
 

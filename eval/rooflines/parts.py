@@ -105,7 +105,7 @@ def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable
     head = EagleHead(target.config)
     static = EagleDrafter(target, head, tree="static")
     profile = scaled(config.eagle_profile, 5, config.eagle_tau)
-    eagle = {  # not the dynamic tree: its shape hangs on confidences, and an untrained head's are all alike
+    eagle = {  # not the dynamic tree: its shape depends on confidences, and an untrained head's are all alike
         "EAGLE chain": ReplayDrafter(target, EagleDrafter(target, head, tree="chain"), config.eagle_profile),
         "EAGLE static tree": ReplayDrafter(target, static, profile),
     }
@@ -163,7 +163,7 @@ def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool)
     def seconds(count: int) -> float:
         wait(target.device)
         start = time.perf_counter()
-        # The same cache size for both, or each would be compiled anew.
+        # The same cache size for both, or each would be recompiled.
         options = GenerationConfig(max_new_tokens=count, min_new_tokens=count, **settings)
         target.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options)
         wait(target.device)

@@ -1,4 +1,4 @@
-"""Well-known shapes of models: what a step costs does not hang on what the weights are."""
+"""Well-known shapes of models: what a step costs does not depend on the weights."""
 
 from pathlib import Path
 
