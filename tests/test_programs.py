@@ -60,6 +60,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),
         (["splits.train=none.jsonl"], "no data file at none.jsonl"),
+        (["limit=2", "--rank", "0", "--ranks", "1", "target=./none"], NO_FOLDER),
         (["dtype=int4"], "dtype: .*found 'int4'"),
     ],
     "data_prep.throughput": [

@@ -1,6 +1,5 @@
-"""Which code made a result, and files replaced as a whole."""
+"""Which code made a result."""
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.files import replace_text
 from drafters.provenance import UNCOMMITTED, git_commit, library_versions
 
 
@@ -62,19 +60,3 @@ def test_library_versions() -> None:
     """Catches versions of the requirement instead of what is installed."""
     versions = library_versions("torch")
     assert versions == {"python": platform.python_version(), "torch": str(torch.__version__)}
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a full disk that leaves half a file, no file, or a temporary one behind; or nobody told which file."""
-    file = tmp_path / "state.json"
-    replace_text(file, "öld")
-    assert file.read_text(encoding="utf-8") == "öld"
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*state\.json'"):
-        replace_text(file, "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-    assert file.read_text(encoding="utf-8") == "öld"
