@@ -98,14 +98,15 @@ def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path, monkeypa
 MEASURING = """
 from pathlib import Path
 from drafters.program import run_program
-from eval import roofline, roofline_parts
+from eval import roofline
+from eval.rooflines import parts
 
 def methods(*arguments):
     found = made(*arguments)
     Path({begun!r}).touch()
     return found
 
-made, roofline_parts.methods = roofline_parts.methods, methods
+made, parts.methods = parts.methods, methods
 run_program(roofline.main)
 """
 
