@@ -19,13 +19,9 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
-from .model.clock import model_time
-from .model.fused import FusedLayer, signed
-from .model.graphs import Graphs, same
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
-from .model.linear import Product
-from .model.rows import attention_bias, attention_mask, row_positions, uniform
+from .model.rows import CHAIN, Rows
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -62,19 +58,18 @@ class EagleHead(nn.Module):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: KVCache | None = None,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` -> predicted next features ``[B, T,
         H]``.
 
-        ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal. ``rope``: cos and sin, where the caller has them.
+        ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal.
         """
         hidden = self.fc(torch.cat([embeddings, features], dim=-1))
         return self.layers[0](
             hidden,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            position_embeddings=rope or self.rotary_emb(hidden, position_ids),
+            position_embeddings=self.rotary_emb(hidden, position_ids),
             past_key_values=cache,
             use_cache=cache is not None,
         )
@@ -130,8 +125,10 @@ class EagleDrafter(LearnedDrafter):
         self.paths = None if tree == "chain" else paths
         self.plan = TreePlan(paths or EAGLE_TREE, target.device)
         head: Any = self.module
-        self._fused = (Product(head.fc.weight), FusedLayer(head.layers[0])) if target.engine != "eager" else None
-        self._graphs = Graphs(target.device) if target.engine == "graphs" else None
+        fc = target.runner.linear(head.fc)
+        self._head = target.runner.part(
+            head.layers, lambda features, tokens: fc(torch.cat([target.embed(tokens), features], dim=-1))
+        )
         self._cache = KVCache.nothing()
         self._features: torch.Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
@@ -157,7 +154,7 @@ class EagleDrafter(LearnedDrafter):
         self._cache = target.new_cache(batch, state.cache.capacity, layers=1)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
-            self._extend(output.features[:, :-1], padded(prompts, target.device), None, None, 0)
+            self._extend(output.features[:, :-1], padded(prompts, target.device))
             self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts = [1] * batch
@@ -166,7 +163,7 @@ class EagleDrafter(LearnedDrafter):
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)
         tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
-        predicted = last_of(self._extend(self._features, tokens, None, None, 0), self._counts)[:, None]
+        predicted = last_of(self._extend(self._features, tokens), self._counts)[:, None]
         self._cache.commit_first(self._counts)
         depth = state.longest_draft(self.depth)
         if depth < 1:
@@ -180,45 +177,6 @@ class EagleDrafter(LearnedDrafter):
         rows = padded(verdict.rows, output.features.device)[..., None]
         self._features = output.features.gather(1, rows.expand(-1, -1, output.features.shape[2]))
 
-    def _extend(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        see: torch.Tensor | None,
-        depths: torch.Tensor | None,
-        offset: int,
-    ) -> torch.Tensor:
-        """Forward rows ``[B, R]`` after ``offset`` uncommitted ones; predicted features ``[B, R, H]``."""
-        with model_time():
-            return self._forward(features, tokens, see, depths, offset)
-
-    def _forward(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        see: torch.Tensor | None,
-        depths: torch.Tensor | None,
-        offset: int,
-    ) -> torch.Tensor:
-        lengths, count = self._cache.lengths, tokens.shape[1]
-        if self._graphs is not None and self._graphs.usable(self._cache, count, offset):
-            assert self._fused is not None
-            layer, table, groups = self._fused[1], self.target.rope_table, self._fused[1].attention.groups
-            inputs, layers = [features, tokens], [(0, layer, None)]
-            return self._graphs.run(
-                "head", layers, self._enter, same, inputs, self._cache, table, groups, see, depths, offset
-            )[0]
-        positions, upto = row_positions(lengths, depths, offset, count, tokens.device)
-        rope = self.target.rope(positions, upto, consecutive=depths is None and uniform(lengths))
-        cache = self._cache.at(count, offset)
-        if self._fused is None:
-            mask = attention_mask(lengths, see, depths, positions, offset, count)
-            return self.module(features, self.target.embed(tokens), positions, mask, cache, rope=rope)
-        layer = self._fused[1]
-        groups = layer.attention.groups
-        bias = attention_bias(lengths, see, depths, positions, offset, count, None, groups, features.dtype)
-        return layer(self._enter(features, tokens), signed(rope), bias, cache, 0)
-
-    def _enter(self, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        assert self._fused is not None
-        return self._fused[0](torch.cat([self.target.embed(tokens), features], dim=-1))
+    def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
+        """Forward rows ``[B, R]`` of the head; predicted features ``[B, R, H]``."""
+        return self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]

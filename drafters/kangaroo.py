@@ -16,12 +16,9 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import draw, most_likely
-from .model.clock import model_time
-from .model.fused import FusedAttention, FusedNorm, Rope, signed
-from .model.graphs import Graphs, same
 from .model.kv_cache import KVCache
-from .model.layers import check_head, layer_kind, made
-from .model.rows import attention_bias, attention_mask, row_positions
+from .model.layers import AttentionLayer, check_head, layer_kind
+from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -40,9 +37,7 @@ class KangarooAdapter(nn.Module):
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
-        layer = nn.Module()
-        layer.input_layernorm = made(config, kind.norm, config.hidden_size, eps=kind.eps)
-        layer.self_attn = made(config, kind.attention, config, layer_idx=0)
+        layer = AttentionLayer(kind)
         self.layers = nn.ModuleList([layer])
         self.norm = kind.norm(config.hidden_size, eps=kind.eps)
         self.rotary_emb = kind.rotary(config)
@@ -57,22 +52,20 @@ class KangarooAdapter(nn.Module):
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: KVCache | None = None,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states ``[B, T, H]`` after ``exit_layer`` -> states for the LM head ``[B, T, H]``.
 
         At index i the LM head's logits are of token i + 1, as the target's own are. ``attention_mask`` is bool
-        ``[B, 1, T, S]``; None is causal. ``rope``: cos and sin, where the caller has them already.
+        ``[B, 1, T, S]``; None is causal.
         """
-        layer: Any = self.layers[0]
-        attended, _ = layer.self_attn(
-            hidden_states=layer.input_layernorm(hidden),
-            position_embeddings=rope or self.rotary_emb(hidden, position_ids),
+        after = self.layers[0](
+            hidden,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            position_embeddings=self.rotary_emb(hidden, position_ids),
             past_key_values=cache,
         )
-        return self.norm(hidden + attended)
+        return self.norm(after)
 
 
 class KangarooOptions(Config):
@@ -108,12 +101,8 @@ class KangarooDrafter(LearnedDrafter):
                 f"found {exit_layer}"
             )
         self.exit_layer, self.eta, self.max_draft_tokens = exit_layer, eta, max_draft_tokens
-        self._fused: tuple[FusedNorm, FusedAttention, FusedNorm] | None = None
-        if target.engine != "eager":
-            adapter: Any = self.module
-            layer = adapter.layers[0]
-            self._fused = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn), FusedNorm(adapter.norm)
-        self._graphs = Graphs(target.device) if target.engine == "graphs" else None
+        adapter: Any = self.module
+        self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
         self._cache = KVCache.nothing()
         self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
@@ -173,34 +162,10 @@ class KangarooDrafter(LearnedDrafter):
 
     def _shallow(self, state: DecodeState, tokens: torch.Tensor, offset: int) -> torch.Tensor:
         """Exit states ``[1, 1, H]`` of one more row, its keys and values left in the target's cache."""
-        return self.target.run(tokens, state.cache, offset=offset, stop=self.exit_layer).features
+        return self.target.shallow(tokens, state.cache, self.exit_layer, Rows(offset=offset))
 
     def _adapt(self, rows: torch.Tensor) -> torch.Tensor:
         """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
-        with model_time():
-            output = self._forward(rows)
+        output, _ = self.target.runner.run(self._adapter, [rows], self._cache)
         self._cache.commit_first([rows.shape[1]])
         return self.target.lm_head(output[:, -1])
-
-    def _forward(self, rows: torch.Tensor) -> torch.Tensor:
-        lengths, count = self._cache.lengths, rows.shape[1]
-        if self._graphs is not None and self._graphs.usable(self._cache, count, 0):
-            assert self._fused is not None
-            table, groups = self.target.rope_table, self._fused[1].groups
-            layers = [(0, self._adapter, None)]
-            return self._graphs.run("adapter", layers, same, same, [rows], self._cache, table, groups)[0]
-        positions, upto = row_positions(lengths, None, 0, count, rows.device)
-        rope, cache = self.target.rope(positions, upto, consecutive=True), self._cache.at(count)
-        if self._fused is None:
-            mask = attention_mask(lengths, None, None, positions, 0, count)
-            return self.module(rows, positions, mask, cache, rope=rope)
-        groups = self._fused[1].groups
-        bias = attention_bias(lengths, None, None, positions, 0, count, None, groups, rows.dtype)
-        return self._adapter(rows, signed(rope), bias, cache, 0)
-
-    def _adapter(
-        self, rows: torch.Tensor, rope: Rope, bias: torch.Tensor | None, cache: KVCache, index: int
-    ) -> torch.Tensor:
-        assert self._fused is not None
-        before, attention, after = self._fused
-        return after(rows + attention(before(rows), rope, bias, cache, index))

@@ -21,6 +21,7 @@ from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
 from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
 from .model.kv_cache import KVCache
+from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -293,8 +294,6 @@ class LLMCadDrafter(DraftModelDrafter):
         output = self.draft_model.run(
             torch.tensor([tokens], device=device),
             self._cache,
-            see=torch.from_numpy(see)[None].to(device),
-            depths=torch.tensor([depths], device=device),
-            offset=offset,
+            Rows(torch.from_numpy(see)[None].to(device), torch.tensor([depths], device=device), offset),
         )
         return output.features[0]

@@ -14,6 +14,7 @@ from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
 from .drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
 from .drafting.pool_file import load_pool, save_pool
 from .model.kv_cache import KVCache
+from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -203,7 +204,7 @@ class OuroborosDrafter(DraftModelDrafter):
         parents += self.window.parents(last, len(parents))
         see, depths = tree_mask(tuple(parents), self.target.device)
         rows = self._ids(pending + trie.tokens + self.window.tokens)
-        features = self.draft_model.run(rows, self._cache, see=see, depths=depths).features[0]
+        features = self.draft_model.run(rows, self._cache, Rows(see, depths)).features[0]
         outputs = self.window.outputs
         wanted = features[last + 1 : last + 2 + len(trie.tokens)]
         if outputs:

@@ -15,6 +15,7 @@ from .decoding.sampling import Sampling, draw
 from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
 from .drafting.merged_tree import MergedTree
 from .model.kv_cache import KVCache
+from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
 BISECTIONS = 8  # they cost 1e-4 of acceptance, mostly less
@@ -118,7 +119,7 @@ class SpecTrDrafter(DraftModelDrafter):
             offset = (level - 1) * k
             see = self._see[:, :, : offset + k] if k > 1 else None
             depths = self._depths[:, : offset + k] if k > 1 else None
-            output = self.draft_model.run(tokens[-1][None], self._cache, see=see, depths=depths, offset=offset)
+            output = self.draft_model.run(tokens[-1][None], self._cache, Rows(see, depths, offset))
             q = sampling.probabilities(self.draft_model.lm_head(output.features[0]))
             # Of two rows with one context the last bits may differ, and K-SEQ wants drafts of one and the same q.
             q_all.append(q.index_select(0, alike.int().argmax(1)) if k > 1 else q)

@@ -12,6 +12,7 @@ from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.eagle import EagleDrafter, EagleHead
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.model.rows import CHAIN, Rows
 
 EXIT_LAYER = 2
 
@@ -44,15 +45,8 @@ class OracleEagle(EagleDrafter):
         self._phase = "committed"
         return super().propose(state)
 
-    def _extend(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        see: torch.Tensor | None,
-        depths: torch.Tensor | None,
-        offset: int,
-    ) -> torch.Tensor:
-        predicted = super()._extend(features, tokens, see, depths, offset)
+    def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
+        predicted = super()._extend(features, tokens, rows)
         if self._phase == "prompt":
             return predicted
         if self._phase == "committed":  # of what is taken in, only the prediction at each row's last token is used
@@ -64,8 +58,9 @@ class OracleEagle(EagleDrafter):
         count = tokens.shape[1]
         for nodes, new in zip(self._nodes, tokens.tolist(), strict=True):
             nodes += new
+        see = rows.see
         if see is None:
-            see = torch.ones(count, len(self._nodes[0]), dtype=torch.bool).tril(offset)[None]
+            see = torch.ones(count, len(self._nodes[0]), dtype=torch.bool).tril(rows.offset)[None]
         seen = see.expand(len(tokens), -1, -1).tolist()
         truths = []
         for ids, nodes, mask in zip(self._committed, self._nodes, seen, strict=True):

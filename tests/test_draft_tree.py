@@ -9,6 +9,7 @@ import torch
 from drafters.decoding.draft_tree import ROOT, DraftTree, static_ancestors
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from drafters.model.rows import Rows
 
 CPU = torch.device("cpu")
 VOCAB = 13
@@ -78,14 +79,8 @@ class FakeHead:
     def lm_head(self, features: torch.Tensor) -> torch.Tensor:
         return torch.stack([self.logits_of(self.paths[int(f)]) for f in features[0, :, 0]])[None]
 
-    def extend(
-        self,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        see: torch.Tensor | None,
-        depths: torch.Tensor | None,
-        offset: int,
-    ) -> torch.Tensor:
+    def extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
+        see, depths, offset = rows
         assert offset == len(self.nodes), "rows must go where the last level's ended"
         self.nodes += tokens[0].tolist()
         self.forwards.append(tokens.shape[1])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwe
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.model.linear import Product
-from drafters.model.rows import attention_bias, attention_mask, row_positions
+from drafters.model.rows import Placed, Rows
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 MORE = {"qwen2": Qwen2Config, "qwen3-moe": Qwen3MoeConfig}
@@ -51,10 +51,10 @@ def test_fused_equals_eager(family: str) -> None:
         cache.commit_first([12, 9])
         see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors()
         new = torch.tensor([prompt(8, 2), prompt(8, 3)])
-        found.append(target.run(new, cache, see=see, depths=see.sum(-1) - 1, taps=(0, 2, 4)).taps[4])
+        found.append(target.run(new, cache, Rows(see, see.sum(-1) - 1), taps=(0, 2, 4)).taps[4])
         cache.commit([[0, 1, 3], [0]])
         found.append(target.run(new[:, :1], cache).features)
-        found.append(target.run(new[:, 1:4], cache, offset=1).features)  # a chain after an uncommitted row
+        found.append(target.run(new[:, 1:4], cache, Rows(offset=1)).features)  # a chain after an uncommitted row
         alone = target.new_cache(1, 40)
         target.run(ids[:1], alone)
         alone.commit_first([12])
@@ -72,9 +72,8 @@ def test_weights_are_shared_not_copied(tmp_path: Path) -> None:
     logits = model(ids).logits
     first, second = TargetModel(model), TargetModel(model)
     attention = model.model.layers[1].self_attn
-    assert first._fused is not None and second._fused is not None
     for target in (first, second):
-        heads: Any = target._fused[1].attention.heads  # type: ignore[index]
+        heads: Any = target.layers[1].attention.heads
         assert heads.weight.data_ptr() == attention.q_proj.weight.data_ptr()
         assert heads.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -157,17 +156,15 @@ def test_weights_are_not_packed_when_memory_is_short(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("window", [None, 8])
 def test_bias_is_the_mask(lengths: list[int], rows: int, offset: int, window: int | None) -> None:
     """Catches a kept bias cut at the wrong column, and query heads that get another row's mask."""
-    device = torch.device("cpu")
-    positions, _ = row_positions(lengths, None, offset, rows, device)
-    mask = attention_mask(lengths, None, None, positions, offset, rows, window)
-    bias = attention_bias(lengths, None, None, positions, offset, rows, window, 2, torch.float32)
+    placed = Placed(Rows(offset=offset), lengths, rows, torch.device("cpu"))
+    mask, bias = placed.mask(window), placed.bias(window, 2, torch.float32)
     assert (mask is None) == (bias is None)
     if mask is not None and bias is not None:
         assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
         seen = (bias == 0).expand(len(lengths), -1, -1, -1)
         assert seen.shape[2] == 2 * rows
         for group in range(2):
-            assert torch.equal(seen[:, :, group * rows : (group + 1) * rows], mask)
+            assert torch.equal(seen[:, :, group * rows : (group + 1) * rows], mask.expand_as(seen[:, :, :rows]))
 
 
 def test_sampling_and_stopping_are_untouched() -> None:

@@ -14,6 +14,7 @@ from rigged import eagle, kangaroo, perturbed
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.model.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
+from drafters.model.rows import Rows
 from drafters.speculative import SpeculativeDrafter
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
@@ -37,14 +38,14 @@ def test_graphs_equal_fused(family: str) -> None:
         cache.commit_first([12, 9])
         see = DraftTree(torch.zeros(2, 7, dtype=torch.long), torch.tensor([PARENTS] * 2)).ancestors().to(DEVICE)
         new = torch.tensor([prompt(8, 2), prompt(8, 3)], device=DEVICE)
-        tree = target.run(new, cache, see=see, depths=see.sum(-1) - 1, taps=(0, 2, 4))
+        tree = target.run(new, cache, Rows(see, see.sum(-1) - 1), taps=(0, 2, 4))
         found = [tree.features, *tree.taps.values()]
         cache.commit([[0, 1, 3], [0]])
         found.append(target.run(new[:, :1], cache).features)
-        found.append(target.run(new[:, 1:4], cache, offset=1).features)  # a chain after an uncommitted row
-        shallow = [target.run(new[:, i : i + 1], cache, offset=i, stop=2).features for i in range(3)]
-        found.append(target.run(None, cache, hidden=torch.cat(shallow, dim=1), start=2).features)
-        found.append(target.run(new[:, :7], cache, see=see[:, :7, :7], depths=(see.sum(-1) - 1)[:, :7]).features)
+        found.append(target.run(new[:, 1:4], cache, Rows(offset=1)).features)  # a chain after an uncommitted row
+        shallow = [target.shallow(new[:, i : i + 1], cache, 2, Rows(offset=i)) for i in range(3)]
+        found.append(target.run(torch.cat(shallow, dim=1), cache, start=2).features)
+        found.append(target.run(new[:, :7], cache, Rows(see[:, :7, :7], (see.sum(-1) - 1)[:, :7])).features)
         outputs.append(found)
     for fused, graphs in zip(*outputs, strict=True):
         torch.testing.assert_close(graphs, fused, atol=2e-4, rtol=1e-3)
@@ -90,14 +91,14 @@ def test_batches_on_graphs() -> None:
 def test_memory_and_graphs_are_used_again() -> None:
     """Catches a cache allocated, or a forward captured, anew for every prompt; and one cache lent out twice."""
     _, target = targets("llama")
-    assert target._graphs is not None
     drafter = eagle(target, None, "static")
     generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=NO_EOS)
-    captured = {**target._graphs._captured}, {**drafter._graphs._captured}  # type: ignore[union-attr]
+    parts = [*target._parts.values(), drafter._head]
+    captured = [set(part.captured) for part in parts]
+    assert len(parts) == 2 and all(captured)
     for seed in range(1, 4):
         generate(target, drafter, [prompt(9, seed)], max_new_tokens=20, eos_token_id=NO_EOS)
-    again = target._graphs._captured, drafter._graphs._captured  # type: ignore[union-attr]
-    assert [set(after) for after in again] == [set(before) for before in captured]
+    assert [set(part.captured) for part in parts] == captured
     first, second = target.new_cache(1, 100), target.new_cache(1, 100)
     lent = first.storage
     assert lent is not None and lent is not second.storage

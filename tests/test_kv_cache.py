@@ -1,6 +1,7 @@
 """The cache: rows of an accepted path, rows of batches of unequal length, slots beyond the length."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -65,6 +66,28 @@ def test_crop_forgets_only_the_end() -> None:
     assert cache.lengths == [2, 2]
     with pytest.raises(AssertionError):
         cache.crop([3, 2])
+
+
+def test_a_row_copied_from_a_cache_of_its_own() -> None:
+    """Catches a row that lands in another, one that keeps its old length, and capacities that must be the same."""
+    cache, alone = make(3, capacity=8), make(1, capacity=32)
+    alone.at(5).update(numbered(1, 5, 7), -numbered(1, 5, 7), 1)
+    alone.commit_first([4])
+    cache.copy_row(1, alone)
+    assert cache.lengths == [0, 4, 0]
+    for ours, theirs in zip(cache.views(0, 8), alone.views(0, 4), strict=True):
+        assert torch.equal(ours[1][1, :, :4], theirs[1][0])
+        assert not ours[1][[0, 2]].any() and not ours[1][1, :, 4:].any()
+
+
+def test_a_released_cache_holds_no_memory() -> None:
+    """Catches a drafter that keeps the cache of one prompt while it asks for the next one's."""
+    cache = make(1)
+    cache.at(2)
+    kept = [weakref.ref(part) for part in (*cache._parts[0], cache._seen[0][0])]
+    cache.release()
+    assert not any(reference() is not None for reference in kept)
+    KVCache.nothing().release()
 
 
 def test_capacity_is_checked() -> None:

@@ -11,7 +11,7 @@ from rigged import eagle
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.model import loading
-from drafters.model.graphs import Graphs
+from drafters.model.graphs import GraphRunner
 from drafters.model.kv_cache import KVCache, cache_bytes
 from drafters.model.self_check import check_layers_agree, graphs_agree
 
@@ -110,18 +110,18 @@ def test_graphs_that_give_something_else_are_not_used(monkeypatch: pytest.Monkey
     """Catches garbage decoded where a driver replays wrongly, or where a replay keeps the values of its capture."""
     target = TargetModel(tiny.build("llama"), engine="fused")
     bounds = check_layers_agree(target)
-    assert graphs_agree(target, Graphs(target.device), bounds) is None
-    run = Graphs.run
+    assert graphs_agree(target, GraphRunner(target.model), bounds) is None
+    run = GraphRunner.run
 
-    def stale(self: Graphs, *arguments: Any, **options: Any) -> Any:
-        key = len(arguments[4][0][0])
-        kept = self.__dict__.setdefault("kept", {})
-        return kept.setdefault(key, run(self, *arguments, **options))
+    def stale(self: GraphRunner, *arguments: Any, **options: Any) -> Any:
+        key = arguments[1][0].shape[1]
+        kept, found = self.__dict__.setdefault("kept", {}), run(self, *arguments, **options)
+        return kept.setdefault(key, found) if self.broken is None else found
 
-    monkeypatch.setattr(Graphs, "run", stale)
-    assert "differs by" in (graphs_agree(target, Graphs(target.device), bounds) or "")
+    monkeypatch.setattr(GraphRunner, "run", stale)
+    assert "differs by" in (graphs_agree(target, GraphRunner(target.model), bounds) or "")
     with pytest.raises(ValueError, match="engine 'graphs' cannot run .* differs by"):
         TargetModel(tiny.build("llama"), engine="graphs")
-    broken = Graphs(target.device)
+    broken = GraphRunner(target.model)
     broken.broken = "no capturing here"
     assert graphs_agree(target, broken, bounds) == "no capturing here"

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model import fused, target
+from drafters.model import fused, runner, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
+from drafters.model.rope import Rope
+from drafters.model.runner import FusedRunner
 
 DTYPES = ["bfloat16", "float16", "float32"]
 DEEP = 16
@@ -63,7 +65,7 @@ def test_the_model_is_left_as_it_was() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert model.config.sliding_window == tiny.SLIDING_WINDOW and set(found._windows) == {tiny.SLIDING_WINDOW}
+    assert model.config.sliding_window == tiny.SLIDING_WINDOW and set(found.windows) == {tiny.SLIDING_WINDOW}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -118,9 +120,9 @@ OURS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "eps": _changed(FusedNorm, "__init__", _after_init(lambda self, norm: setattr(self, "eps", 0.1))),
     "layer norm": _changed(FusedNorm, "__call__", lambda call: _layer_norm),
     "a norm left out": _changed(FusedLayer, "__init__", _after_init(_no_norms)),
-    "interleaved rope": _changed(target, "signed", _interleaved),
+    "interleaved rope": _changed(runner, "signed", _interleaved),
     "rope's frequencies": _changed(
-        TargetModel, "rope_table", lambda table: lambda self, upto: [x[::2] for x in table(self, 2 * upto)]
+        Rope, "table", lambda table: lambda self, upto: [x[::2] for x in table(self, 2 * upto)]
     ),
     "attention scale": _changed(
         FusedAttention, "__init__", _after_init(lambda self, attention: setattr(self, "scale", 1.2 * self.scale))
@@ -185,15 +187,16 @@ def test_wrong_arithmetic_is_refused(with_massive: bool, dtype: str, monkeypatch
     """Catches weights of one layer that were laid out wrongly, which a layer made anew in float32 does not show; and a
     kernel that is wrong for single rows alone."""
     model = build("deep", with_massive)
-    fuse = TargetModel._fuse
+    made: list[Any] = []
 
-    def damaged(self: TargetModel, engine: Any) -> Any:
-        layers: Any = fuse(self, engine)
-        layers[5].attention.out = Product(layers[5].attention.out.weight.flip(0))
-        return layers
+    def damaged(self: FusedRunner, layer: Any) -> Any:
+        made.append(FusedLayer(layer))
+        if len(made) == 6:  # the sixth of the target's; what the check makes anew comes later
+            made[5].attention.out = Product(made[5].attention.out.weight.flip(0))
+        return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(TargetModel, "_fuse", damaged)
+        patch.setattr(FusedRunner, "layer", damaged)
         with pytest.raises(ValueError, match=rf"layer 5 of {DEEP} .*in {dtype} and from the same input"):
             load(copy.deepcopy(model), dtype)
     call = FusedAttention.__call__

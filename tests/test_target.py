@@ -21,6 +21,8 @@ from transformers import (
 
 from drafters import TargetModel, load_frozen_ends
 from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.model.rope import Rope
+from drafters.model.rows import Placed, Rows
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 
@@ -56,10 +58,10 @@ def test_layer_ranges_make_the_whole(family: str) -> None:
         target.run(ids, cache)
         cache.commit_first([10])
     expected = target.run(new, whole, taps=(2,))
-    shallow = [target.run(new[:, i : i + 1], parts, offset=i, stop=2).features for i in range(3)]
+    shallow = [target.shallow(new[:, i : i + 1], parts, 2, Rows(offset=i)) for i in range(3)]
     hidden = torch.cat(shallow, dim=1)
     torch.testing.assert_close(hidden, expected.taps[2], atol=1e-4, rtol=1e-4)
-    found = target.run(None, parts, hidden=hidden, start=2)
+    found = target.run(hidden, parts, start=2)
     torch.testing.assert_close(found.features, expected.features, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(parts.views(0, 13)[0], whole.views(0, 13)[0], atol=1e-4, rtol=1e-4)
 
@@ -75,7 +77,7 @@ def test_tree_attention_equals_each_path_alone(family: str) -> None:
     target.run(torch.tensor([prompts[0], prompts[1] + [0] * 3]), cache)
     cache.commit_first([10, 7])
     see = draft.ancestors()
-    output = target.run(torch.cat([roots, draft.tokens], 1), cache, see=see, depths=draft.depths(see)).features
+    output = target.run(torch.cat([roots, draft.tokens], 1), cache, Rows(see, draft.depths(see))).features
     for row, ids in enumerate(prompts):
         for node in range(-1, 7):
             path = [int(draft.tokens[row, j]) for j in range(7) if see[row, node + 1, j + 1]]
@@ -97,8 +99,8 @@ def test_trees_grown_in_parts(family: str, lengths: tuple[int, int]) -> None:
     depths, cache = draft.depths(see), target.new_cache(2, 24)
     target.run(torch.tensor([ids + [0] * (10 - len(ids)) for ids in prompts]), cache)
     cache.commit_first(list(lengths))
-    first = target.run(tokens[:, :5], cache, see=see[:, :5, :5], depths=depths[:, :5]).features
-    second = target.run(tokens[:, 5:], cache, see=see[:, 5:], depths=depths, offset=5).features
+    first = target.run(tokens[:, :5], cache, Rows(see[:, :5, :5], depths[:, :5])).features
+    second = target.run(tokens[:, 5:], cache, Rows(see[:, 5:], depths, 5)).features
     for row, ids in enumerate(prompts):
         for node, found in enumerate(torch.cat([first, second], 1)[row]):
             alone = target.features(torch.tensor([ids + tokens[row][see[row, node]].tolist()])).features[0, -1]
@@ -122,7 +124,7 @@ def test_eager_attention_equals_sdpa(family: str) -> None:
         cache = one.new_cache(1, 20)
         first = one.run(ids, cache).features
         cache.commit_first([12])
-        outputs.append((first, one.run(new, cache, see=see, depths=see.sum(-1) - 1).features))
+        outputs.append((first, one.run(new, cache, Rows(see, see.sum(-1) - 1)).features))
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=1e-4)
 
 
@@ -137,11 +139,13 @@ def test_eager_attention_equals_sdpa(family: str) -> None:
 )
 def test_rope_table_equals_rotary_embedding(rope: dict[str, Any]) -> None:
     """Catches a table too short, grown wrongly, or kept where the angles depend on the length."""
-    target = TargetModel(tiny.build("llama", rope_parameters=rope, num_hidden_layers=1))
+    model: Any = tiny.build("llama", rope_parameters=rope, num_hidden_layers=1)
+    table = Rope(model.model, model.config, lambda angles: angles)
     for positions in ([[0, 3, 3, 4], [5, 6, 6, 7]], [[255, 256, 257, 511]], [[1030, 2, 900, 0]]):
         ids = torch.tensor(positions)
-        found = target.rope(ids, int(ids.max()) + 1)
-        expected = target.body.rotary_emb(target.body.norm.weight, position_ids=ids)
+        upto = int(ids.max()) + 1
+        found = table(Placed(Rows(depths=ids - upto), [upto] * len(ids), ids.shape[1], ids.device))
+        expected = model.model.rotary_emb(model.model.norm.weight, position_ids=ids)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 

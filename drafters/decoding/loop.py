@@ -12,6 +12,7 @@ import torch
 
 from ..model.clock import Clock
 from ..model.kv_cache import KVCache
+from ..model.rows import CHAIN, Rows
 from ..model.target import FeatureOutput, TargetModel
 from ..wording import shortened, with_article
 from .acceptance import Rule, Verdict
@@ -190,19 +191,11 @@ def _forward(
     state: DecodeState, drafter: "Drafter", draft: DraftTree, see: torch.Tensor
 ) -> tuple[FeatureOutput, torch.Tensor]:
     """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
-    tree_see, tree_depths = (None, None) if draft.is_chain else (see, draft.depths(see))
-    tokens, hidden = None, draft.hidden
-    if hidden is None:
-        tokens = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
-    output = state.target.run(
-        tokens,
-        state.cache,
-        hidden=hidden,
-        see=tree_see,
-        depths=tree_depths,
-        start=draft.resume_layer,
-        taps=drafter.taps,
-    )
+    rows = CHAIN if draft.is_chain else Rows(see, draft.depths(see))
+    given = draft.hidden
+    if given is None:
+        given = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
+    output = state.target.run(given, state.cache, rows, start=draft.resume_layer, taps=drafter.taps)
     if not draft.scratch:
         return output, state.target.lm_head(output.features)
     judged = 1 + draft.size - draft.scratch

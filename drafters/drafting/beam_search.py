@@ -9,6 +9,7 @@ import torch
 
 from ..decoding.sampling import Sampling, draw_without_replacement
 from ..model.kv_cache import KVCache
+from ..model.rows import Rows
 from ..model.target import TargetModel
 
 
@@ -74,7 +75,7 @@ def beam_search(
             see = torch.cat([see[parent], torch.eye(rows, dtype=torch.bool, device=device)], 1)
             depths = torch.cat([depths, depths.new_full((1, rows), offset + depth - 1)], 1)
             start = depths.shape[1] - rows
-            features = model.run(tokens[None], cache, see=see[None], depths=depths, offset=start).features[0]
+            features = model.run(tokens[None], cache, Rows(see[None], depths, start)).features[0]
         levels.append(_extend(levels, model.lm_head(features), width, sampling, eos, generator, warped))
     return levels
 

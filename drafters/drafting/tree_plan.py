@@ -10,6 +10,7 @@ import torch
 
 from ..decoding.draft_tree import ROOT, DraftTree, static_ancestors
 from ..decoding.sampling import Sampling, draw_without_replacement
+from ..model.rows import CHAIN, Rows
 
 # EAGLE, Figure 9: 25 nodes, 4/8/8/3/2 a level, each given by the ranks of its ancestors among their siblings.
 EAGLE_TREE = [
@@ -20,8 +21,8 @@ EAGLE_TREE = [
     *([0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
 ]
 
-# (features [B, R, H], tokens [B, R], see, depths, offset) -> predicted features [B, R, H]
-Extend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor]
+# (features [B, R, H], tokens [B, R], rows) -> predicted features [B, R, H]
+Extend = Callable[[torch.Tensor, torch.Tensor, Rows], torch.Tensor]
 LMHead = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -33,8 +34,7 @@ class _Level:
         self.parent_row = torch.tensor(parent_row, device=device)
         self.rank = torch.tensor(rank, device=device)
         self.inner = torch.tensor(inner, dtype=torch.long, device=device)  # nodes of this level with children
-        self.see: torch.Tensor | None = None  # of the inner nodes, over all inner nodes so far
-        self.depths: torch.Tensor | None = None
+        self.rows = CHAIN  # of the inner nodes, behind those of the levels before
 
 
 class TreePlan:
@@ -63,8 +63,8 @@ class TreePlan:
         for depth in range(1, len(ordered[-1]) + 1 if ordered else 1):
             self.levels.append(self._level(depth, ordered, index, inner_nodes, see, device))
 
-    @staticmethod
     def _level(
+        self,
         depth: int,
         ordered: list[tuple[int, ...]],
         index: dict[tuple[int, ...], int],
@@ -82,8 +82,10 @@ class TreePlan:
         if inner:
             so_far = [node for node in inner_nodes if len(ordered[node]) <= depth]
             rows_of = torch.tensor(so_far) + 1
-            level.see = see[torch.tensor(inner) + 1][:, rows_of][None].to(device)
-            level.depths = torch.tensor([[len(ordered[node]) - 1 for node in so_far]], device=device)
+            sees = see[torch.tensor(inner) + 1][:, rows_of][None].to(device)
+            depths = torch.tensor([[len(ordered[node]) - 1 for node in so_far]], device=device)
+            offset = len(so_far) - len(inner)
+            level.rows = Rows(offset=offset) if self.is_chain else Rows(sees, depths, offset)
         return level
 
 
@@ -113,7 +115,6 @@ def grow_static(
     """
     batch = len(predicted)
     tokens, valid, q = [], [], []
-    offset = 0
     for level in plan.levels:
         logits = lm_head(predicted)
         if sampling.greedy:
@@ -124,13 +125,10 @@ def grow_static(
             valid.append(real[:, level.parent_row, level.rank])
         chosen = children[:, level.parent_row, level.rank]
         tokens.append(chosen)
-        rows = len(level.inner)
-        if rows:
+        if len(level.inner):
             # Each inner node goes on from its own token and the feature predicted at its parent's row.
             features = predicted[:, level.parent_row[level.inner]]
-            see, depths = (None, None) if plan.is_chain else (level.see, level.depths)
-            predicted = extend(features, chosen[:, level.inner], see, depths, offset)
-            offset += rows
+            predicted = extend(features, chosen[:, level.inner], level.rows)
     return DraftTree(
         tokens=torch.cat(tokens, 1),
         parents=plan.parents.expand(batch, -1),
@@ -163,7 +161,7 @@ def grow_dynamic(
     first = 0  # index of this level's first candidate
     for level in range(1, depth):
         depths = torch.arange(level, device=device).repeat_interleave(top_k)[None]
-        predicted = extend(features, tokens, see, depths, (level - 1) * top_k)
+        predicted = extend(features, tokens, Rows(see, depths, (level - 1) * top_k))
         step, children = lm_head(predicted).float().log_softmax(-1).topk(top_k, dim=-1)
         candidates = (scores[..., None] + step).flatten(1)
         first += all_tokens[-1].shape[1]

@@ -20,8 +20,7 @@ from drafters.choices import Quantization
 from .kv_cache import KVCache
 from .linear import Product
 from .loading import is_only_moved
-
-Rope = tuple[torch.Tensor, torch.Tensor]
+from .rope import Angles
 
 # Families whose layers are exactly norm, attention, norm, MLP with RoPE over whole heads.
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
@@ -45,11 +44,11 @@ def why_not(layer: nn.Module, config: PretrainedConfig) -> str | None:
     return f"it has {other} layers in place of plain linear ones" if other else None
 
 
-def signed(rope: Rope) -> Rope:
-    """cos and sin ``[B, R, D]`` -> ``[B, R, 1, D]`` with the sign of ``rotate_half`` moved into the sines."""
-    cos, sin = rope
+def signed(angles: Angles) -> Angles:
+    """cos and sin ``[..., D]`` -> ``[..., 1, D]`` with the sign of ``rotate_half`` moved into the sines."""
+    cos, sin = angles
     half = sin.shape[-1] // 2
-    return cos[:, :, None], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[:, :, None]
+    return cos[..., None, :], torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)[..., None, :]
 
 
 class FusedNorm:
@@ -96,13 +95,13 @@ class FusedAttention:
             self.head_norm = torch.stack(norms)
 
     def __call__(
-        self, hidden: torch.Tensor, rope: Rope, bias: torch.Tensor | None, cache: KVCache | None, index: int
+        self, hidden: torch.Tensor, angles: Angles, bias: torch.Tensor | None, cache: KVCache | None, index: int
     ) -> torch.Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``.
 
         Args:
-            rope: of the rows' positions, ``signed``.
-            bias: ``attention_bias`` of the rows, for ``groups``; None: one row sees all, more are causal.
+            angles: of the rows' positions, ``signed``.
+            bias: of the rows (``Placed.bias``), for ``groups``; None: one row sees all, more are causal.
             cache: directed at the rows' slots (``KVCache.at``); None attends within the rows.
             index: the cache's layer.
         """
@@ -111,7 +110,7 @@ class FusedAttention:
         turned, values = heads.split_with_sizes((self.query_heads + self.key_heads, self.key_heads), dim=2)
         if self.head_norm is not None:
             turned = F.rms_norm(turned, (self.head_dim,), eps=self.eps) * self.head_norm
-        cos, sin = rope
+        cos, sin = angles
         turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
         queries, keys = turned.split_with_sizes((self.query_heads, self.key_heads), dim=2)
         queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
@@ -159,24 +158,29 @@ class FusedMLP:
 
 
 class FusedLayer:
-    """A decoder layer: ``h + attention(norm(h))``, then ``h + mlp(norm(h))``."""
+    """A decoder layer: ``h + attention(norm(h))``, then, if it has an MLP, ``h + mlp(norm(h))``."""
 
     def __init__(self, layer: Any) -> None:
-        self.attention_norm, self.mlp_norm = FusedNorm(layer.input_layernorm), FusedNorm(layer.post_attention_layernorm)
-        self.attention, self.mlp = FusedAttention(layer.self_attn), FusedMLP(layer.mlp)
+        self.attention_norm, self.attention = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn)
+        self.groups = self.attention.groups
+        self.mlp: FusedMLP | None = None
+        if hasattr(layer, "mlp"):
+            self.mlp_norm, self.mlp = FusedNorm(layer.post_attention_layernorm), FusedMLP(layer.mlp)
 
     def __call__(
-        self, hidden: torch.Tensor, rope: Rope, bias: torch.Tensor | None, cache: KVCache | None, index: int
+        self, hidden: torch.Tensor, angles: Angles, bias: torch.Tensor | None, cache: KVCache | None, index: int
     ) -> torch.Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rope, bias, cache, index)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
+        return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 
     @property
     def products(self) -> list[Product]:
         """The layer's linear layers, a mixture's experts apart."""
         own = [self.attention.heads, self.attention.out]
-        return own if self.mlp.experts is not None else [*own, self.mlp.gate_up, self.mlp.down]
+        if self.mlp is None or self.mlp.experts is not None:
+            return own
+        return [*own, self.mlp.gate_up, self.mlp.down]
 
     def quantize(self, layer: Any, kind: Quantization) -> None:
         """Quantise the projections and take their weights from the stock ``layer``, which cannot run any more.
@@ -184,7 +188,7 @@ class FusedLayer:
         Raises:
             ValueError: a mixture of experts, or sizes that int4 cannot group.
         """
-        if self.mlp.experts is not None:
+        if self.mlp is None or self.mlp.experts is not None:
             raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
         for product in self.products:
             product.quantize(kind)

@@ -8,21 +8,31 @@ nothing is captured and the same code is simply run: that is how it is tested wi
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from .fused import Rope, signed
-from .kv_cache import CachePool, KVCache
+from drafters.choices import Engine
+
+from .kv_cache import CachePool, KVCache, Storage
+from .rope import Angles
+from .rows import BufferedRows, Placed
+from .runner import FusedRunner, Part, Taps
 
 MOST_ROWS = 64  # longer blocks are prompts: they have work enough to hide their launches
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)
-Layer = Callable[[torch.Tensor, Rope, torch.Tensor | None, Any, int], torch.Tensor]
 
 
 def padded_rows(rows: int) -> int:
     """The count that ``rows`` are padded to; at most ``MOST_ROWS`` of them."""
     return next(count for count in ROWS if count >= rows)
+
+
+def padded_rows_fit(rows: int, offset: int) -> bool:
+    """Whether rows and uncommitted rows, both padded, stay within the captured counts."""
+    return rows <= MOST_ROWS and offset + padded_rows(rows) <= MOST_ROWS
 
 
 def seen_rows(end: int, capacity: int) -> int:
@@ -31,173 +41,107 @@ def seen_rows(end: int, capacity: int) -> int:
     return min(-(-end // step) * step, capacity)
 
 
-class Static:
-    """One captured forward: R rows (padded) of B batch rows over T uncommitted ones, reading ``seen`` cache rows.
+class Captured:
+    """One forward of fixed shape.
 
     Attributes:
-        lengths, starts: ``[B]`` committed rows, and the slot of each batch row's first new row.
-        depths: ``[B, T]`` of the uncommitted rows. see: ``[B, R, T]`` which of them each new row sees.
-        inputs: buffers of what the prologue takes.
+        inputs: buffers of what the part takes.
+        outputs: hidden states and taps of the last run, overwritten by the next.
+        replay: runs it again; None before it was captured.
     """
 
-    def __init__(self, batch: int, rows: int, temporary: int, inputs: Sequence[torch.Tensor]) -> None:
-        device = inputs[0].device
-        self.rows = rows
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.starts = torch.zeros(batch, dtype=torch.long, device=device)
-        self.depths = torch.zeros(batch, temporary, dtype=torch.long, device=device)
-        self.see = torch.zeros(batch, rows, temporary, dtype=torch.bool, device=device)
-        self.inputs = [torch.zeros((batch, rows, *x.shape[2:]), dtype=x.dtype, device=device) for x in inputs]
-        self.replay: Callable[[], None] = _nothing
-        self.forward: Callable[[], None] = _nothing  # kept, for it holds what the graph knows by address only
-        self.outputs: tuple[torch.Tensor, dict[int, torch.Tensor]]
-
-    def fill(
+    def __init__(
         self,
+        part: Part,
+        rows: BufferedRows,
         inputs: Sequence[torch.Tensor],
-        lengths: list[int],
-        see: torch.Tensor | None,
-        depths: torch.Tensor | None,
-        offset: int,
+        storage: Storage,
+        table: Angles,
+        taps: tuple[int, ...],
     ) -> None:
+        shape = rows.see.shape[:2]
+        self.inputs = [torch.zeros((*shape, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in inputs]
+        # All that the graph knows by address only is kept here. Not the cache: its memory is lent anew once it is gone.
+        self.part, self.rows, self.storage, self.table, self.taps = part, rows, storage, table, taps
+        self.replay: Callable[[], None] | None = None
+        self.outputs: tuple[torch.Tensor, Taps]
+
+    def fill(self, inputs: Sequence[torch.Tensor], rows: Placed) -> None:
         """Put a step's values into the buffers."""
-        rows, temporary = inputs[0].shape[1], self.see.shape[2]
         for buffer, value in zip(self.inputs, inputs, strict=True):
-            buffer[:, :rows].copy_(value)
-        if lengths.count(lengths[0]) == len(lengths):  # nothing to copy from the host
-            self.lengths.fill_(lengths[0])
-            self.starts.fill_(lengths[0] + offset)
-        else:
-            known = torch.tensor(lengths, pin_memory=self.lengths.is_cuda)
-            self.lengths.copy_(known, non_blocking=True)
-            torch.add(self.lengths, offset, out=self.starts)
-        order = torch.arange(temporary, device=self.see.device)
-        own = (offset + torch.arange(self.rows, device=self.see.device))[:, None]
-        # Of rows that are padding, itself is all one need see; of a chain, all before it.
-        if see is None:
-            self.see.copy_(order[None] <= own)
-        else:
-            self.see.copy_(order[None] == own)
-            self.see[:, :rows, : see.shape[2]].copy_(see)
-        self.depths.copy_(order)
-        if depths is not None:
-            self.depths[:, : depths.shape[1]].copy_(depths)
+            buffer[:, : rows.count].copy_(value)
+        self.rows.fill(rows)
 
-    def rows_of_step(self, seen: int, windows: set[int | None], groups: int, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Positions and slots ``[B, R]`` and each window's bias ``[B, 1, groups * R, seen]``."""
-        temporary, device = self.see.shape[2], self.see.device
-        first = (self.starts - self.lengths)[:, None]
-        own = (first + torch.arange(self.rows, device=device)).clamp_max(temporary - 1)
-        positions = self.lengths[:, None] + self.depths.gather(1, own)
-        slots = self.starts[:, None] + torch.arange(self.rows, device=device)
-        columns = torch.arange(seen, device=device)
-        since = columns - self.lengths[:, None]  # [B, seen]: of the uncommitted, their number
-        known, number = since < 0, since.clamp(0, temporary - 1)
-        among = self.see.gather(2, number[:, None].expand(-1, self.rows, -1)) & (since < temporary)[:, None]
-        visible = known[:, None] | among
-        keys = torch.where(known, columns, self.lengths[:, None] + self.depths.gather(1, number))
-        biases = {}
-        for window in windows:
-            near = visible if window is None else visible & (positions[:, :, None] - keys[:, None] < window)
-            bias = torch.zeros(near.shape, dtype=dtype, device=device).masked_fill_(~near, float("-inf"))
-            biases[window] = bias[:, None].repeat(1, 1, groups, 1)
-        return positions, slots, biases
+    def forward(self) -> None:
+        """What is captured."""
+        part, rows, (cos, sin) = self.part, self.rows, self.table
+        positions = rows.positions()
+        biases = rows.biases(positions, part.windows, part.groups, self.storage.keys.dtype)
+        cache, angles = self.storage.at(rows.slots(), rows.end), (cos[positions], sin[positions])
+        self.outputs = part.through(part.enter(*self.inputs), angles, {**biases}, cache, self.taps)
 
 
-class Graphs:
-    """The captured forwards of one target and of what drafts for it, and the caches they are bound to.
+class GraphRunner(FusedRunner):
+    """The engine "graphs": the fused layers, captured, and the caches that captured forwards are bound to.
 
     ``broken``: why nothing is captured any more, None while all is well.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.caches = device, CachePool()
-        self._captured: dict[tuple[Any, ...], Static] = {}
+    engine: Engine = "graphs"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.new_cache = partial(CachePool(MOST_ROWS).take, model.config)
         self._pool: Any = None
         self.broken: str | None = None
 
-    def usable(self, cache: KVCache | None, rows: int, offset: int) -> bool:
+    def _usable(self, cache: KVCache | None, rows: Placed) -> bool:
         """Whether a forward is one for a graph: few rows that follow others in a cache made for it."""
         return (
             self.broken is None
             and cache is not None
             and cache.storage is not None
-            and padded_rows_fit(rows, offset)
-            and max(cache.lengths) + offset > 0
+            and padded_rows_fit(rows.count, rows.offset)
+            and rows.end > rows.count
         )
 
-    def run(
-        self,
-        name: str,
-        layers: Sequence[tuple[int, Layer, int | None]],
-        prologue: Callable[..., torch.Tensor],
-        epilogue: Callable[[torch.Tensor], torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        cache: KVCache,
-        table: Callable[[int], Rope],
-        groups: int,
-        see: torch.Tensor | None = None,
-        depths: torch.Tensor | None = None,
-        offset: int = 0,
-        taps: tuple[int, ...] = (),
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run ``layers`` over R new rows.
-
-        Args:
-            name: what is run; with the shapes it tells captured forwards apart.
-            layers: (number, layer, sliding window), in order.
-            prologue: inputs -> hidden states ``[B, R, H]``. epilogue: of the last hidden states.
-            inputs: ``[B, R, ...]`` each.
-            table: capacity -> cos and sin of every position.
-
-        Returns:
-            ``[B, R, H]`` and the taps, copies that the next replay leaves alone.
-        """
-        batch, count = inputs[0].shape[:2]
-        rows = padded_rows(count)
-        temporary = padded_rows(offset + rows)
-        seen = seen_rows(max(cache.lengths) + offset + rows, cache.capacity)
-        storage = cache.storage  # not the cache: its memory is lent anew once it is gone
-        assert storage is not None
-        key = (name, storage, batch, rows, temporary, seen, taps, [x.dtype for x in inputs].__repr__())
-        static = self._captured.get(key)
-        if static is None:
+    def _run(
+        self, part: Part, inputs: Sequence[torch.Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, Taps]:
+        if not self._usable(cache, rows):
+            return super()._run(part, inputs, cache, rows, taps)
+        assert cache is not None and cache.storage is not None
+        count, batch = padded_rows(rows.count), len(rows.lengths)
+        uncommitted = padded_rows(rows.offset + count)
+        seen = seen_rows(rows.end - rows.count + count, cache.capacity)
+        key = (cache.storage, count, uncommitted, seen, taps, *(x.dtype for x in inputs))
+        captured = part.captured.get(key)
+        if captured is None:
+            table = self.rope.table(cache.capacity + MOST_ROWS)
             with torch.inference_mode(False):
-                static = Static(batch, rows, temporary, inputs)
-        static.fill(inputs, cache.lengths, see, depths, offset)
-        if key not in self._captured:
-            windows = {window for _, _, window in layers}
-            rope = table(cache.capacity + MOST_ROWS)
+                buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
+                captured = Captured(part, buffers, inputs, cache.storage, table, taps)
+            part.captured[key] = captured
+        captured.fill(inputs, rows)
+        if captured.replay is None:
+            captured.replay = self._capture(captured.forward, rows.device)
+        captured.replay()
+        hidden, collected = captured.outputs
+        return hidden[:, : rows.count].clone(), {
+            index: tap[:, : rows.count].clone() for index, tap in collected.items()
+        }
 
-            def forward() -> None:
-                positions, slots, biases = static.rows_of_step(seen, windows, groups, storage.keys.dtype)
-                turn = signed((rope[0][positions], rope[1][positions]))
-                view, hidden, collected = storage.at(slots, seen), prologue(*static.inputs), {}
-                for index, layer, window in layers:
-                    if index in taps:
-                        collected[index] = hidden
-                    hidden = layer(hidden, turn, biases[window], view, index)
-                if layers[-1][0] + 1 in taps:
-                    collected[layers[-1][0] + 1] = hidden
-                static.outputs = epilogue(hidden), collected
-
-            static.forward, static.replay = forward, self._capture(forward)
-            self._captured[key] = static
-        static.replay()
-        hidden, collected = static.outputs
-        return hidden[:, :count].clone(), {index: tap[:, :count].clone() for index, tap in collected.items()}
-
-    def _capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+    def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
         """``forward`` as something that replays it. A forward that cannot be captured is run as it is from now on."""
-        if self.device.type != "cuda":
+        if device.type != "cuda":
             return forward
         try:
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):  # libraries set themselves up in the first calls, which a graph may not hold
                 for _ in range(2):
                     forward()
-            torch.cuda.current_stream(self.device).wait_stream(side)
+            torch.cuda.current_stream(device).wait_stream(side)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
@@ -209,17 +153,3 @@ class Graphs:
             self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
             logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
             return forward
-
-
-def padded_rows_fit(rows: int, offset: int) -> bool:
-    """Whether rows and uncommitted rows, both padded, stay within the captured counts."""
-    return rows <= MOST_ROWS and offset + padded_rows(rows) <= MOST_ROWS
-
-
-def same(hidden: torch.Tensor) -> torch.Tensor:
-    """A prologue or epilogue that does nothing."""
-    return hidden
-
-
-def _nothing() -> None:
-    raise AssertionError("replayed before it was captured")

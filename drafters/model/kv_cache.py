@@ -211,21 +211,31 @@ class KVCache:
 
 
 class CachePool:
-    """Caches for captured forwards, which are bound to their memory: one that is free again is used again."""
+    """Caches for captured forwards, which are bound to their memory: one that is free again is used again.
 
-    def __init__(self) -> None:
+    ``spare``: rows that each has beyond those asked for.
+    """
+
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
         self._free: dict[tuple[int, ...], list[Storage]] = {}
 
     def take(
-        self, config: PretrainedConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, layers: int
+        self,
+        config: PretrainedConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: int | None = None,
     ) -> KVCache:
-        """An empty cache of at least ``capacity`` rows, a power of two.
+        """An empty cache of at least ``capacity`` rows and the spare ones, a power of two.
 
         Raises:
             ValueError: less memory than it needs.
         """
-        capacity = 1 << max(capacity - 1, 511).bit_length()
-        free = self._free.setdefault((batch, capacity, layers), [])
+        capacity = 1 << max(capacity + self._spare - 1, 511).bit_length()
+        free = self._free.setdefault((batch, capacity, layers or config.num_hidden_layers), [])
         shape = config, batch, capacity, dtype, device, layers
         if not free:
             with torch.inference_mode(False):

@@ -68,6 +68,19 @@ def layer_kind(config: PretrainedConfig) -> LayerKind:
     )
 
 
+class AttentionLayer(nn.Module):
+    """A decoder layer of a family without its MLP: ``h + attention(norm(h))``."""
+
+    def __init__(self, kind: LayerKind) -> None:
+        super().__init__()
+        self.input_layernorm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
+        self.self_attn = made(kind.config, kind.attention, kind.config, layer_idx=0)
+
+    def forward(self, hidden: torch.Tensor, use_cache: bool = False, **given: Any) -> torch.Tensor:
+        """``[B, R, H]`` -> ``[B, R, H]``; the other arguments are those of the family's decoder layers."""
+        return hidden + self.self_attn(hidden_states=self.input_layernorm(hidden), **given)[0]
+
+
 def made(config: PretrainedConfig, kind: type[nn.Module], *arguments: Any, **named: Any) -> nn.Module:
     """A module of a target's family.
 

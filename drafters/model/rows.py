@@ -1,6 +1,11 @@
-"""Where the new rows of a forward stand and what they see: positions, attention masks, additive biases."""
+"""What the new rows of a forward see and where they stand: masks, biases, positions and slots all follow from it.
+
+Behind the committed rows of a cache lie T = ``offset + R`` uncommitted ones: those that earlier forwards of the step
+wrote, and the R new ones.
+"""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,105 +14,191 @@ from torch import nn
 _KEPT_VALUES = 1 << 18
 
 
-def uniform(lengths: list[int]) -> bool:
-    """Every batch row has the same length."""
-    return lengths.count(lengths[0]) == len(lengths)
+class Rows(NamedTuple):
+    """The new rows of a forward; as it stands, a chain.
 
-
-def row_positions(
-    lengths: list[int], depths: torch.Tensor | None, offset: int, rows: int, device: torch.device
-) -> tuple[torch.Tensor, int]:
-    """Positions ``[B, R]`` of the new rows (``depths [B, offset + R]``, None: a chain), and a bound above them."""
-    upto = max(lengths) + offset + rows
-    if uniform(lengths):  # nothing to copy to the device, so nothing to wait for
-        if depths is None:
-            return torch.arange(lengths[0] + offset, upto, device=device).expand(len(lengths), -1), upto
-        return (lengths[0] + depths[:, offset:]).expand(len(lengths), -1), upto
-    first = torch.tensor(lengths, device=device)[:, None]
-    if depths is None:
-        return first + torch.arange(offset, offset + rows, device=device), upto
-    return first + depths[:, offset:], upto
-
-
-def attention_mask(
-    lengths: list[int],
-    see: torch.Tensor | None,
-    depths: torch.Tensor | None,
-    positions: torch.Tensor,
-    offset: int,
-    rows: int,
-    window: int | None = None,
-    always: bool = False,
-) -> torch.Tensor | None:
-    """Bool mask ``[B, 1, R, max(length) + offset + R]`` of ``TargetModel.run``'s rows; None where attention needs none:
-    one row that sees everything, or a causal block with nothing before it.
-
-    ``window``: keys ``window`` or more positions back are hidden. ``always``: no None (eager attention needs a mask).
+    Attributes:
+        see: bool ``[B or 1, R, offset + R]``: which of the uncommitted rows each new one attends to, itself included
+            (every row sees all committed ones); None: those before it.
+        depths: ``[B or 1, offset + R]``: positions of the uncommitted rows, counted from the cache's length; None: one
+            after the other.
+        offset: uncommitted rows that earlier calls of this step wrote.
     """
-    device = positions.device
-    batch, temporary = len(lengths), offset + rows
-    if see is None and window is None and not always and _needs_no_mask(lengths, offset, rows):
-        return None
-    if see is None:
-        make = _chain_mask if rows <= 64 else _chain_mask.__wrapped__  # a prompt's is too large to be kept
-        see = make(rows, offset, device).expand(batch, -1, -1)
-    if uniform(lengths):
-        mask = nn.functional.pad(see, (lengths[0], 0), value=True)
-    else:
-        first = torch.tensor(lengths, device=device)
-        slots = torch.arange(max(lengths) + temporary, device=device)
-        mask = (slots < first[:, None])[:, None].repeat(1, rows, 1)
-        index = (first[:, None] + torch.arange(temporary, device=device))[:, None].expand(-1, rows, -1)
-        mask.scatter_(2, index, see.expand(batch, -1, -1))
-    if window is not None:
-        keys = _key_positions(lengths, depths, temporary, device)
-        mask = mask & (positions[:, :, None] - keys[:, None] < window)
-    return mask[:, None]
+
+    see: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
+    offset: int = 0
 
 
-def attention_bias(
-    lengths: list[int],
-    see: torch.Tensor | None,
-    depths: torch.Tensor | None,
-    positions: torch.Tensor,
-    offset: int,
-    rows: int,
-    window: int | None,
-    groups: int,
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """``attention_mask`` as values to add to the scores: ``[B or 1, 1, groups * R, max(length) + offset + R]`` or None.
+CHAIN = Rows()
 
-    The R rows are repeated once for each of the ``groups`` query heads that share a key head.
+
+class Placed:
+    """``count`` new rows behind ``lengths[b]`` committed ones of each batch row.
+
+    Attributes:
+        uniform: whether every batch row has the same length: then nothing is copied to the device, or waited for.
+        end: rows of the longest, the new ones included.
     """
-    device = positions.device
-    if see is None and window is None and uniform(lengths) and not _needs_no_mask(lengths, offset, rows):
-        before = lengths[0] + offset
-        width = 1 << max(before - 1, 255).bit_length()
-        if groups * rows * (width + rows) <= _KEPT_VALUES:
-            return _chain_bias(rows, groups, width, dtype, device)[..., width - before :]
-    mask = attention_mask(lengths, see, depths, positions, offset, rows, window)
-    if mask is None:
-        return None
-    bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, float("-inf"))
+
+    __slots__ = ("count", "depths", "device", "end", "lengths", "offset", "see", "uniform")
+
+    def __init__(self, rows: Rows, lengths: list[int], count: int, device: torch.device) -> None:
+        self.see, self.depths, self.offset = rows
+        self.lengths, self.count, self.device = lengths, count, device
+        self.uniform = lengths.count(lengths[0]) == len(lengths)
+        self.end = max(lengths) + self.offset + count
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether every batch row has the last R positions below ``end``, in order."""
+        return self.uniform and self.depths is None
+
+    def positions(self) -> torch.Tensor:
+        """``[B, R]``."""
+        own = torch.arange(self.offset, self.offset + self.count, device=self.device)
+        own = own if self.depths is None else self.depths[:, self.offset :]
+        first = self.lengths[0] if self.uniform else self._lengths()[:, None]
+        return (first + own).expand(len(self.lengths), -1)
+
+    def mask(self, window: int | None = None, always: bool = False) -> torch.Tensor | None:
+        """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one row that sees everything, or a causal
+        block with nothing before it.
+
+        ``window``: keys ``window`` or more positions back are hidden. ``always``: no None.
+        """
+        if window is not None and self.end <= window:
+            window = None
+        if self.see is None and window is None and not always and self._needs_no_mask():
+            return None
+        see = self.see
+        if see is None:
+            make = _chain_mask if self.count <= 64 else _chain_mask.__wrapped__  # a prompt's is too large to be kept
+            see = make(self.count, self.offset, self.device)
+        if self.uniform:
+            mask = nn.functional.pad(see, (self.lengths[0], 0), value=True)
+        else:
+            mask = visible(self._lengths(), see, self.end)
+        if window is not None:
+            mask = mask & near(self.positions(), self._key_positions(), window)
+        return mask[:, None]
+
+    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """``mask`` as values to add to the scores: ``[B or 1, 1, groups * R, end]`` or None.
+
+        The R rows are repeated once for each of the ``groups`` query heads that share a key head.
+        """
+        limited = window is not None and self.end > window
+        if self.see is None and not limited and self.uniform and not self._needs_no_mask():
+            before = self.lengths[0] + self.offset
+            width = 1 << max(before - 1, 255).bit_length()
+            if groups * self.count * (width + self.count) <= _KEPT_VALUES:
+                return _chain_bias(self.count, groups, width, dtype, self.device)[..., width - before :]
+        mask = self.mask(window)
+        return None if mask is None else additive(mask, groups, dtype, float("-inf"))
+
+    def _needs_no_mask(self) -> bool:
+        return self.uniform and (self.count == 1 or self.end == self.count)
+
+    def _lengths(self) -> torch.Tensor:
+        if self.uniform:
+            return torch.full((len(self.lengths),), self.lengths[0], device=self.device)
+        return torch.tensor(self.lengths, device=self.device)
+
+    def _key_positions(self) -> torch.Tensor:
+        """``[B or 1, end]`` position of the token in each cache slot."""
+        if self.depths is None:  # uncommitted or not, one after the other
+            return torch.arange(self.end, device=self.device)[None]
+        depths = self.depths.expand(len(self.lengths), -1)
+        return key_positions(self._lengths(), depths, self.end)
+
+
+class BufferedRows:
+    """R rows (padded) over T uncommitted ones, in buffers that never move: filled before a captured forward is
+    replayed, and read inside of it.
+
+    Attributes:
+        lengths, starts: ``[B]`` committed rows, and the slot of each batch row's first new row.
+        depths: ``[B, T]`` of the uncommitted rows. see: ``[B, R, T]`` which of them each new row sees.
+        end: cache rows that attention reads.
+    """
+
+    def __init__(self, batch: int, count: int, uncommitted: int, end: int, device: torch.device) -> None:
+        self.count, self.end, self.device = count, end, device
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.starts = torch.zeros(batch, dtype=torch.long, device=device)
+        self.depths = torch.zeros(batch, uncommitted, dtype=torch.long, device=device)
+        self.see = torch.zeros(batch, count, uncommitted, dtype=torch.bool, device=device)
+
+    def fill(self, rows: Placed) -> None:
+        """Put a step's values into the buffers."""
+        if rows.uniform:
+            self.lengths.fill_(rows.lengths[0])
+            self.starts.fill_(rows.lengths[0] + rows.offset)
+        else:
+            known = torch.tensor(rows.lengths, pin_memory=self.lengths.is_cuda)
+            self.lengths.copy_(known, non_blocking=True)
+            torch.add(self.lengths, rows.offset, out=self.starts)
+        order = torch.arange(self.see.shape[2], device=self.device)
+        own = (rows.offset + torch.arange(self.count, device=self.device))[:, None]
+        # Of rows that are padding, itself is all one need see; of a chain, all before it.
+        if rows.see is None:
+            self.see.copy_(order[None] <= own)
+        else:
+            self.see.copy_(order[None] == own)
+            self.see[:, : rows.count, : rows.see.shape[2]].copy_(rows.see)
+        self.depths.copy_(order)
+        if rows.depths is not None:
+            self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
+
+    def slots(self) -> torch.Tensor:
+        """``[B, R]`` where the new rows' keys and values go."""
+        return self.starts[:, None] + torch.arange(self.count, device=self.device)
+
+    def positions(self) -> torch.Tensor:
+        """``[B, R]``."""
+        first = (self.starts - self.lengths)[:, None]
+        own = (first + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
+        return self.lengths[:, None] + self.depths.gather(1, own)
+
+    def biases(
+        self, positions: torch.Tensor, windows: frozenset[int | None], groups: int, dtype: torch.dtype
+    ) -> dict[int | None, torch.Tensor]:
+        """Each window's bias ``[B, 1, groups * R, end]``."""
+        every, biases = visible(self.lengths, self.see, self.end), {}
+        for window in windows:
+            mask = every
+            if window is not None:
+                mask = every & near(positions, key_positions(self.lengths, self.depths, self.end), window)
+            biases[window] = additive(mask[:, None], groups, dtype, float("-inf"))
+        return biases
+
+
+def visible(lengths: torch.Tensor, see: torch.Tensor, end: int) -> torch.Tensor:
+    """Bool ``[B, R, end]``: each new row sees all committed rows, and of the rest those in ``see [B or 1, R, T]``."""
+    number = torch.arange(end, device=lengths.device) - lengths[:, None]  # of the uncommitted rows; before them below 0
+    among = number.clamp(0, see.shape[2] - 1)[:, None].expand(-1, see.shape[1], -1)
+    uncommitted = see.expand(len(lengths), -1, -1).gather(2, among) & (number < see.shape[2])[:, None]
+    return (number < 0)[:, None] | uncommitted
+
+
+def key_positions(lengths: torch.Tensor, depths: torch.Tensor, end: int) -> torch.Tensor:
+    """``[B, end]`` position of the token in each cache slot; ``depths [B, T]`` are the uncommitted rows'."""
+    slots = torch.arange(end, device=lengths.device)
+    number = slots - lengths[:, None]
+    behind = lengths[:, None] + depths.gather(1, number.clamp(0, depths.shape[1] - 1))
+    return torch.where(number < 0, slots, behind)
+
+
+def near(positions: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+    """Bool ``[B, R, end]``: which keys are less than ``window`` positions back."""
+    return positions[:, :, None] - keys[:, None] < window
+
+
+def additive(mask: torch.Tensor, groups: int, dtype: torch.dtype, hidden: float) -> torch.Tensor:
+    """Mask ``[B, 1, R, S]`` -> bias ``[B, 1, groups * R, S]``, 0 where it is true and ``hidden`` elsewhere."""
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden)
     return bias.repeat(1, 1, groups, 1) if groups > 1 else bias
-
-
-def _needs_no_mask(lengths: list[int], offset: int, rows: int) -> bool:
-    return uniform(lengths) and (rows == 1 or lengths[0] + offset == 0)
-
-
-def _key_positions(
-    lengths: list[int], depths: torch.Tensor | None, temporary: int, device: torch.device
-) -> torch.Tensor:
-    """``[B, max(length) + temporary]`` position of the token in each cache slot."""
-    slots = torch.arange(max(lengths) + temporary, device=device).repeat(len(lengths), 1)
-    if depths is not None and uniform(lengths):
-        slots[:, lengths[0] :] = lengths[0] + depths
-    elif depths is not None:
-        first = torch.tensor(lengths, device=device)[:, None]
-        slots.scatter_(1, first + torch.arange(temporary, device=device), first + depths)
-    return slots
 
 
 @lru_cache(maxsize=256)
@@ -119,6 +210,5 @@ def _chain_mask(rows: int, offset: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _chain_bias(rows: int, groups: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``[1, 1, groups * R, width + R]``: after ``width`` rows that all see, each row sees those up to itself."""
-    hidden = ~torch.ones(rows, width + rows, dtype=torch.bool, device=device).tril(width)
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-    return bias.repeat(groups, 1)[None, None]
+    mask = torch.ones(1, 1, rows, width + rows, dtype=torch.bool, device=device).tril(width)
+    return additive(mask, groups, dtype, float("-inf"))

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .files import SUPPORTED
-from .fused import FusedLayer, FusedNorm
 from .kv_cache import KVCache
+from .rows import CHAIN, Rows
+from .runner import Part, Placement
 
 if TYPE_CHECKING:
-    from .graphs import Graphs
+    from .graphs import GraphRunner
     from .target import TargetModel
 
 STRUCTURE = 1e-3  # of a channel's contribution, or of the row's median one if that is more
@@ -80,7 +81,7 @@ def check_layers_agree(target: "TargetModel") -> list[float]:
 
 
 @torch.no_grad()
-def graphs_agree(target: "TargetModel", graphs: "Graphs", bounds: list[float]) -> str | None:
+def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[float]) -> str | None:
     """None if captured forwards give what uncaptured ones of the fused layers do, else what went wrong.
 
     Two prompts of unequal length, then a chain and a tree twice each, so that graphs are replayed with other values
@@ -94,38 +95,32 @@ def graphs_agree(target: "TargetModel", graphs: "Graphs", bounds: list[float]) -
     see = torch.eye(5, dtype=torch.bool, device=target.device)[None].repeat(2, 1, 1)
     see[:, :, 0] = True  # a root, its three children, and a grandchild
     see[:, 4, 2] = True
-    steps = ((1, None, [[0], [0]]), (5, see, [[0, 2, 4], [0]]))
+    steps = ((1, CHAIN, [[0], [0]]), (5, Rows(see, see.sum(-1) - 1), [[0, 2, 4], [0]]))
     depth = target.num_layers
+    placements = [target.placement(index) for index in range(depth)]
+    whole = Part(placements, target.embed, target.norm)
     errors: list[list[torch.Tensor]] = [[] for _ in range(depth)]
     try:
-        plain = target.new_cache(2, 32)
-        target._graphs = graphs
-        captured = target.new_cache(2, 32)
-        for cache in (plain, captured):  # a prompt is never captured
-            target.run(tokens[:, :6], cache)
+        plain, captured = (one.new_cache(2, 32, target.dtype, target.device) for one in (target.runner, graphs))
+        for runner, cache in ((target.runner, plain), (graphs, captured)):  # a prompt is never captured
+            runner.run(whole, [tokens[:, :6]], cache)
             cache.commit_first([6, 4])
         for turn in range(2):
-            for count, tree, kept in steps:
-                fed, depths = tokens[:, turn : turn + count], None if tree is None else tree.sum(-1) - 1
-                target._graphs = graphs
-                found = target.run(fed, captured, see=tree, depths=depths, taps=tuple(range(depth + 1)))
-                target._graphs = None
-                ends = (target.embed(fed), found.taps[0]), (target._norm(found.taps[depth]), found.features)
+            for count, rows, kept in steps:
+                fed = tokens[:, turn : turn + count]
+                features, taps = graphs.run(whole, [fed], captured, rows, tuple(range(depth + 1)))
+                ends = (target.embed(fed), taps[0]), (target.norm(taps[depth]), features)
                 for what, (ours, theirs) in zip(("embedding", "final norm"), ends, strict=True):
                     if (off := _off(ours, theirs, STRUCTURE)) is not None:
                         return f"the {what} of a captured trial differs by {off}"
                 for index in range(depth):
-                    before, after = found.taps[index], found.taps[index + 1]
-                    again = target.run(
-                        None, plain, hidden=before, see=tree, depths=depths, start=index, stop=index + 1
-                    ).features
+                    before, after = taps[index], taps[index + 1]
+                    again, _ = target.runner.run(Part([placements[index]]), [before], plain, rows)
                     errors[index].append(_relative(again, after, before).flatten())
                 for cache in (plain, captured):
                     cache.commit(kept)
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    finally:
-        target._graphs = None
     if graphs.broken is not None:
         return graphs.broken
     both = torch.stack([torch.cat(rows) for rows in errors])
@@ -195,10 +190,10 @@ def _ends_differ(target: "TargetModel", ids: torch.Tensor, heard: _Overheard) ->
     for what, ours, theirs in pairs:
         if (off := _off(ours, theirs, rounding)) is not None:
             return f"{what} ({off})"
-    if (off := _off(target._norm(before), after, max(rounding, STRUCTURE))) is not None:
+    if (off := _off(target.norm(before), after, max(rounding, STRUCTURE))) is not None:
         return f"its final norm gives something else ({off})"
     with _wide(target.body.norm):
-        norm = FusedNorm(target.body.norm) if target.engine != "eager" else target.body.norm
+        norm = target.runner.norm(target.body.norm)
         ours, theirs = norm(before.float()), target.body.norm(before.float())
     if (off := _off(ours, theirs, STRUCTURE)) is not None:
         return f"its final norm gives something else in float32 ({off})"
@@ -221,9 +216,14 @@ def _layers_differ(target: "TargetModel", heard: _Overheard) -> tuple[str | None
     stock: list[torch.Tensor] = []
     for index, (given, named) in enumerate(heard.arguments):
         layer, before = target.body.layers[index], heard.entered[index]
-        with _wide_layer(target, index):
-            true = _states(layer(*_widened(given), **_widened(named))) if half else heard.states[index]
-            same = _through(target, index, _widened(before), torch.float32 if half else target.dtype)
+        fitted = target.placement(index)
+        if half:
+            with _wide(layer):
+                true = _states(layer(*_widened(given), **_widened(named)))
+                anew = fitted._replace(layer=target.runner.layer(layer))
+                same = _through(target, anew, _widened(before), torch.float32)
+        else:
+            true, same = heard.states[index], _through(target, fitted, before, target.dtype)
         off = _structure_off(same.float(), true.float(), before.float())
         if not off <= STRUCTURE:
             return (
@@ -231,7 +231,7 @@ def _layers_differ(target: "TargetModel", heard: _Overheard) -> tuple[str | None
                 f"{off:.2g} of what it adds, in float32 and from the same input; bound {STRUCTURE:g})"
             ), []
         if half:
-            ours.append(_relative(_through(target, index, before, target.dtype), true, before))
+            ours.append(_relative(_through(target, fitted, before, target.dtype), true, before))
             stock.append(_relative(heard.states[index], true, before))
     if not half:
         return None, [STRUCTURE] * target.num_layers
@@ -248,24 +248,19 @@ def _layers_differ(target: "TargetModel", heard: _Overheard) -> tuple[str | None
     ), bounds
 
 
-def _through(target: "TargetModel", index: int, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _through(target: "TargetModel", layer: Placement, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What leaves one layer of ours, ``[1, ROWS, H]`` -> ``[1, ROWS, H]``: prompt, chain, one row, and a tree."""
     where = target._devices if target._devices is not None else target.device
     cache = KVCache.for_config(target.config, 1, ROWS + 1, dtype, where)
-    hidden = hidden.to(target.device)
-
-    def run(rows: torch.Tensor, see: torch.Tensor | None = None) -> torch.Tensor:
-        depths = None if see is None else see.sum(-1) - 1
-        return target.run(None, cache, hidden=rows, see=see, depths=depths, start=index, stop=index + 1).features
-
+    hidden, part, run = hidden.to(target.device), Part([layer]), target.runner.run
     found = []
     for first, end in ((0, 6), (6, 8), (8, 9)):
-        found.append(run(hidden[:, first:end]))
+        found.append(run(part, [hidden[:, first:end]], cache)[0])
         cache.commit_first([end - first])
     # The second row is a sibling of the third: nobody but itself may see it.
     see = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool, device=target.device)
     tree = torch.cat([hidden[:, 9:10], hidden[:, 1:2], hidden[:, 10:]], dim=1)
-    found.append(run(tree, see[None])[:, [0, 2, 3]])
+    found.append(run(part, [tree], cache, Rows(see[None], see[None].sum(-1) - 1))[0][:, [0, 2, 3]])
     return torch.cat(found, dim=1)
 
 
@@ -361,36 +356,19 @@ def _wide(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _wide_layer(target: "TargetModel", index: int) -> Iterator[None]:
-    """One layer in float32, transformers' and the target's own; one that is so already is left alone."""
-    if target.dtype not in HALVES:
-        yield
-        return
-    fused = target._fused
-    with _wide(target.body.layers[index]):
-        if fused is not None:
-            own, fused[index] = fused[index], FusedLayer(target.body.layers[index])
-        try:
-            yield
-        finally:
-            if fused is not None:
-                fused[index] = own
-
-
-@contextlib.contextmanager
 def _short_windows(target: "TargetModel") -> Iterator[None]:
     """Sliding windows cut to ``WINDOW``, the model's and the target's, for models read theirs off their config."""
-    windows, config = target._windows, target.config
+    windows, config = target.windows, target.config
     if not any(windows):
         yield
         return
     size = config.sliding_window
     try:
-        target._windows = [None if window is None else WINDOW for window in windows]
+        target.windows = [None if window is None else WINDOW for window in windows]
         config.sliding_window = WINDOW
         yield
     finally:
-        target._windows, config.sliding_window = windows, size
+        target.windows, config.sliding_window = windows, size
 
 
 @contextlib.contextmanager

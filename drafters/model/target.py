@@ -17,18 +17,17 @@ from drafters.choices import Engine, Quantization
 
 from .clock import model_time
 from .files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
-from .fused import FusedLayer, FusedNorm, signed, why_not
-from .graphs import MOST_ROWS, Graphs, same
+from .graphs import GraphRunner
 from .kv_cache import KVCache
-from .linear import Product
 from .loading import DeviceMap, layer_devices, load_model
-from .rows import attention_bias, attention_mask, row_positions, uniform
+from .rows import CHAIN, Rows
+from .runner import Part, Placement, Runner, fused_or_eager, same
 from .self_check import check_layers_agree, graphs_agree
 
 
 @dataclass
 class FeatureOutput:
-    """Features ``[B, R, H]`` (hidden states after the final norm; empty where the last layers did not run) and taps.
+    """Features ``[B, R, H]`` (hidden states after the final norm) and taps.
 
     ``taps[l]``: ``[B, R, H]``, the hidden states after the first ``l`` decoder layers. ``scratch``: ``[B, S, V]``, the
     logits of a draft's scratch rows, where it wants them.
@@ -84,16 +83,15 @@ class TargetModel:
             raise ValueError(f"{self.name} ({type(model).__name__}) caps its logits after the LM head; use {SUPPORTED}")
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
-        self._windows = sliding_windows(self.config)
-        # Looked up once: an attribute of a config costs a microsecond or more, and these are wanted in every forward.
-        self._eager = self.config._attn_implementation == "eager"
-        self._rope_by_length = rope_depends_on_length(self.config)
-        self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._fused = self._fuse(engine)
+        self.windows = sliding_windows(self.config)
+        self.runner = fused_or_eager(model, self.name, engine)
+        self.layers: list[Any] = [self.runner.layer(layer) for layer in body.layers]
+        self.norm = self.runner.norm(body.norm)
+        self._lm_head = self.runner.linear(self.model.get_output_embeddings())
         self._devices = layer_devices(self.model)
-        self._graphs: Graphs | None = None
+        self._parts: dict[tuple[int, int | None], Part] = {}
         bounds = check_layers_agree(self)
-        self._graphs = self._capture(engine, bounds)
+        self.runner = self._captured(engine, bounds)
         self.parameters = sum(weights.numel() for weights in model.parameters())
         self._fingerprint: str | None = None
         self.quantize = quantize
@@ -130,9 +128,7 @@ class TargetModel:
     @property
     def engine(self) -> Engine:
         """What runs the decoder layers."""
-        if self._fused is None:
-            return "eager"
-        return "fused" if self._graphs is None else "graphs"
+        return self.runner.engine
 
     @property
     def device(self) -> torch.device:
@@ -183,8 +179,8 @@ class TargetModel:
                 experts = getattr(self.config, "num_local_experts", None) or self.config.num_experts
                 chosen = self.config.num_experts_per_tok / experts
             total += round(weights.nbytes * chosen)
-        if self.quantize is not None and self._fused is not None:
-            total += sum(product.nbytes for layer in self._fused for product in layer.products)
+        if self.quantize is not None:
+            total += sum(product.nbytes for layer in self.layers for product in layer.products)
         return total
 
     def fingerprint(self) -> str:
@@ -215,35 +211,8 @@ class TargetModel:
         Raises:
             ValueError: the memory does not suffice.
         """
-        if self._graphs is not None:
-            rows = capacity + MOST_ROWS  # which padding may write
-            return self._graphs.caches.take(
-                self.config, batch, rows, self.dtype, self.device, layers or self.num_layers
-            )
-        where = self._devices if self._devices is not None and layers is None else self.device
-        return KVCache.for_config(self.config, batch, capacity, self.dtype, where, layers)
-
-    def rope(self, positions: torch.Tensor, upto: int, consecutive: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin ``[B, R, head_dim]`` of ``positions [B, R]``, all below ``upto`` (a host-side bound).
-
-        ``consecutive``: every batch row has the last R positions below ``upto``, in order; a view is given then.
-        """
-        if self._rope_by_length:
-            return self.body.rotary_emb(self.body.norm.weight, position_ids=positions)
-        cos, sin = self.rope_table(upto)
-        if consecutive:
-            first = upto - positions.shape[1]
-            return cos[first:upto][None], sin[first:upto][None]
-        return cos[positions], sin[positions]
-
-    def rope_table(self, upto: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin ``[N, head_dim]`` of positions 0 to N - 1, N at least ``upto``."""
-        if self._rope_table is None or self._rope_table[0].shape[0] < upto:
-            rows = 1 << max(upto - 1, 255).bit_length()
-            every = torch.arange(rows, device=self.device)[None]
-            cos, sin = self.body.rotary_emb(self.body.norm.weight, position_ids=every)
-            self._rope_table = (cos[0].clone(), sin[0].clone())
-        return self._rope_table
+        spread = self._devices if layers is None else None
+        return self.runner.new_cache(batch, capacity, self.dtype, spread or self.device, layers)
 
     def features(
         self, input_ids: torch.Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
@@ -254,175 +223,77 @@ class TargetModel:
         (``lengths`` only documents where it starts; values beyond it are meaningless).
         """
         assert lengths is None or max(lengths) <= input_ids.shape[1]
-        return self.run(input_ids, cache=None, taps=taps)
+        return self.run(input_ids, None, taps=taps)
 
     def run(
         self,
-        tokens: torch.Tensor | None,
+        given: torch.Tensor,
         cache: KVCache | None,
+        rows: Rows = CHAIN,
         *,
-        hidden: torch.Tensor | None = None,
-        see: torch.Tensor | None = None,
-        depths: torch.Tensor | None = None,
-        offset: int = 0,
         start: int = 0,
-        stop: int | None = None,
         taps: tuple[int, ...] = (),
     ) -> FeatureOutput:
-        """Run layers ``start..stop`` over R new rows that follow the cache's committed rows.
+        """Run the layers from ``start`` on, and the final norm, over R new rows that follow the cache's committed rows.
 
         Args:
-            tokens: ``[B, R]`` ids; or None with ``hidden`` ``[B, R, H]``, the hidden states that enter layer ``start``.
-            cache: where the rows' keys and values go, at slot ``length + offset`` on; None attends within the R rows
-            only.
-            see: bool ``[B, R, offset + R]``: which of the uncommitted rows each new row attends to, itself included
-                (every row sees all committed ones); None: a chain.
-            depths: ``[B, offset + R]``: positions of the uncommitted rows, counted from the cache's length; None: a
-            chain.
-            offset: uncommitted rows that earlier calls of this step wrote.
-            stop: layer to stop before; None runs all, and the final norm.
+            given: ``[B, R]`` ids; or ``[B, R, H]``, the hidden states that enter layer ``start``.
+            cache: where the rows' keys and values go; None attends within the R rows only.
+            rows: what they see and where they stand; as it is, a chain.
             taps: hidden states to hand out, by the number of layers before them.
-
-        Returns:
-            features ``[B, R, H]``, or, with ``stop``, the hidden states that leave the last layer run; and the taps.
         """
-        given = hidden if hidden is not None else tokens
-        assert given is not None
-        batch, rows = given.shape[:2]
-        lengths = cache.lengths if cache is not None else [0] * batch
-        last = self.num_layers if stop is None else stop
-        collected: dict[int, torch.Tensor] = {}
-        if self._graphs is not None and cache is not None and self._graphs.usable(cache, rows, offset):
-            assert self._fused is not None
-            layers = [(index, self._fused[index], self._windows[index]) for index in range(start, last)]
-            with model_time():
-                found = self._graphs.run(
-                    f"{start} to {last} of {'tokens' if hidden is None else 'states'}",
-                    layers,
-                    self.embed if hidden is None else same,
-                    self._norm if stop is None else same,
-                    [given],
-                    cache,
-                    self.rope_table,
-                    self._fused[0].attention.groups,
-                    see,
-                    depths,
-                    offset,
-                    taps,
-                )
-            return FeatureOutput(*found)
-        with model_time():
-            positions, upto = row_positions(lengths, depths, offset, rows, given.device)
-            dtype = self.dtype if hidden is None else hidden.dtype
-            masks = self._masks(lengths, see, depths, positions, offset, rows, dtype)
-            rope = self.rope(positions, upto, consecutive=depths is None and uniform(lengths))
-            if self._fused is not None:
-                rope = signed(rope)
-            if cache is not None:
-                cache.at(rows, offset)
-            if hidden is None:
-                hidden = self.embed(given)
-            for index in range(start, last):
-                if index in taps:
-                    collected[index] = hidden
-                if self._devices is not None and hidden.device != (place := self._devices[index]):
-                    hidden, rope = hidden.to(place), (rope[0].to(place), rope[1].to(place))
-                    masks = {window: None if mask is None else mask.to(place) for window, mask in masks.items()}
-                mask = masks[self._windows[index]]
-                if self._fused is not None:
-                    hidden = self._fused[index](hidden, rope, mask, cache, index)
-                    continue
-                hidden = self.body.layers[index](
-                    hidden,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=cache is not None,
-                    position_embeddings=rope,
-                )
-            if last in taps:
-                collected[last] = hidden
-            if stop is None:
-                if self._devices is not None:
-                    hidden = hidden.to(self.body.norm.weight.device)
-                hidden = self._norm(hidden)
-            if self._devices is not None:  # what leaves the target lies where its tokens do
-                hidden = hidden.to(given.device)
-                collected = {index: tap.to(given.device) for index, tap in collected.items()}
-            return FeatureOutput(hidden, collected)
+        return FeatureOutput(*self.runner.run(self._part(start, None), [given], cache, rows, taps))
 
-    def _masks(
-        self,
-        lengths: list[int],
-        see: torch.Tensor | None,
-        depths: torch.Tensor | None,
-        positions: torch.Tensor,
-        offset: int,
-        rows: int,
-        dtype: torch.dtype,
-    ) -> dict[int | None, torch.Tensor | None]:
-        """What each layer's attention is given, for each sliding-window size in use (None: full attention)."""
-        masks: dict[int | None, torch.Tensor | None] = {}
-        for window in set(self._windows):
-            seen = window is None or max(lengths) + offset + rows <= window
-            limit = None if seen else window
-            if self._fused is not None:
-                groups = self._fused[0].attention.groups
-                masks[window] = attention_bias(lengths, see, depths, positions, offset, rows, limit, groups, dtype)
-                continue
-            mask = attention_mask(lengths, see, depths, positions, offset, rows, limit, self._eager)
-            # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
-            if mask is not None and self._eager:
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-            masks[window] = mask
-        return masks
+    def shallow(self, tokens: torch.Tensor, cache: KVCache, stop: int, rows: Rows = CHAIN) -> torch.Tensor:
+        """Hidden states ``[B, R, H]`` after the first ``stop`` layers alone, from where ``run`` can go on."""
+        return self.runner.run(self._part(0, stop), [tokens], cache, rows)[0]
 
-    def _fuse(self, engine: Engine | None) -> list[FusedLayer] | None:
-        """The layers of the engine "fused"; None for "eager"."""
-        self._norm: Any = self.body.norm
-        self._lm_head: Any = self.model.get_output_embeddings()
-        if engine == "eager":
-            return None
-        reasons = (why_not(layer, self.config) for layer in self.body.layers)
-        reason = next((reason for reason in reasons if reason), None)
-        if reason is None:
-            self._norm = FusedNorm(self.body.norm)
-            self._lm_head = Product(self._lm_head.weight, self._lm_head.bias)
-            return [FusedLayer(layer) for layer in self.body.layers]
-        if engine is not None:
-            raise ValueError(f"engine {engine!r} cannot run {self.name}: {reason}; use engine 'eager', or none")
-        logging.getLogger(__name__).warning("%s runs on transformers' own layers, more slowly: %s", self.name, reason)
-        return None
+    def _part(self, start: int, stop: int | None) -> Part:
+        """Layers ``start..stop``; from the embedding if there is no layer before, through the norm if none follows."""
+        part = self._parts.get((start, stop))
+        if part is None:
+            enter, leave = self.embed if start == 0 else same, self._leave if stop is None else same
+            part = Part([self.placement(index) for index in range(self.num_layers)[start:stop]], enter, leave)
+            self._parts[start, stop] = part
+        return part
 
-    def _capture(self, engine: Engine | None, bounds: list[float]) -> Graphs | None:
-        """What captures forwards as graphs, where they are asked for, or there is a GPU and they prove right on it.
+    def placement(self, index: int) -> Placement:
+        """One of the layers, as the runner takes it."""
+        device = None if self._devices is None else self._devices[index]
+        return Placement(self.layers[index], index, self.windows[index], device)
+
+    def _leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden if self._devices is None else hidden.to(self.body.norm.weight.device))
+
+    def _captured(self, engine: Engine | None, bounds: list[float]) -> Runner:
+        """The runner that captures forwards as graphs, where it is asked for, or there is a GPU and it proves right.
 
         ``bounds``: of each layer, as ``check_layers_agree`` found them.
         """
         asked = engine == "graphs"
         if not asked and (engine is not None or self.device.type != "cuda"):
-            return None
+            return self.runner
         reason = None
-        if self._fused is None:
+        if self.engine == "eager":
             reason = "its layers are transformers' own"
-        elif self._rope_by_length:
+        elif self.runner.rope.by_length:
             reason = "its RoPE changes with the length"
         elif self._devices is not None:
             reason = "it spans several devices"
         else:
-            reason = graphs_agree(self, Graphs(self.device), bounds)
+            reason = graphs_agree(self, GraphRunner(self.model), bounds)
             if reason is None:
-                return Graphs(self.device)  # another: the trial's caches are no use to anybody
+                return GraphRunner(self.model)  # another: the trial's caches are no use to anybody
             if asked:
                 raise ValueError(f"engine 'graphs' cannot run {self.name}: {reason}; use engine 'fused', or none")
-        if asked or self._fused is not None:
+        if asked or self.engine != "eager":
             logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
-        return None
+        return self.runner
 
     @torch.no_grad()
     def _quantize(self, kind: Quantization) -> None:
         self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
-        if self._fused is None:
+        if self.engine == "eager":
             raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
-        for fused, layer in zip(self._fused, self.body.layers, strict=True):
+        for fused, layer in zip(self.layers, self.body.layers, strict=True):
             fused.quantize(layer, kind)

@@ -22,6 +22,7 @@ from data_prep.ranks import find_rank, refuse_shared_map
 from data_prep.store.reader import StoredDialogue, StoreManifest
 from drafters.config import validate
 from drafters.model.files import resolve_dtype
+from drafters.model.rows import Rows
 from drafters.model.target import FeatureOutput, TargetModel
 from train.config import OnlineData, TrainConfig
 from train.data.packing import Batch, LiveFeatures, Span, dialogue_mask, pack
@@ -114,7 +115,7 @@ class OnlineFeatures(LiveFeatures):
             depths = pad_sequence(positions, batch_first=True).to(target.device)
             numbers = [torch.cat([torch.full((span.length,), i) for i, span in enumerate(row)]) for row in rows]
             see = dialogue_mask(pad_sequence(numbers, batch_first=True, padding_value=-1).to(target.device))
-            output = target.run(ids.to(target.device), None, see=see, depths=depths, taps=taps)
+            output = target.run(ids.to(target.device), None, Rows(see, depths), taps=taps)
         else:
             output = target.features(ids.to(target.device), taps=taps)
         for key, found in _states(output):

@@ -1,0 +1,221 @@
+"""The one way to run layers: an engine, chosen once, for ranges of a target's layers and for learned heads.
+
+An engine makes its own of transformers' modules (``layer``, ``norm``, ``linear``), and runs a ``Part`` of them over the
+rows of a cache. Here are "eager", the reference, and "fused"; "graphs" is in graphs.py.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from drafters.choices import Engine
+
+from .clock import model_time
+from .fused import FusedLayer, FusedNorm, signed, why_not
+from .kv_cache import KVCache
+from .linear import Product
+from .rope import Angles, Rope
+from .rows import CHAIN, Placed, Rows, additive
+
+# (hidden states [B, R, H], angles, mask or bias, cache, its layer) -> hidden states
+Layer = Callable[[torch.Tensor, Any, torch.Tensor | None, Any, int], torch.Tensor]
+Transform = Callable[[torch.Tensor], torch.Tensor]
+Taps = dict[int, torch.Tensor]
+
+
+def same(given: Any) -> Any:
+    """What stays as it is."""
+    return given
+
+
+class Placement(NamedTuple):
+    """A layer of an engine, its number in the cache, its sliding window, and where it lies if not all lie together."""
+
+    layer: Layer
+    number: int
+    window: int | None = None
+    device: torch.device | None = None
+
+
+@dataclass(eq=False)
+class Part:
+    """What one forward runs: ``leave(layers(enter(*inputs)))``.
+
+    Attributes:
+        enter: inputs ``[B, R, ...]`` each -> hidden states ``[B, R, H]``. leave: of those after the last layer.
+        windows: that its layers have. groups: query heads that share a key head, in a bias of the engine.
+        captured: forwards of fixed shape that were captured of it.
+    """
+
+    layers: list[Placement]
+    enter: Callable[..., torch.Tensor] = same
+    leave: Transform = same
+    captured: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.windows = frozenset(layer.window for layer in self.layers)
+        self.groups: int = getattr(self.layers[0].layer, "groups", 1)
+
+    def through(
+        self,
+        hidden: torch.Tensor,
+        angles: Any,
+        masks: dict[int | None, torch.Tensor | None],
+        cache: Any,
+        taps: tuple[int, ...],
+    ) -> tuple[torch.Tensor, Taps]:
+        """The layers and ``leave``: ``[B, R, H]``, and the hidden states before each layer, or after the last, that
+        ``taps`` names."""
+        collected: Taps = {}
+        for layer, number, window, device in self.layers:
+            if number in taps:
+                collected[number] = hidden
+            if device is not None and hidden.device != device:
+                hidden, angles = hidden.to(device), tuple(part.to(device) for part in angles)
+                masks = {size: None if mask is None else mask.to(device) for size, mask in masks.items()}
+            hidden = layer(hidden, angles, masks[window], cache, number)
+        if number + 1 in taps:
+            collected[number + 1] = hidden
+        return self.leave(hidden), collected
+
+
+class StockLayer:
+    """A decoder layer of transformers'."""
+
+    groups = 1
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(
+        self, hidden: torch.Tensor, angles: Any, mask: torch.Tensor | None, cache: KVCache | None, index: int
+    ) -> torch.Tensor:
+        """``[B, R, H]`` -> ``[B, R, H]``; ``angles``: cos, sin and positions."""
+        states: torch.Tensor = self.layer(
+            hidden,
+            attention_mask=mask,
+            position_ids=angles[2],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            position_embeddings=angles[:2],
+        )
+        return states
+
+
+class Runner:
+    """The engine "eager": transformers' own modules.
+
+    Args:
+        model: whose rotary angles and kind of attention all parts share.
+
+    Attributes:
+        layer, norm, linear: make the engine's own of a decoder layer (or one without an MLP), a norm, a linear layer.
+        new_cache: ``KVCache.for_config`` of the model's.
+    """
+
+    engine: Engine = "eager"
+    layer: Callable[[Any], Layer] = StockLayer
+    norm: Callable[[Any], Transform] = staticmethod(same)
+    linear: Callable[[Any], Transform] = staticmethod(same)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Looked up once: an attribute of a config costs a microsecond or more, and this is wanted in every forward.
+        self._adds = model.config._attn_implementation == "eager"
+        self.rope = Rope(model.model, model.config, self._form)
+        self.new_cache: Callable[..., KVCache] = partial(KVCache.for_config, model.config)
+
+    def part(
+        self, layers: Sequence[nn.Module], enter: Callable[..., torch.Tensor] = same, leave: Transform = same
+    ) -> Part:
+        """Of a learned head: its layers, with a cache of their own, and what comes before and after them."""
+        return Part([Placement(self.layer(layer), index) for index, layer in enumerate(layers)], enter, leave)
+
+    def run(
+        self,
+        part: Part,
+        inputs: Sequence[torch.Tensor],
+        cache: KVCache | None,
+        rows: Rows = CHAIN,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, Taps]:
+        """Run R new rows through a part.
+
+        Args:
+            inputs: ``[B, R, ...]`` each, what the part takes.
+            cache: where the rows' keys and values go, at slot ``length + offset`` on; None attends within the R rows.
+            taps: hidden states to hand out, by the number of layers before them.
+
+        Returns:
+            ``[B, R, H]`` and the taps, which later calls leave alone.
+        """
+        batch, count = inputs[0].shape[:2]
+        lengths = cache.lengths if cache is not None else [0] * batch
+        with model_time():
+            return self._run(part, inputs, cache, Placed(rows, lengths, count, inputs[0].device), taps)
+
+    def _run(
+        self, part: Part, inputs: Sequence[torch.Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
+    ) -> tuple[torch.Tensor, Taps]:
+        if cache is not None:
+            cache.at(rows.count, rows.offset)
+        hidden, angles = part.enter(*inputs), self._angles(rows)
+        masks = {window: self._mask(rows, window, part.groups, hidden.dtype) for window in part.windows}
+        hidden, collected = part.through(hidden, angles, masks, cache, taps)
+        if hidden.device != rows.device:  # what leaves lies where what entered does
+            hidden = hidden.to(rows.device)
+        return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
+
+    @staticmethod
+    def _form(angles: Angles) -> Angles:
+        return angles
+
+    def _angles(self, rows: Placed) -> tuple[torch.Tensor, ...]:
+        return *self.rope(rows), rows.positions()
+
+    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        mask = rows.mask(window, always=self._adds)
+        # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
+        return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask
+
+
+class FusedRunner(Runner):
+    """The engine "fused": layers rewritten for decoding."""
+
+    engine: Engine = "fused"
+    layer = FusedLayer
+    norm = FusedNorm
+    linear = staticmethod(lambda linear: Product(linear.weight, linear.bias))
+
+    @staticmethod
+    def _form(angles: Angles) -> Angles:
+        return signed(angles)
+
+    def _angles(self, rows: Placed) -> tuple[torch.Tensor, ...]:
+        return self.rope(rows)
+
+    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return rows.bias(window, groups, dtype)
+
+
+def fused_or_eager(model: PreTrainedModel, name: str, engine: Engine | None) -> Runner:
+    """What runs a model's layers, before any of it is captured.
+
+    Raises:
+        ValueError: its layers cannot be fused though that was asked for.
+    """
+    if engine == "eager":
+        return Runner(model)
+    body: Any = model.model
+    reason = next((reason for layer in body.layers if (reason := why_not(layer, model.config))), None)
+    if reason is None:
+        return FusedRunner(model)
+    if engine is not None:
+        raise ValueError(f"engine {engine!r} cannot run {name}: {reason}; use engine 'eager', or none")
+    logging.getLogger(__name__).warning("%s runs on transformers' own layers, more slowly: %s", name, reason)
+    return Runner(model)
