@@ -91,7 +91,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
     "train.throughput": [
         (["features=./none"], "none"),
-        (["--rounds", "none"], "--rounds: must be a whole number, found .none."),
+        (["--rounds", "none"], "--rounds: must be a whole number of at least 1, found .none."),
     ],
     "train.target": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
     "train.summary": [(["none"], "no training run to sum up in none")],

@@ -18,10 +18,10 @@ from train.data.packing import (
     TrainData,
     collate,
     collate_or_stand_in,
-    deal,
     epoch_batches,
     pack,
     shift,
+    split_evenly,
 )
 
 LENGTHS = tiny_run.LENGTHS["train"]
@@ -156,12 +156,12 @@ def test_packing_does_not_sort_the_epoch() -> None:
 
 
 def test_deal_is_a_balanced_partition() -> None:
-    """A dialogue dealt to two ranks or to none; one rank with all the long ones; a crash with more ranks than work."""
-    hands = deal([0, 1, 3, 4, 5, 7], LENGTHS, 3)
-    assert members(hands) == [0, 1, 3, 4, 5, 7]
-    tokens = [sum(LENGTHS[i] for i in hand) for hand in hands]
+    """A dialogue on two ranks or on none; one rank with all the long ones; a crash with more ranks than work."""
+    shares = split_evenly([0, 1, 3, 4, 5, 7], LENGTHS, 3)
+    assert members(shares) == [0, 1, 3, 4, 5, 7]
+    tokens = [sum(LENGTHS[i] for i in share) for share in shares]
     assert max(tokens) - min(tokens) <= 9
-    assert deal([2], LENGTHS, 3) == [[2], [], []]
+    assert split_evenly([2], LENGTHS, 3) == [[2], [], []]
 
 
 def dialogues_of(data: TrainData, position: Position, steps: int) -> list[list[list[int]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from data_prep.dialogues.reader import check_source
 from drafters.config import load_config
 from drafters.paths import check_model
-from drafters.program import keeping, leave, run_program
+from drafters.program import keeping, leave, positive, run_program
 from train.config import TrainConfig
 from train.run.files import check_run_folder
 from train.task import task_class
@@ -54,26 +54,19 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> a
     parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in `out` from its last checkpoint")
     parser.add_argument(
-        "--overfit", type=_positive, metavar="N", help="train and evaluate on N dialogues: is the pipeline sound?"
+        "--overfit", type=positive, metavar="N", help="train and evaluate on N dialogues: is the pipeline sound?"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     dry = parser.add_argument_group("--dry-run", "check everything, estimate memory, disk and time, and train nothing")
     dry.add_argument("--dry-run", action="store_true", help="exit status 1 if the run could not start")
-    dry.add_argument("--tokens", type=_positive, metavar="N", help="training tokens, where there are no features yet")
+    dry.add_argument("--tokens", type=positive, metavar="N", help="training tokens, where there are no features yet")
     dry.add_argument("--data", metavar="FILE", help="ShareGPT file to estimate the tokens from")
     dry.add_argument("--target-config", metavar="JSON", help="a Hugging Face config.json, where there is no target yet")
-    dry.add_argument("--max-length", type=_positive, default=2048, help="longest dialogue, without features")
-    dry.add_argument("--ranks", type=_positive, default=int(os.environ.get("WORLD_SIZE", "1")), help="processes")
+    dry.add_argument("--max-length", type=positive, default=2048, help="longest dialogue, without features")
+    dry.add_argument("--ranks", type=positive, default=int(os.environ.get("WORLD_SIZE", "1")), help="processes")
     dry.add_argument("--device", metavar="NAME", help="a GPU's name (as H200), for its peak; default: what is here")
     dry.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is assumed (0.4)")
     dry.add_argument("--tokens-per-second", type=float, metavar="X", help="of all ranks together")
     dry.add_argument("--measure", action="store_true", help="train a few steps on random numbers for the speed")
     return parser.parse_intermixed_args(argv)
-
-
-def _positive(text: str) -> int:
-    value = int(text.replace("_", "").replace(",", ""))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from drafters.config import from_overrides, load_config
-from drafters.program import command, keeping, leave, run_program
+from drafters.program import CommandLine, command, keeping, leave, positive, run_program
 from train.cli import check
 from train.config import TrainConfig
 from train.task import task_class, trained_methods
@@ -29,7 +29,7 @@ METHOD, TAP = "eagle", 2  # where nothing else is said
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine("train.throughput", __doc__, overrides="batch_tokens=8192")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", help="YAML of a training run with a feature store")
     parser.add_argument(
@@ -39,22 +39,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")
     parser.add_argument("--method", choices=trained_methods(), help="default: by the config's keys, or eagle")
-    parser.add_argument("--tokens", type=_count, default=8192, help="with --shape: tokens of an optimiser step")
+    parser.add_argument("--tokens", type=positive, default=8192, help="with --shape: tokens of an optimiser step")
     parser.add_argument("--dialogue-lengths", default="realistic", help="with --shape: realistic, or a store's folder")
-    parser.add_argument("--rounds", type=_count, default=5, help="rounds counted, after one of warm-up")
-    parser.add_argument("--steps", type=_count, default=4, help="optimiser steps of a side in a round")
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds counted, after one of warm-up")
+    parser.add_argument("--steps", type=positive, default=4, help="optimiser steps of a side in a round")
     parser.add_argument("--workers", type=_workers, default=0, help="the plain DataLoader's processes, with --config")
     parser.add_argument("--peak-tflops", type=float, help="the device's bf16 peak, for MFU; known for common GPUs")
     parser.add_argument("--out", type=Path, help="JSON with every round")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run's config")
-    return parser.parse_intermixed_args(argv)
-
-
-def _count(text: str) -> int:
-    value = _workers(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
+    return parser.parse(argv)
 
 
 def _workers(text: str) -> int:

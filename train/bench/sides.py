@@ -16,7 +16,7 @@ from data_prep.store.reader import FeatureStore, StoredDialogue
 from drafters.model.files import resolve_device
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
 from train.config import TrainConfig
-from train.data.packing import Batch, Position, TrainData, collate, deal, epoch_batches
+from train.data.packing import Batch, Position, TrainData, collate, epoch_batches, split_evenly
 from train.optimizer import MasterAdamW, buffers_of, restore_buffers
 from train.preflight.estimate import meta_ends
 from train.task import Task, make_task
@@ -162,10 +162,10 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
                     yield next(stream).batches
                 check.wait(print)  # as a run does before a checkpoint
             return
-        hands = [hand for batch in part for hand in deal(batch, data.lengths, config.gradient_accumulation)]
+        shares = [share for batch in part for share in split_evenly(batch, data.lengths, config.gradient_accumulation)]
         loader = DataLoader(
             SampleFiles(folder),
-            batch_sampler=hands,
+            batch_sampler=shares,
             collate_fn=pad,
             num_workers=arguments.workers,
             pin_memory=data.pin,
@@ -202,10 +202,13 @@ def from_shape(
     accumulation = config.gradient_accumulation
     if min(map(len, plan)) < accumulation:
         raise ValueError(f"gradient_accumulation: {accumulation} is more than some batch has dialogues")
-    hands = [deal(batch, lengths, accumulation) for batch in plan]
+    shares = [split_evenly(batch, lengths, accumulation) for batch in plan]
     ready = {
-        "ours": [[_pinned(collate(store, hand, config.taps, one_row=True), device) for hand in step] for step in hands],  # type: ignore[arg-type]
-        "plain": [[_pinned(pad([(i, store[i]) for i in hand]), device) for hand in step] for step in hands],
+        "ours": [
+            [_pinned(collate(store, share, config.taps, one_row=True), device) for share in step]  # type: ignore[arg-type]
+            for step in shares
+        ],
+        "plain": [[_pinned(pad([(i, store[i]) for i in share]), device) for share in step] for step in shares],
     }
     peak = arguments.peak_tflops or peak_tflops(device)
     mean = sum(lengths[i] for batch in plan for i in batch) / sum(len(batch) for batch in plan)

@@ -1,6 +1,6 @@
 """Dialogues -> packed micro-batches, in a seeded order that any number of ranks shares and any step can be resumed.
 
-A global batch is a sample of the epoch's dialogues that all but fills ``batch_tokens``. It is dealt to
+A global batch is a sample of the epoch's dialogues that all but fills ``batch_tokens``. It is split over
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
 ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
 To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/attention.py). Where a
@@ -204,14 +204,14 @@ def collate(store: Source, dialogues: list[int], taps: tuple[int, ...] = (), one
 
 
 def collate_or_stand_in(
-    store: Source, hand: list[int], dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False
+    store: Source, share: list[int], dialogues: list[int], taps: tuple[int, ...] = (), one_row: bool = False
 ) -> Batch:
-    """``collate``; an empty hand becomes the shortest of ``dialogues`` with an empty loss mask.
+    """``collate``; an empty share becomes the shortest of ``dialogues`` with an empty loss mask.
 
     A rank without work still has to take part in the collectives, and must add nothing to the sums.
     """
-    if hand:
-        return collate(store, hand, taps, one_row)
+    if share:
+        return collate(store, share, taps, one_row)
     batch = collate(store, [min(dialogues, key=lambda i: len(store[i].input_ids))], taps)
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), spans=[])
 
@@ -227,7 +227,7 @@ class Position:
 def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """The global batches of one epoch: every dialogue once, at most ``batch_tokens`` tokens a batch.
 
-    The epoch's shuffle is dealt dialogue by dialogue, each to the fullest open batch that it fits, so that a batch is a
+    The epoch's shuffle is taken dialogue by dialogue, each into the fullest open batch that it fits: a batch is a
     random sample and still all but full. A dialogue longer than ``batch_tokens`` is a batch of its own.
     A saved place in the data counts these batches: where they change, ``run_files.PACKING`` does.
     """
@@ -280,18 +280,18 @@ def fill_emptiest(batches: list[list[int]], lengths: list[int]) -> None:
                 bisect.insort(fullest, (-tokens[place], place))
 
 
-def deal(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:
+def split_evenly(dialogues: list[int], lengths: list[int], parts: int) -> list[list[int]]:
     """Split a global batch into ``parts`` of nearly equal token counts (longest first, to the emptiest part).
 
     With fewer dialogues than parts, some parts are empty.
     """
-    hands: list[list[int]] = [[] for _ in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
     tokens = [0] * parts
     for index in sorted(dialogues, key=lambda i: (-lengths[i], i)):
         part = tokens.index(min(tokens))
-        hands[part].append(index)
+        shares[part].append(index)
         tokens[part] += lengths[index]
-    return hands
+    return shares
 
 
 @dataclass
@@ -370,7 +370,7 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         if self.check is not None:
             self.check.first_read(self.store, dialogues)
-        hands = deal(dialogues, self.lengths, self.ranks * self.micro_batches)
-        mine = hands[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
-        batches = [collate_or_stand_in(self.store, hand, dialogues, self.taps, one_row=True) for hand in mine]
+        shares = split_evenly(dialogues, self.lengths, self.ranks * self.micro_batches)
+        mine = shares[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
+        batches = [collate_or_stand_in(self.store, share, dialogues, self.taps, one_row=True) for share in mine]
         return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

@@ -219,7 +219,7 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
     info = read_info(run)
     if info.get("packing", 1) != PACKING:
         raise ValueError(
-            f"--resume: the run in {run} was begun by a version that dealt the dialogues to other batches, so its "
+            f"--resume: the run in {run} was begun by a version that put the dialogues into other batches, so its "
             f"place in the data would be another; finish it with that version (commit {info.get('commit')}), or train "
             "anew with another out="
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from train.data.packing import Source, collate_or_stand_in, complete, deal
+from train.data.packing import Source, collate_or_stand_in, complete, split_evenly
 from train.runtime import Ranks
 from train.task import Ratio, Task
 from train.watch.positions import by_position
@@ -13,7 +13,7 @@ PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square
 
 
 class Heldout:
-    """The first ``tokens`` tokens (at least one dialogue) of the held-out store, dealt over the ranks."""
+    """The first ``tokens`` tokens (at least one dialogue) of the held-out store, split over the ranks."""
 
     def __init__(self, store: Source, tokens: int, ranks: Ranks) -> None:
         self.store, self.ranks = store, ranks
@@ -22,15 +22,15 @@ class Heldout:
         self.dialogues = list(range(max(1, int((ends <= tokens).sum()))))
         total = sum(lengths[i] for i in self.dialogues)
         parts = -(-total // (PART_TOKENS * ranks.count)) * ranks.count
-        self.hands = deal(self.dialogues, lengths, parts)
+        self.shares = split_evenly(self.dialogues, lengths, parts)
 
     @torch.no_grad()
     def figures(self, task: Task, module: Any, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         """``heldout_<name>`` of each of the task's losses and figures, over all ranks; every rank gets the same."""
         ratios: dict[str, Ratio] = {}
         module.eval()
-        for hand in self.hands[self.ranks.rank :: self.ranks.count]:
-            batch = collate_or_stand_in(self.store, hand, self.dialogues, task.config.taps)
+        for share in self.shares[self.ranks.rank :: self.ranks.count]:
+            batch = collate_or_stand_in(self.store, share, self.dialogues, task.config.taps)
             batch = complete(self.store, batch, task.config.taps)
             rows = task.rows(batch).to(device)
             batch = batch.to(device, dtype)

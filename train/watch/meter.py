@@ -16,7 +16,7 @@ class Meter:
     """Adds up steps from one log line to the next; evaluations and checkpoints in between are not in its time.
 
     ``mfu``: FLOPs of this rank's share of a step (train/watch/flops.py), over its time and the device's bf16 peak. The
-    data is dealt evenly by tokens, so the first rank, which logs, stands for all.
+    data is split evenly by tokens, so the first rank, which logs, stands for all.
     """
 
     def __init__(self, task: Task, cost: TrainingCost, device: torch.device, peak: float | None) -> None:
