@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from drafters.files import keep_mode
 from train.target.config import TargetConfig
-from train.target.files import Progress, replace_folder
+from train.target.files import TargetProgress, replace_folder
 from train.target.model import Optimizer, build_model
 
 
@@ -54,7 +54,7 @@ def sample_continuations(folder: Path, prompts: list[str], new_tokens: int = 120
     return samples
 
 
-def write_card(folder: Path, config: TargetConfig, info: dict[str, Any], progress: Progress, facts: dict) -> None:
+def write_card(folder: Path, config: TargetConfig, info: dict[str, Any], progress: TargetProgress, facts: dict) -> None:
     """The model card, from the numbers of this very run."""
     shape, rows = config.model, [row for row in facts["rows"] if "heldout_loss" in row]
     every = max(1, len(rows) // 20)

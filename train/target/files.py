@@ -42,7 +42,7 @@ class DataPosition:
 
 
 @dataclasses.dataclass
-class Progress:
+class TargetProgress:
     """What a checkpoint remembers beside tensors."""
 
     step: int = 0
@@ -51,7 +51,7 @@ class Progress:
     position: DataPosition = dataclasses.field(default_factory=DataPosition)
 
 
-def save_checkpoint(run_dir: Path, optimizer: Optimizer, progress: Progress) -> None:
+def save_target_state(run_dir: Path, optimizer: Optimizer, progress: TargetProgress) -> None:
     """Write `checkpoint-<step>` under a temporary name, rename it, then remove the older ones."""
 
     def write(folder: Path) -> None:
@@ -74,7 +74,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit())
 
 
-def load_checkpoint(run_dir: Path, optimizer: Optimizer) -> Progress:
+def load_target_state(run_dir: Path, optimizer: Optimizer) -> TargetProgress:
     """Restore the newest checkpoint into `optimizer` and its model."""
     found = checkpoints(run_dir)
     if not found:
@@ -93,7 +93,7 @@ def load_checkpoint(run_dir: Path, optimizer: Optimizer) -> Progress:
         part.load_state_dict(state)
     optimizer.publish()
     raw = json.loads((found[-1] / "progress.json").read_text())
-    return Progress(**{**raw, "position": DataPosition(**raw["position"])})
+    return TargetProgress(**{**raw, "position": DataPosition(**raw["position"])})
 
 
 def run_info(config: TargetConfig, arguments: list[str]) -> dict[str, Any]:

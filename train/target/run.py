@@ -19,7 +19,7 @@ from train.run.files import Metrics, read_metrics
 from train.target.config import TargetConfig
 from train.target.data import batches, encode, get_tokenizer, pack_rows, read_dialogues
 from train.target.export import export, sample_continuations, write_card
-from train.target.files import Progress, checkpoints, load_checkpoint, run_info, save_checkpoint
+from train.target.files import TargetProgress, checkpoints, load_target_state, run_info, save_target_state
 from train.target.model import Optimizer, build_model, lr_scale, next_token_loss
 
 
@@ -44,7 +44,7 @@ class TargetRun:
         self.model.to(torch.bfloat16 if config.precision == "bf16" else torch.float32)
         self.model.set_attn_implementation("blocked_causal")
         self.optimizer = Optimizer(self.model, config, self.pool)
-        self.progress = load_checkpoint(config.run_dir, self.optimizer) if resume else Progress()
+        self.progress = load_target_state(config.run_dir, self.optimizer) if resume else TargetProgress()
         self.log = Metrics(config.run_dir, self.progress.step)
         text = json.dumps({**self.info, "resumed_at": self.progress.step}, indent=2)
         config.run_dir.joinpath("run.json").write_text(text + "\n")
@@ -107,16 +107,16 @@ class TargetRun:
             if progress.step % config.eval_every == 0 and progress.step < config.steps:
                 self.evaluate()
             if self.stop_asked:
-                save_checkpoint(config.run_dir, self.optimizer, progress)
+                save_target_state(config.run_dir, self.optimizer, progress)
                 raise KeyboardInterrupt(signal.SIGTERM)
             if time.monotonic() - saved >= 60 * config.save_minutes:
-                save_checkpoint(config.run_dir, self.optimizer, progress)
+                save_target_state(config.run_dir, self.optimizer, progress)
                 saved = time.monotonic()
             if time.monotonic() - exported >= 60 * config.export_minutes:
                 export(config.run_dir / "export", self.optimizer, self.tokenizer, config)
                 exported = time.monotonic()
         self.evaluate()
-        save_checkpoint(config.run_dir, self.optimizer, progress)
+        save_target_state(config.run_dir, self.optimizer, progress)
 
     def finish(self, new_tokens: int = 120) -> None:
         """The final export, with its model card."""
