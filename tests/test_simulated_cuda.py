@@ -1,0 +1,324 @@
+"""The simulated CUDA device itself: what it refuses, counts and delays, and what a captured graph does."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from simulated_cuda import CUDA, CudaTensor, SimulatedCuda, simulated_cuda
+from torch import nn
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedCuda]:
+    with simulated_cuda() as device:
+        yield device
+
+
+@pytest.fixture(params=[False, True], ids=["autograd", "inference"])
+def both_modes(gpu: SimulatedCuda, request: pytest.FixtureRequest) -> Iterator[SimulatedCuda]:
+    """In inference mode torch hands over whole operations that it takes apart elsewhere."""
+    with torch.inference_mode(request.param):
+        yield gpu
+
+
+MAKERS: dict[str, Callable[[], torch.Tensor]] = {
+    "zeros": lambda: torch.zeros(2, device="cuda"),
+    "tensor": lambda: torch.tensor([1.0, 2.0], device=GPU),
+    "as_tensor": lambda: torch.as_tensor([1.0, 2.0], device=0),
+    "to": lambda: torch.ones(2).to("cuda"),
+    "to with dtype": lambda: torch.ones(2).to(torch.float64, non_blocking=True).to(GPU, torch.float32),
+    "to another's": lambda: torch.ones(2).to(torch.ones(1, device="cuda")),
+    "cuda": lambda: torch.ones(2).cuda(),
+    "like": lambda: torch.zeros_like(torch.ones(2, device="cuda")),
+    "new": lambda: torch.ones(1, device="cuda").new_zeros(2),
+    "new tensor": lambda: torch.ones(1, device="cuda").new_tensor([1.0, 2.0]),
+    "view": lambda: torch.ones(3, 2, device="cuda")[1],
+    "in place": lambda: torch.ones(2, device="cuda").add_(1).masked_fill_(torch.ones(2, device="cuda") > 0, 3.0),
+    "default device": lambda: _made_there(),
+    "composite": lambda: nn.functional.one_hot(torch.tensor([1], device="cuda"), 2)[0].float(),
+}
+
+
+def _made_there() -> torch.Tensor:
+    with torch.device("cuda"):
+        return torch.arange(2.0)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_tensors_know_their_device(both_modes: SimulatedCuda, maker: str) -> None:
+    """Catches a way of making a tensor that quietly leaves the device, after which nothing more would be checked."""
+    made = MAKERS[maker]()
+    assert isinstance(made, CudaTensor) and made.device == CUDA and made.is_cuda and made.get_device() == 0
+    assert made.shape == (2,) and not made.cpu().is_cuda and type(made.cpu()) is torch.Tensor
+
+
+def test_modules_and_gradients(gpu: SimulatedCuda) -> None:
+    """Catches parameters that stay behind or lose their ties, and gradients or moments on the other device."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3, bias=False))
+    plain[2].weight = plain[0].weight
+    there = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3, bias=False))
+    there[2].weight = there[0].weight
+    there.load_state_dict(plain.state_dict())
+    there.to("cuda")
+    assert there[0].weight is there[2].weight and isinstance(there[0].weight, nn.Parameter)
+    for model, device in ((plain, "cpu"), (there, "cuda")):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        model(torch.arange(6.0).view(2, 3).to(device)).pow(2).sum().backward()
+        assert model[0].weight.grad.device.type == device
+        optimizer.step()
+    assert there[0].weight.device == CUDA and there[0].weight.cpu().equal(plain[0].weight.data)
+
+
+def test_devices_are_not_mixed(both_modes: SimulatedCuda) -> None:
+    """Catches a simulation that computes what CUDA refuses; a number as a tensor of no dimensions it does take."""
+    there, here = torch.ones(2, 2, device="cuda"), torch.ones(2, 2)
+    for wrong in (
+        lambda: there + here,
+        lambda: there @ here,
+        lambda: torch.cat([there, here]),
+        lambda: there.gather(1, torch.zeros(2, 1, dtype=torch.long)),
+        lambda: there @ torch.tensor(1.0).expand(2, 2),
+        lambda: nn.functional.embedding(torch.tensor([1], device="cuda"), here),
+        lambda: torch.where(there > 0, there, here),
+    ):
+        with pytest.raises(RuntimeError, match="same device"):
+            wrong()
+    with pytest.raises(RuntimeError, match="indices should be"):
+        here[torch.tensor([1], device="cuda")]
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(2, device="cuda", generator=torch.Generator())
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(2, generator=torch.Generator("cuda"))
+    with pytest.raises(NotImplementedError, match="mkldnn"):
+        torch.ops.mkldnn._linear_pointwise(there, there, None, "none", [], "")
+    assert (there + torch.tensor(2.0)).tolist() == [[3.0, 3.0]] * 2
+    drawn = torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5))
+    assert drawn.cpu().equal(torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_reads_and_uploads_are_counted(both_modes: SimulatedCuda) -> None:
+    """Catches a way for the host to wait for the device that is not seen; and work on the device taken for one."""
+    gpu = both_modes
+    x, mask = torch.arange(4.0).to("cuda"), torch.tensor([True, False, True, False]).to("cuda")
+    reads: list[Callable[[], object]] = [
+        lambda: x.sum().item(),
+        lambda: x.tolist(),
+        lambda: x.cpu(),
+        lambda: x.to("cpu", non_blocking=False),
+        lambda: float(x[0]),
+        lambda: bool((x > 1).any()),
+        lambda: x.nonzero(),
+        lambda: x[mask],
+        lambda: x.masked_select(mask),
+        lambda: x.unique(),
+        lambda: x.repeat_interleave(torch.ones(4, dtype=torch.long, device="cuda")),
+        lambda: torch.equal(x, x),
+        lambda: torch.zeros(4).copy_(x),
+        lambda: x[: int(x[1])],
+    ]
+    for number, read in enumerate(reads):
+        gpu.log.clear()
+        read()
+        assert gpu.count("read") == 1 and gpu.count("upload") == 0, number
+        assert gpu.log[0].where.startswith("tests/test_simulated_cuda.py:")
+    uploads: list[Callable[[], object]] = [
+        lambda: torch.tensor([1, 2], device="cuda"),
+        lambda: torch.ones(2).to("cuda"),
+        lambda: torch.ones(2).to("cuda", non_blocking=True),  # not pinned: as slow as any
+        lambda: x.copy_(torch.ones(4)),
+        lambda: x[torch.tensor([1, 2])],
+        lambda: x[[0, 2]],
+    ]
+    for number, upload in enumerate(uploads):
+        gpu.log.clear()
+        upload()
+        assert gpu.count("upload") == 1 and gpu.count("read") == 0, number
+    gpu.log.clear()
+    x[0] = 3.0
+    x[mask] = 0.0
+    x.masked_fill_(mask, 1.0)
+    x.index_fill_(0, mask.long(), 2.0)
+    torch.full((2,), 7, device="cuda")
+    x.view(2, 2).repeat_interleave(2, dim=0)
+    torch.where(mask, x, 0.0).topk(2)
+    assert [event.kind for event in gpu.log] == []
+
+
+def test_late_copies(gpu: SimulatedCuda) -> None:
+    """Catches a result read before it is there, and pinned memory written to while a copy from it is under way."""
+    x = torch.arange(3.0).to("cuda")
+    late = x.to("cpu", non_blocking=True)
+    assert late.is_pinned() and late.isnan().all()
+    x.add_(1)
+    torch.cuda.synchronize()
+    assert late.tolist() == [0.0, 1.0, 2.0]
+    buffer = torch.empty(3, pin_memory=True)
+    buffer.copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    buffer_after = torch.empty(3, pin_memory=True)
+    buffer_after.copy_(x * 2, non_blocking=True)
+    assert buffer.isnan().all() and not event.query()
+    event.synchronize()
+    assert buffer.tolist() == [1.0, 2.0, 3.0] and buffer_after.isnan().all()
+    assert x.sum().item() == 6.0 and buffer_after.tolist() == [2.0, 4.0, 6.0]  # any read waits for all before it
+    assert gpu.count("late read") == 3
+    source = torch.ones(3).pin_memory()
+    source.to("cuda", non_blocking=True)
+    source.zero_()
+    with pytest.raises(RuntimeError, match="pinned memory was written"):
+        torch.cuda.synchronize()
+
+
+def test_streams_are_ordered_by_events(gpu: SimulatedCuda) -> None:
+    """Catches work of one stream that uses what another may not have written, or overwrites what it still reads."""
+    side, x = torch.cuda.Stream(), torch.zeros(3, device="cuda")
+    with torch.cuda.stream(side), pytest.raises(RuntimeError, match="may not have written"):
+        x + 1
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    with pytest.raises(RuntimeError, match="may not have written"):
+        y * 2
+    with pytest.raises(RuntimeError, match="may still read"):
+        x.add_(1)  # refused, but done: it is CUDA that would not notice
+    torch.cuda.current_stream().wait_event(side.record_event())
+    assert (y * 2).tolist() == [2.0, 2.0, 2.0]
+    x.add_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        assert (x + y).tolist() == [3.0, 3.0, 3.0]
+
+
+def test_times_need_synchronisation(gpu: SimulatedCuda) -> None:
+    """Catches a clock that asks for times of events that may not have happened."""
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    torch.zeros(3, device="cuda")
+    last.record()
+    with pytest.raises(RuntimeError, match="not ready"):
+        first.elapsed_time(last)
+    torch.cuda.synchronize()
+    assert first.elapsed_time(last) > 0
+    with pytest.raises(RuntimeError, match="enable_timing"):
+        first.elapsed_time(torch.cuda.Event())
+
+
+def captured(work: Callable[[], object], generator: torch.Generator | None = None) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def test_replay_runs_operations_and_no_python(both_modes: SimulatedCuda) -> None:
+    """Catches a replay that looks at Python again: on real CUDA the number below would stay what it was at capture."""
+    buffer, scale, made = torch.ones(3, device="cuda"), 2.0, {}
+
+    def work() -> None:
+        made["out"] = (buffer * scale + torch.arange(3, device="cuda")).view(3, 1).reshape(-1)
+        buffer.add_(1)
+
+    graph = captured(work)
+    assert buffer.tolist() == [1.0] * 3, "nothing is run while a graph is captured"
+    assert made["out"].isnan().all(), "what it makes holds nothing before the first replay"
+    scale = 100.0
+    graph.replay()
+    assert made["out"].tolist() == [2.0, 3.0, 4.0] and buffer.tolist() == [2.0] * 3
+    buffer.fill_(5.0)
+    kept, copied = made["out"], made["out"].clone()
+    graph.replay()
+    assert kept.tolist() == [10.0, 11.0, 12.0] and copied.tolist() == [2.0, 3.0, 4.0]
+    assert both_modes.count("replay") == 2
+
+
+def test_capture_refuses(gpu: SimulatedCuda) -> None:
+    """Catches a forward that is captured here and would not be on a GPU."""
+    x, generator = torch.ones(3, device="cuda"), torch.Generator("cuda")
+    host, pinned = torch.ones(3), torch.ones(3).pin_memory()
+    event = torch.cuda.Event()
+    for wrong in (
+        lambda: x.sum().item(),
+        lambda: x[x > 0],
+        lambda: x.cpu(),
+        lambda: host.to("cuda"),
+        lambda: x.copy_(host),
+        lambda: torch.tensor([1.0], device="cuda"),
+        lambda: x[[0, 1]],
+        lambda: host.pin_memory(),
+        lambda: x.to("cpu", non_blocking=True),
+        torch.cuda.synchronize,
+        torch.cuda.empty_cache,
+        event.synchronize,
+        event.query,
+        lambda: torch.rand(3, device="cuda", generator=generator),
+        lambda: captured(lambda: x + 1),
+    ):
+        with pytest.raises(RuntimeError, match="captur"):
+            captured(wrong)
+        assert x.tolist() == [1.0] * 3 and not torch.cuda.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+    graph = captured(lambda: x.copy_(pinned, non_blocking=True))
+    pinned.fill_(4.0)
+    graph.replay()
+    assert x.tolist() == [4.0] * 3
+    drawn = []
+    graph = captured(lambda: drawn.append(torch.rand(3, device="cuda", generator=generator)), generator)
+    graph.replay()
+    first = drawn[0].tolist()
+    graph.replay()
+    assert drawn[0].tolist() != first
+
+
+def test_a_graph_does_not_keep_memory(gpu: SimulatedCuda) -> None:
+    """Catches buffers that nobody keeps: a graph knows them by their address, which others are given then."""
+    with torch.inference_mode():
+        buffer, weight = torch.ones(3, device="cuda"), torch.ones(3, device="cuda")
+        alias = buffer[:2]
+        kept = {"weight": weight}
+        graph = captured(lambda: buffer.mul_(2).add_(kept["weight"]))
+        graph.replay()
+        assert alias.tolist() == [3.0, 3.0]
+        del weight
+        kept.clear()
+        with pytest.raises(RuntimeError, match="12 bytes .* were freed"):
+            graph.replay()
+
+
+def test_memory_and_names(gpu: SimulatedCuda) -> None:
+    """Catches figures of memory that say nothing: a tensor more must be seen, and its end."""
+    before = torch.cuda.memory_allocated()
+    x = torch.zeros(1000, device="cuda")
+    assert torch.cuda.memory_allocated() == before + 4000
+    free, total = torch.cuda.mem_get_info()
+    assert total - free == before + 4000 and torch.cuda.get_device_name() == "Simulated GPU"
+    del x
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() == before + 4000
+
+
+def test_nothing_is_left_behind() -> None:
+    """Catches a stand-in that outlives the simulation, under which later tests would run."""
+    generator, stream = torch.Generator, torch.cuda.Stream
+    with simulated_cuda():
+        x = torch.ones(2, device="cuda")
+    assert not torch.cuda.is_available() and torch.Generator is generator and torch.cuda.Stream is stream
+    with pytest.raises(RuntimeError, match="gone"):
+        x + 1
+
+
+def test_threads_are_seen(gpu: SimulatedCuda) -> None:
+    """Catches work of another thread (one that writes shards, one that reads batches) that is not simulated."""
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(torch.ones(2).pin_memory().to("cuda", non_blocking=True)))
+    thread.start()
+    thread.join()
+    assert found[0].device == CUDA and gpu.count("late upload") == 1
