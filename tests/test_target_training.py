@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
 from drafters.config import load_config
-from train.target import model as target_model
 from train.target import run as target_run
 from train.target.config import TargetConfig
 from train.target.data import pack_rows
@@ -151,15 +150,6 @@ def test_rows_are_full_and_begin_with_a_dialogue():
     starts = sum(row[0] % 100 == 0 for row in rows)
     assert starts >= len(rows) - (len(documents) - len(short))
     assert rows == pack_rows(documents, 40, random.Random(0)) != pack_rows(documents, 40, random.Random(1))
-
-
-def test_blocked_attention_is_causal_attention(monkeypatch):
-    """Catches a block that sees too much, too little, or the wrong shared key head."""
-    monkeypatch.setattr(target_model, "ATTENTION_BLOCK", 16)
-    q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
-    ours, _ = target_model.blocked_causal_attention(torch.nn.Module(), q, k, v, None, scaling=8**-0.5)
-    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(ours, right.transpose(1, 2))
 
 
 def test_schedule_decays_only_at_the_end(corpus, tmp_path):

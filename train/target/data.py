@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from drafters.text_files import read_text
+from data_prep.dialogues.reader import Message, ReadCounts, read_dialogues
 from train.target.config import TargetConfig
 from train.target.files import DataPosition, replace_folder
 
@@ -32,27 +31,14 @@ CHAT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
-def read_dialogues(path: Path) -> list[list[dict[str, str]]]:
-    """Chat messages of each ShareGPT line."""
-    if not path.is_file():
-        raise ValueError(f"no corpus at {path}; make it with: python -m data_prep.stdlib_corpus --out {path.parent}")
-    dialogues = []
-    # Not splitlines: it also cuts at characters, such as U+2028, that JSON leaves inside strings.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            turns = json.loads(line)["conversations"]
-            dialogues.append([{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}, line {number} is no ShareGPT dialogue: {error!r}") from error
-    return dialogues
+def read_messages(path: Path) -> list[list[Message]]:
+    """Chat messages of each usable dialogue of a ShareGPT file."""
+    return [list(dialogue.messages) for dialogue in read_dialogues(path, ReadCounts())]
 
 
-def train_tokenizer(dialogues: list[list[dict[str, str]]], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(dialogues: list[list[Message]], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE with the chat template; the same dialogues give the same tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -78,14 +64,14 @@ def get_tokenizer(config: TargetConfig) -> PreTrainedTokenizerFast:
     """The corpus's tokenizer: trained once, shared by every model of that corpus (target and draft must agree)."""
     folder = config.corpus / f"tokenizer-{config.model.vocab_size}"
     if not folder.is_dir():
-        tokenizer = train_tokenizer(read_dialogues(config.corpus / "train.jsonl"), config.model.vocab_size)
+        tokenizer = train_tokenizer(read_messages(config.corpus / "train.jsonl"), config.model.vocab_size)
         replace_folder(folder, lambda temporary: tokenizer.save_pretrained(temporary))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     tokenizer.model_max_length = config.model.max_positions
     return tokenizer
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, dialogues: list[list[dict[str, str]]]) -> list[list[int]]:
+def encode(tokenizer: PreTrainedTokenizerFast, dialogues: list[list[Message]]) -> list[list[int]]:
     """Token ids of each dialogue, by the chat template."""
     texts = [tokenizer.apply_chat_template(dialogue, tokenize=False) for dialogue in dialogues]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]

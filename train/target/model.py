@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from train.target.config import TargetConfig
 
@@ -93,33 +92,6 @@ def lr_scale(step: int, config: TargetConfig) -> float:
     decay_steps = config.decay_fraction * config.steps
     left = config.steps - step
     return min(warm, left / decay_steps) if left < decay_steps else warm
-
-
-def blocked_causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    """Causal attention without padding, query block by query block, over only the keys that a block may see.
-
-    On CPUs PyTorch's fused kernel took half of a training step (its backward pass above all); plain matrix products
-    over blocks are more than twice as fast at these sizes. A transformers attention function.
-    """
-    batch, heads, length, width = query.shape
-    groups = heads // key.shape[1]
-    q = (query * scaling).reshape(batch * heads, length, width)
-    k = key.repeat_interleave(groups, dim=1).reshape(batch * heads, length, width)
-    v = value.repeat_interleave(groups, dim=1).reshape(batch * heads, length, width)
-    mask = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
-    blocks = []
-    for first in range(0, length, ATTENTION_BLOCK):
-        last = min(first + ATTENTION_BLOCK, length)
-        block_mask = mask[first:last, :last].expand(batch * heads, last - first, last)
-        scores = torch.baddbmm(block_mask, q[:, first:last], k[:, :last].transpose(1, 2))
-        blocks.append(torch.bmm(torch.softmax(scores, dim=-1), v[:, :last]))
-    return torch.cat(blocks, dim=1).view(batch, heads, length, width).transpose(1, 2), None
-
-
-ATTENTION_BLOCK = 256
-AttentionInterface.register("blocked_causal", blocked_causal_attention)
 
 
 def next_token_loss(model: LlamaForCausalLM, rows: Tensor, precision: str) -> Tensor:

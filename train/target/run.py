@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from data_prep.progress import Bar
 from drafters.program import command
+from train.attention import CAUSAL
 from train.run.files import Metrics, read_metrics
 from train.target.config import TargetConfig
-from train.target.data import batches, encode, get_tokenizer, pack_rows, read_dialogues
+from train.target.data import batches, encode, get_tokenizer, pack_rows, read_messages
 from train.target.export import export, sample_continuations, write_card
 from train.target.files import TargetProgress, checkpoints, load_target_state, run_info, save_target_state
 from train.target.model import Optimizer, build_model, lr_scale, next_token_loss
@@ -36,13 +37,13 @@ class TargetRun:
             raise ValueError(f"{config.run_dir} already holds a run: pass --resume or another run_dir=")
         self.config, self.info, self.stop_asked = config, run_info(config, arguments), False
         self.tokenizer = get_tokenizer(config)
-        self.heldout = read_dialogues(config.corpus / "heldout.jsonl")
-        self.documents = encode(self.tokenizer, read_dialogues(config.corpus / "train.jsonl"))
+        self.heldout = read_messages(config.corpus / "heldout.jsonl")
+        self.documents = encode(self.tokenizer, read_messages(config.corpus / "train.jsonl"))
         rows = pack_rows(encode(self.tokenizer, self.heldout), config.seq_len + 1, random.Random(0))
         self.heldout_rows = torch.tensor(rows[: max(1, config.eval_tokens // config.seq_len)])
         self.model = build_model(config, self.tokenizer)
         self.model.to(torch.bfloat16 if config.precision == "bf16" else torch.float32)
-        self.model.set_attn_implementation("blocked_causal")
+        self.model.set_attn_implementation(CAUSAL)
         self.optimizer = Optimizer(self.model, config, self.pool)
         self.progress = load_target_state(config.run_dir, self.optimizer) if resume else TargetProgress()
         self.log = Metrics(config.run_dir, self.progress.step)
