@@ -16,7 +16,7 @@ from pydantic import Field
 
 from .config import Config
 from .decoding.acceptance import Verdict
-from .decoding.draft_tree import ROOT, DraftTree
+from .decoding.draft_tree import ROOT, DraftTree, see_ancestors
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
 from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
@@ -91,11 +91,10 @@ class TokenTree:
         first = len(self.tokens)
         self.level = list(range(first, first + len(kept)))
         self.confidence = [confidence for confidence, _, _ in kept]
-        for node, (_, parent, token) in zip(self.level, kept, strict=True):
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.lengths.append(length)
-            self.see[node + 1] |= self.see[parent + 1]
+        self.tokens += [token for _, _, token in kept]
+        self.parents += [parent for _, parent, _ in kept]
+        self.lengths += [length] * len(kept)
+        see_ancestors(self.see, self.parents, first)
         self.done = self.confidence[0] < self.alpha or len(self.tokens) == self.nodes or length == self.depth
 
     def branch_length(self, node: int) -> int:
@@ -109,11 +108,7 @@ class TokenTree:
 
     def draft(self, device: torch.device) -> DraftTree:
         """What the target is to verify."""
-        n = len(self.tokens)
-        draft = DraftTree(torch.tensor([self.tokens], device=device), torch.tensor([self.parents], device=device))
-        draft.is_chain = self.parents == list(range(-1, n - 1))
-        draft.see = torch.from_numpy(self.see[None, : n + 1, : n + 1]).to(device)
-        return draft
+        return DraftTree.from_parents(torch.tensor([self.tokens], device=device), self.parents)
 
 
 def next_alpha(alpha: float, correct: int, total: int, confidence: float) -> float:

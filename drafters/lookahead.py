@@ -11,8 +11,9 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
+from .drafting.phrase_pool import PhrasePool, PhraseWindow, until
 from .drafting.pool_file import load_pool, save_pool
+from .drafting.trie import Trie
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -101,14 +102,12 @@ class LookaheadDrafter(Drafter):
             return DraftTree.empty(1, self.target.device)
         self._tails = self.pool.get(state.tokens[0][-1], self.guesses)
         self._trie = trie = Trie.of(self._tails, room, state.eos)
-        parents = (*trie.parents, *self.window.parents(-1, len(trie.tokens)))
         guessed = self.window.tokens
-        return DraftTree(
-            tokens=torch.tensor([trie.tokens + guessed], dtype=torch.long, device=self.target.device),
-            parents=torch.tensor([parents], dtype=torch.long, device=self.target.device),
+        return DraftTree.from_parents(
+            torch.tensor([trie.tokens + guessed], dtype=torch.long, device=self.target.device),
+            [*trie.parents, *self.window.parents(-1, len(trie.tokens))],
             scratch=len(guessed),
             scratch_outputs=self.window.outputs,
-            see=tree_mask(parents, self.target.device)[0],
         )
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:

@@ -4,7 +4,6 @@ The next K tokens are those of the highest joint likelihood under the target; K 
 nothing: K target forwards, over M hypotheses each, give K tokens. It is what MJSD approximates, and here to compare.
 """
 
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from pydantic import Field
 from .base import Drafter
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, collect
-from .decoding.draft_tree import ROOT, DraftTree, static_ancestors
+from .decoding.draft_tree import ROOT, DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
 from .drafting.beam_search import Paths, beam_search, is_end, trace_back, until_end
@@ -74,22 +73,13 @@ class MJGDDrafter(Drafter):
 def side_by_side(paths: Paths, eos: frozenset[int]) -> DraftTree:
     """Hypotheses as branches that part at the root: one row of nodes after the other, with their ``log_q``."""
     beams, length = paths.tokens.shape
-    parents, see = _branches(beams, length, paths.tokens.device)
     valid = until_end(paths.tokens, eos)
-    return DraftTree(
+    return DraftTree.from_parents(
         paths.tokens.reshape(1, -1),
-        parents,
+        [ROOT if node % length == 0 else node - 1 for node in range(beams * length)],
         valid=valid.reshape(1, -1) if valid is not None else None,
         log_q=paths.log_p.reshape(1, -1),
-        see=see,
     )
-
-
-@lru_cache(maxsize=16)
-def _branches(beams: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parents ``[1, N]`` and ancestor mask ``[1, N+1, N+1]`` of ``beams`` branches of ``length`` nodes."""
-    parents = [ROOT if node % length == 0 else node - 1 for node in range(beams * length)]
-    return torch.tensor([parents], device=device), static_ancestors(parents)[None].to(device)
 
 
 class JointMaximum:

@@ -7,12 +7,13 @@ from pydantic import Field
 
 from .config import Config
 from .decoding.acceptance import Rule, Verdict
-from .decoding.draft_tree import DraftTree
+from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
 from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
-from .drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask, until
+from .drafting.phrase_pool import PhrasePool, PhraseWindow, until
 from .drafting.pool_file import load_pool, save_pool
+from .drafting.trie import Trie
 from .model.kv_cache import KVCache
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
@@ -225,17 +226,12 @@ class OuroborosDrafter(DraftModelDrafter):
 
     def _tree(self, q: list[torch.Tensor]) -> DraftTree:
         """The drafted chain with the phrases' trie hanging from its end."""
-        drafted, device = len(self._drafted), self.target.device
-        parents = [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)]
-        phrases = len(self._trie.tokens)
-        q_rows = torch.tensor([[*range(drafted), *[-1] * phrases]], device=device) if q else None
-        return DraftTree(
-            tokens=self._ids(self._drafted + self._trie.tokens),
-            parents=torch.tensor([parents], device=device),
+        drafted = len(self._drafted)
+        return DraftTree.from_parents(
+            self._ids(self._drafted + self._trie.tokens),
+            [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)],
             q=torch.stack(q)[None] if q else None,
-            q_row=q_rows,
-            is_chain=phrases == 0,
-            see=tree_mask(tuple(parents), device)[0],
+            q_row=[*range(drafted), *[-1] * len(self._trie.tokens)],
         )
 
     def _learn_agreements(self, accepted: int, choice: list[int], state: DecodeState) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafters.decoding.draft_tree import ROOT, DraftTree, static_ancestors
+from drafters.decoding.draft_tree import ROOT, DraftTree, tree_mask
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
 from drafters.model.rows import Rows
@@ -35,7 +35,23 @@ def test_ancestors_equal_brute_force() -> None:
         expected = torch.stack([brute_ancestors(parents) for parents in batch])
         assert torch.equal(draft.ancestors(), expected)
         assert torch.equal(draft.depths(draft.ancestors()), expected.sum(-1) - 1)
-        assert all(torch.equal(static_ancestors(p), e) for p, e in zip(batch, expected, strict=True))
+        for parents, mask in zip(batch, expected, strict=True):
+            see, depths = tree_mask(tuple(parents), CPU)
+            assert torch.equal(see[0], mask) and torch.equal(depths[0], mask.sum(-1) - 1)
+
+
+def test_what_the_host_knows_of_a_tree() -> None:
+    """Catches levels that verification would not reach, siblings it would not try, and a chain taken for a tree."""
+    tokens, q = torch.arange(6).repeat(2, 1), torch.rand(2, 3, 9)
+    #   root -> 0 -> 2, 3 (sampled), 4 (deterministic); root -> 1 (both sampled); 3 -> 5 (scratch)
+    draft = DraftTree.from_parents(tokens, [ROOT, ROOT, 0, 0, 0, 3], q, [0, 0, 1, 1, -1, 2], scratch=1)
+    assert draft.draws == (2, 2) and draft.scratch == 1 and not draft.is_chain
+    assert draft.parents.tolist() == [[ROOT, ROOT, 0, 0, 0, 3]] * 2
+    assert draft.q_row is not None and draft.q_row.tolist() == [[0, 0, 1, 1, -1, 2]] * 2
+    assert torch.equal(draft.ancestors(), DraftTree(draft.tokens, draft.parents).ancestors())
+    assert DraftTree.from_parents(tokens, [ROOT, 0, 1, 1, 0, 3]).levels == (0, 0, 0, 0)
+    assert DraftTree.from_parents(tokens, range(ROOT, 5)).is_chain
+    assert DraftTree(tokens, draft.parents, q, draft.q_row).levels == (6,) * 6, "unknown: the most there can be"
 
 
 def test_chain_and_empty() -> None:
@@ -51,7 +67,7 @@ def test_eagle_tree_is_the_papers() -> None:
     plan = TreePlan(EAGLE_TREE, CPU)
     assert plan.size == 25 and len(plan.levels) == 5
     assert [len(level.rank) for level in plan.levels] == [4, 8, 8, 3, 2]
-    assert torch.equal(plan.see[0], brute_ancestors(plan.parents[0].tolist()))
+    assert plan.parents[4:8] == (0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_every_sequence_keeps_its_trial() -> None:
 def test_one_sequence_is_a_chain() -> None:
     """Catches the explicit mask, which costs time, where a chain needs none."""
     tree = MergedTree.merge(SEQUENCES[:1].repeat(4, 1), None, EOS)
-    assert tree.is_chain and tree.see is None and tree.tokens.tolist() == [[5, 6, 7]]
+    assert tree.is_chain and tree.tokens.tolist() == [[5, 6, 7]]
     assert tree.q is None and tree.inner == [], "nothing was sampled"
 
 

@@ -11,7 +11,8 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Verdict
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState, last_of, padded
-from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow, Trie, tree_mask
+from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
+from drafters.drafting.trie import Trie
 from drafters.ouroboros import OuroborosDrafter
 
 SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
@@ -233,19 +234,6 @@ def test_window_reads_diagonals() -> None:
     assert flat.tokens == [7] and flat.outputs == 1
     assert flat.advance(1, 2, [3]) == [(1, (2,))] and flat.tokens == [3]
     assert flat.advance(2, 4, [5]) == [(2, (4,)), (3, (5,))]
-
-
-def test_tree_mask() -> None:
-    """Catches a node that sees its sibling or misses its grandparent."""
-    see, depths = tree_mask((-1, 0, 0, 1), torch.device("cpu"))
-    assert depths.tolist() == [[0, 1, 2, 2, 3]]
-    assert see[0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 1, 1, 0, 1],
-    ]
 
 
 # Phrases from verification (section 3.3).

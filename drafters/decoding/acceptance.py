@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from .draft_tree import DraftTree
-from .sampling import Sampling, draw, most_likely, residual
+from .sampling import Sampling, draw, most_likely, residual, without
 
-FEW_ROWS = 4  # up to this batch a CPU is faster row by row, passing over the nodes that are not reached
+LEAF = -1  # below the last level
 Rule = Callable[[DraftTree, torch.Tensor, torch.Tensor, Sampling, torch.Generator | None], "Verdict"]
 
 
@@ -84,105 +84,72 @@ def verify_sampled(
 ) -> Verdict:
     """Multi-round speculative sampling: the committed tokens are distributed as the target's own (EAGLE, Algorithm 1).
 
-    At each accepted node its children are tried in order. A child x that was the j-th draw without replacement from q
-    is accepted with probability min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised;
-    else p becomes norm(max(0, p - q_j)). A deterministic child counts as drawn from a one-hot q. When no child is
-    left, the bonus is drawn from what is left of p. With one sampled child a node this is Leviathan et al. (2023),
-    Algorithm 1.
-
-    Nodes stand in topological order with siblings in drawing order, so one pass over them visits every round in turn.
+    Level by level, all batch rows side by side: after the row accepted last, one token is drawn that is distributed as
+    p (``_next_token``). Where a child holds it, that child is accepted; where none does, it is the bonus.
     """
-    uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
-    few = logits.device.type == "cpu" and len(logits) <= FEW_ROWS
-    walk = _walk_on_host if few else _walk_on_device
-    at, p = walk(draft, logits, sampling, uniform)
-    return collect(draft, see, at, draw(p, generator))
-
-
-def _walk_on_host(
-    draft: DraftTree, logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The deepest accepted row ``[B]`` and what is left of p there ``[B, V]``; reads values, which is free on a CPU."""
-    ends, left = [], []
-    tokens, parents, rows = draft.tokens.tolist(), draft.parents.tolist(), None
-    rows = draft.q_row.tolist() if draft.q is not None and draft.q_row is not None else None
-    valid = draft.valid.tolist() if draft.valid is not None else None
-    for b, numbers in enumerate(uniform.tolist()):
-        at, p = 0, sampling.probabilities(logits[b, 0])
-        q_row, q = -2, p  # the row of q that the siblings so far were drawn from, without them
-        for node, (token, parent) in enumerate(zip(tokens[b], parents[b], strict=True)):
-            if parent + 1 != at or (valid is not None and not valid[b][node]):
-                continue
-            row = rows[b][node] if rows is not None else -1
-            if row >= 0 and row != q_row:
-                q_row, q = row, draft.q[b, row]  # type: ignore[index]
-            p_x, q_x = float(p[token]), float(q[token]) if row >= 0 else 1.0
-            if numbers[node] * q_x < p_x:
-                at, q_row = node + 1, -2
-                p = sampling.probabilities(logits[b, at])
-                continue
-            if row < 0:
-                p = residual(p, torch.zeros_like(p).index_fill_(0, draft.tokens[b, node], 1.0))
-                continue
-            p = residual(p, q)
-            q = q.index_fill(0, draft.tokens[b, node], 0.0)
-            q = q / q.sum().clamp_min(torch.finfo(q.dtype).tiny)
-        ends.append(at)
-        left.append(p)
-    return torch.tensor(ends, device=logits.device), torch.stack(left)
-
-
-def _walk_on_device(
-    draft: DraftTree, logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same without reading a value: every node costs its launches, whether it is visited or not."""
-    batch, n = draft.tokens.shape
-    everyone = torch.arange(batch, device=logits.device)
-    at = torch.zeros(batch, dtype=torch.long, device=logits.device)  # the deepest accepted row
-    warped = sampling.probabilities(logits)
-    p = warped[:, 0]
-    q_left = torch.zeros_like(p)
-    q_left_row = torch.full_like(at, -2)
-    for node in range(n):
-        turn = draft.parents[:, node] + 1 == at
+    every = torch.arange(len(logits), device=logits.device)
+    at = bonus = torch.zeros_like(every)  # the deepest accepted row
+    going = at == 0
+    for draws in (*draft.levels, LEAF):
+        p = sampling.probabilities(logits[every, at])
+        if draws == LEAF:
+            bonus = torch.where(going, draw(p, generator), bonus)
+            break
+        children = draft.parents == at[:, None] - 1
         if draft.valid is not None:
-            turn = turn & draft.valid[:, node]
-        token = draft.tokens[:, node : node + 1]
-        q, q_left, q_left_row = _proposal(draft, node, token, turn, q_left, q_left_row)
-        p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-        accept = turn & (uniform[:, node] * q_x < p_x)
-        p = torch.where((turn & ~accept)[:, None], residual(p, q), p)
-        at = torch.where(accept, node + 1, at)
-        q_left_row = torch.where(accept, -2, q_left_row)  # the next level draws anew, even from the same row of q
-        p = torch.where(accept[:, None], warped[everyone, at], p)
-    return at, p
+            children = children & draft.valid
+        token = _next_token(draft, children, p, draws, generator)
+        found, node = (children & (draft.tokens == token[:, None])).max(1)
+        bonus = torch.where(going, token, bonus)
+        going = going & found
+        at = torch.where(going, node + 1, at)
+        if _known_none(going):
+            break
+    return collect(draft, see, at, bonus)
 
 
-def _proposal(
-    draft: DraftTree,
-    node: int,
-    token: torch.Tensor,
-    turn: torch.Tensor,
-    q_left: torch.Tensor,
-    q_left_row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The distribution a node was drawn from, and what is left of its row of q for the siblings drawn after it.
+def _next_token(
+    draft: DraftTree, children: torch.Tensor, p: torch.Tensor, draws: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """A token ``[B]`` distributed as ``p [B, V]`` that is a child's as often as can be.
 
-    Only rows whose ``turn`` it is take note of the draw: between two siblings there may stand other nodes' children.
+    The children that were sampled are tried in order: x, the j-th draw without replacement from q, passes with
+    probability min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised; else p becomes
+    norm(max(0, p - q_j)). Where none passes, the token is drawn from what is left of p, and so may be that of a
+    deterministic child x: with probability p(x), as if x were drawn from a one-hot q. With one sampled child a node
+    this is Leviathan et al. (2023), Algorithm 1.
+
+    Args:
+        children: ``[B, N]`` the nodes that may come next. draws: the most of them that were sampled.
     """
-    one_hot = torch.zeros_like(q_left).scatter_(1, token, 1.0)
-    if draft.q is None or draft.q_row is None:
-        return one_hot, q_left, q_left_row
-    row = draft.q_row[:, node]
-    sampled = row >= 0
-    fresh = turn & sampled & (row != q_left_row)
-    full = draft.q[torch.arange(len(row), device=row.device), row.clamp_min(0)]
-    q_left = torch.where(fresh[:, None], full, q_left)
-    q_left_row = torch.where(fresh, row, q_left_row)
-    q = torch.where(sampled[:, None], q_left, one_hot)
-    used = q_left.scatter(1, token, 0.0)
-    used = used / used.sum(-1, keepdim=True).clamp_min(torch.finfo(used.dtype).tiny)
-    return q, torch.where((turn & sampled)[:, None], used, q_left), q_left_row
+    if not draws:
+        return draw(p, generator)
+    assert draft.q is not None and draft.q_row is not None
+    untried = children & (draft.q_row >= 0)
+    uniform = torch.rand(len(p), draws, device=p.device, generator=generator)
+    passed = torch.zeros_like(untried[:, :1])
+    token, q = uniform[:, :1].long(), p  # replaced by the first trial
+    for trial in range(draws):
+        turn, node = untried.max(1, keepdim=True)  # the first child that is left
+        if trial == 0:
+            row = draft.q_row.gather(1, node).clamp_min(0)
+            q = draft.q.gather(1, row[..., None].expand(-1, -1, p.shape[1]))[:, 0]
+        x = draft.tokens.gather(1, node)
+        accept = turn & (uniform[:, trial, None] * q.gather(1, x) < p.gather(1, x))
+        token, passed = torch.where(accept, x, token), passed | accept
+        if _known_none(~passed):
+            return token[:, 0]
+        p = torch.where(turn, residual(p, q), p)
+        untried = (untried & ~accept).scatter_(1, node, False)
+        if trial + 1 == draws or _known_none(untried):
+            break
+        q = without(q, x)
+    return torch.where(passed[:, 0], token[:, 0], draw(p, generator))
+
+
+def _known_none(rows: torch.Tensor) -> bool:
+    """Whether it is known that none is true. A CPU says so for nothing; elsewhere, asking would wait for the device."""
+    return rows.device.type == "cpu" and not rows.any()
 
 
 def collect(draft: DraftTree, see: torch.Tensor, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:

@@ -1,8 +1,11 @@
 """The draft: a tree of tokens that hangs from the last committed token (the root). A chain is a tree."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 ROOT = -1
@@ -28,7 +31,9 @@ class DraftTree:
             Lookahead). Acceptance rules do not see them.
         scratch_outputs: how many of them, the last ones, the drafter wants logits of (``FeatureOutput.scratch``).
         target_forwards: forwards of the target that the drafter itself spent on this draft (MJGD's beam search).
-        see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the shape of the tree was known beforehand.
+        see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the host knows the shape of the tree.
+        draws: level by level from the root, the most children of one row that were sampled from ``q``. Verification
+            goes by these levels; where None, it takes a tree for as deep and as wide as N nodes can be.
     """
 
     tokens: torch.Tensor
@@ -44,11 +49,17 @@ class DraftTree:
     scratch_outputs: int = 0
     target_forwards: int = 0
     see: torch.Tensor | None = None
+    draws: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
         """Number of nodes N, scratch included, the root not counted."""
         return self.tokens.shape[1]
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """``draws``, or what they are at most."""
+        return self.draws if self.draws is not None else (0 if self.q is None else self.size,) * self.size
 
     def proposed(self, see: torch.Tensor) -> tuple["DraftTree", torch.Tensor]:
         """The draft and its ancestor mask without the scratch nodes: what an acceptance rule judges."""
@@ -64,17 +75,36 @@ class DraftTree:
     def empty(cls, batch: int, device: torch.device) -> "DraftTree":
         """The draft of plain decoding."""
         none = torch.zeros(batch, 0, dtype=torch.long, device=device)
-        return cls(none, none, is_chain=True)
+        return cls(none, none, is_chain=True, draws=())
 
     @classmethod
-    def chain(
-        cls, tokens: torch.Tensor, q: torch.Tensor | None = None, valid: torch.Tensor | None = None
-    ) -> "DraftTree":
+    def chain(cls, tokens: torch.Tensor, q: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Self:
         """A chain of ``tokens [B, N]``, sampled from ``q [B, N, V]`` or, without q, deterministic."""
-        batch, n = tokens.shape
-        order = torch.arange(n, device=tokens.device)
-        q_row = order.expand(batch, n) if q is not None else None
-        return cls(tokens, (order - 1).expand(batch, n), q=q, q_row=q_row, valid=valid, is_chain=True)
+        n = tokens.shape[1]
+        return cls.from_parents(tokens, range(ROOT, n - 1), q=q, q_row=range(n), valid=valid)
+
+    @classmethod
+    def from_parents(
+        cls,
+        tokens: torch.Tensor,
+        parents: Sequence[int],
+        q: torch.Tensor | None = None,
+        q_row: Sequence[int] | None = None,
+        scratch: int = 0,
+        **more: Any,
+    ) -> Self:
+        """A tree of ``tokens [B, N]`` whose shape, the same in every row, the host knows.
+
+        Args:
+            parents: of each node, in topological order. q, q_row: see the class; ``q_row`` of each node, too.
+            more: any other attribute.
+        """
+        drawn = tuple(q_row) if q is not None and q_row is not None else None
+        shape = _shape(tuple(parents), drawn, len(parents) - scratch, tokens.device)
+        draft = cls(tokens, shape.parents.expand_as(tokens), q, scratch=scratch, is_chain=shape.is_chain, **more)
+        draft.q_row = shape.q_row.expand_as(tokens) if shape.q_row is not None else None
+        draft.see, draft.draws = shape.see, shape.draws
+        return draft
 
     def ancestors(self) -> torch.Tensor:
         """``[B, N+1, N+1]`` bool over rows [root, nodes]: row i may attend to row j (its ancestors and itself)."""
@@ -83,7 +113,7 @@ class DraftTree:
         if self.see is not None:
             return self.see.expand(batch, -1, -1)
         if self.is_chain:
-            return chain_ancestors(n, device).expand(batch, -1, -1)
+            return tree_mask(tuple(range(ROOT, n - 1)), device)[0].expand(batch, -1, -1)
         # Squaring "itself or its parent" doubles the reach: after k squarings every ancestor up to 2^k is there.
         step = torch.eye(n + 1, device=device).repeat(batch, 1, 1)
         step[:, 1:].scatter_(2, (self.parents + 1)[..., None], 1.0)
@@ -96,18 +126,44 @@ class DraftTree:
         return ancestors.sum(-1) - 1
 
 
-@lru_cache(maxsize=64)
-def chain_ancestors(n: int, device: torch.device) -> torch.Tensor:
-    """``[1, N+1, N+1]`` ancestor mask of a chain of N nodes."""
-    return torch.ones(n + 1, n + 1, dtype=torch.bool, device=device).tril()[None]
+class _Shape(NamedTuple):
+    """What the host knows of a tree: ``parents [1, N]``, ``q_row [1, N]`` and, as in ``DraftTree``, the others."""
+
+    parents: torch.Tensor
+    q_row: torch.Tensor | None
+    see: torch.Tensor
+    draws: tuple[int, ...]
+    is_chain: bool
 
 
-def static_ancestors(parents: list[int]) -> torch.Tensor:
-    """``[N+1, N+1]`` ancestor mask of a tree whose shape is known beforehand, computed on the host once."""
-    n = len(parents)
-    see = torch.eye(n + 1, dtype=torch.bool)
-    see[:, 0] = True
-    for node, parent in enumerate(parents):
-        assert parent < node, f"node {node} stands before its parent {parent}"
-        see[node + 1] |= see[parent + 1]
+@lru_cache(maxsize=1024)
+def _shape(parents: tuple[int, ...], q_row: tuple[int, ...] | None, judged: int, device: torch.device) -> _Shape:
+    """Of a tree whose first ``judged`` nodes can be accepted."""
+    depths, drawn = [0], [0] * (judged + 1)  # of each row
+    for node, parent in enumerate(parents[:judged]):
+        depths.append(depths[parent + 1] + 1)
+        drawn[parent + 1] += q_row is not None and q_row[node] >= 0
+    draws = [0] * max(depths)
+    for depth, count in zip(depths, drawn, strict=True):
+        if count:
+            draws[depth] = max(draws[depth], count)
+    rows = torch.tensor([q_row], device=device) if q_row is not None else None
+    is_chain = parents == tuple(range(ROOT, len(parents) - 1))
+    nodes = torch.tensor([parents], dtype=torch.long, device=device)
+    return _Shape(nodes, rows, tree_mask(parents, device)[0], tuple(draws), is_chain)
+
+
+@lru_cache(maxsize=1024)
+def tree_mask(parents: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ancestor mask ``[1, N+1, N+1]`` and depths ``[1, N+1]`` of [root, nodes], from the nodes' parents."""
+    see = see_ancestors(np.eye(len(parents) + 1, dtype=np.bool_), parents, 0)
+    depths = see.sum(1) - 1
+    return torch.from_numpy(see).to(device)[None], torch.from_numpy(depths).to(device)[None]
+
+
+def see_ancestors(see: np.ndarray, parents: Sequence[int], first: int) -> np.ndarray:
+    """Fill the rows of the nodes ``parents[first:]`` in a mask over [root, nodes] where each sees but itself so far."""
+    for node in range(first, len(parents)):
+        assert parents[node] < node, f"node {node} stands before its parent {parents[node]}"
+        see[node + 1] |= see[parents[node] + 1]
     return see

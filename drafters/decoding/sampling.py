@@ -102,3 +102,9 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     rest = (p - q).clamp_min(0.0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total.clamp_min(torch.finfo(p.dtype).tiny), p)
+
+
+def without(q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """``q [B, V]`` after ``token [B, 1]`` was drawn and not put back."""
+    rest = q.scatter(1, token, 0.0)
+    return rest / rest.sum(1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)

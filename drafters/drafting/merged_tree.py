@@ -12,7 +12,7 @@ import torch
 from ..decoding.acceptance import Verdict
 from ..decoding.draft_tree import DraftTree
 from ..decoding.sampling import Sampling, draw
-from .phrase_pool import Trie, tree_mask
+from .trie import Trie
 
 # (tree, p [U, V] at its inner rows) -> the chances [U, K] of each trial to be accepted given that those before it were
 # not (above 1: certain; 0 for padding), and what of p is left where none is, [U, V], not normalised.
@@ -61,16 +61,13 @@ class MergedTree(DraftTree):
         padded = [trials[row] + [(-1, 0)] * (most - len(trials[row])) for row in inner]
         children = [node for line in padded for node, _ in line]
         q_rows = [row for line in padded for _, row in line]
-        lists = [trie.tokens, trie.parents, inner, children, q_rows]
+        lists = [trie.tokens, inner, children, q_rows]
         packed = torch.tensor([value for values in lists for value in values], device=device)
-        tokens, parents, rows, child_of, q_row_of = packed.split([len(values) for values in lists])
-        is_chain = trie.parents == list(range(-1, len(trie.parents) - 1))
-        return cls(
+        tokens, rows, child_of, q_row_of = packed.split([len(values) for values in lists])
+        return cls.from_parents(
             tokens[None],
-            parents[None],
+            trie.parents,
             q=q.reshape(1, count * gamma, -1) if q is not None else None,
-            is_chain=is_chain,
-            see=None if is_chain else tree_mask(tuple(trie.parents), device)[0],
             trie=trie,
             inner=inner,
             trials=numbers,

@@ -1,11 +1,6 @@
 """Phrases by their first token, for methods that draft from n-grams seen before (Lookahead, Ouroboros)."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-
-import numpy as np
-import torch
 
 
 class PhrasePool:
@@ -97,40 +92,6 @@ class PhrasePool:
         self._remove(first, next(iter(self._tails[first])))
 
 
-@dataclass
-class Trie:
-    """Tails merged by common prefixes: nodes in topological order, hanging from the token that all tails follow.
-
-    Attributes:
-        tokens: each node's token. parents: each node's parent, -1 at the top.
-        paths: the nodes of each tail.
-        children: (node, token) -> the child of that node that holds the token.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    paths: list[list[int]] = field(default_factory=list)
-    children: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tails: Iterable[tuple[int, ...]], longest: int, stop: frozenset[int] = frozenset()) -> "Trie":
-        """Merge tails, each cut to ``longest`` tokens and behind its first token in ``stop`` (EOS)."""
-        trie = cls()
-        for tail in tails:
-            at, path = -1, []
-            for token in tail[: max(longest, 0)]:
-                node = trie.children.setdefault((at, token), len(trie.tokens))
-                if node == len(trie.tokens):
-                    trie.tokens.append(token)
-                    trie.parents.append(at)
-                path.append(node)
-                at = node
-                if token in stop:
-                    break
-            trie.paths.append(path)
-        return trie
-
-
 class PhraseWindow:
     """The two-dimensional window of guesses that phrases are read off (lookahead decoding, Fu et al. 2024).
 
@@ -205,15 +166,3 @@ def until(tokens: Sequence[int], stop: frozenset[int]) -> tuple[int, ...]:
         if token in stop:
             return tuple(tokens[: index + 1])
     return tuple(tokens)
-
-
-@lru_cache(maxsize=1024)
-def tree_mask(parents: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ancestor mask ``[1, N+1, N+1]`` and depths ``[1, N+1]`` of [root, nodes], from the nodes' parents (-1: root)."""
-    n = len(parents)
-    see = np.eye(n + 1, dtype=np.bool_)
-    see[:, 0] = True
-    for node, parent in enumerate(parents):
-        see[node + 1] |= see[parent + 1]
-    depths = see.sum(1) - 1
-    return torch.from_numpy(see).to(device)[None], torch.from_numpy(depths).to(device)[None]

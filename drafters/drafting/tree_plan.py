@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..decoding.draft_tree import ROOT, DraftTree, static_ancestors
+from ..decoding.draft_tree import ROOT, DraftTree, tree_mask
 from ..decoding.sampling import Sampling, draw_without_replacement
 from ..model.rows import CHAIN, Rows
 
@@ -52,13 +52,11 @@ class TreePlan:
         _check_paths(ordered)
         self.size = len(ordered)
         index = {path: node for node, path in enumerate(ordered)}
-        parents = [index.get(path[:-1], ROOT) for path in ordered]
-        self.is_chain = parents == list(range(-1, self.size - 1))
-        see = static_ancestors(parents)
-        self.parents = torch.tensor([parents], device=device)
-        self.see = see[None].to(device)
+        self.parents = parents = tuple(index.get(path[:-1], ROOT) for path in ordered)
+        self.is_chain = parents == tuple(range(ROOT, self.size - 1))
+        see = tree_mask(parents, torch.device("cpu"))[0][0]
         inner_nodes = sorted(set(parents) - {ROOT})
-        self.q_row = torch.tensor([[0 if p == ROOT else 1 + inner_nodes.index(p) for p in parents]], device=device)
+        self.q_row = tuple(0 if p == ROOT else 1 + inner_nodes.index(p) for p in parents)
         self.levels: list[_Level] = []
         for depth in range(1, len(ordered[-1]) + 1 if ordered else 1):
             self.levels.append(self._level(depth, ordered, index, inner_nodes, see, device))
@@ -113,7 +111,6 @@ def grow_static(
     Args:
         predicted: ``[B, 1, H]`` the feature predicted for the root.
     """
-    batch = len(predicted)
     tokens, valid, q = [], [], []
     for level in plan.levels:
         logits = lm_head(predicted)
@@ -129,14 +126,12 @@ def grow_static(
             # Each inner node goes on from its own token and the feature predicted at its parent's row.
             features = predicted[:, level.parent_row[level.inner]]
             predicted = extend(features, chosen[:, level.inner], level.rows)
-    return DraftTree(
-        tokens=torch.cat(tokens, 1),
-        parents=plan.parents.expand(batch, -1),
+    return DraftTree.from_parents(
+        torch.cat(tokens, 1),
+        plan.parents,
         q=torch.cat(q, 1) if q else None,
-        q_row=plan.q_row.expand(batch, -1) if q else None,
+        q_row=plan.q_row,
         valid=torch.cat(valid, 1) if valid else None,
-        is_chain=plan.is_chain,
-        see=plan.see,
     )
 
 
@@ -175,7 +170,9 @@ def grow_dynamic(
         features = predicted.gather(1, parent.expand(-1, -1, predicted.shape[-1]))
         frontier = best + first
         see = torch.cat([see.gather(1, parent.expand(-1, -1, see.shape[-1])), own], dim=-1)
-    return _rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
+    draft = _rerank(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), torch.cat(all_parents, 1), nodes)
+    draft.draws = (0,) * depth
+    return draft
 
 
 def _rerank(scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, nodes: int) -> DraftTree:
