@@ -25,7 +25,7 @@ class Drafter:
 
     Class attributes:
         name: what configs call the method; also the name of its file in this package.
-        options: pydantic schema of the constructor's keyword arguments.
+        options: pydantic schema of the method's options, where their defaults stand; the constructor takes one.
         lossless: False for methods that change the target's output distribution; shown wherever results are.
         max_batch: rows the method can decode at once; None for any number.
         rewinds: whether committed tokens may be taken back, so that the method can accelerate a draft model (cascade).
@@ -37,19 +37,18 @@ class Drafter:
     max_batch: ClassVar[int | None] = 1
     rewinds: ClassVar[bool] = False
 
-    def __init__(self, target: TargetModel) -> None:
+    def __init__(self, target: TargetModel, options: Config) -> None:
         self.target = target
 
     @classmethod
-    def from_options(cls, target: TargetModel, **options: Any) -> "Drafter":
+    def from_options(cls, target: TargetModel, **options: Any) -> Self:
         """Build from a config's options.
 
         Raises:
             ValueError: an unknown or wrong option.
         """
         check_loaded(target)
-        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
-        return cls(target, **checked.model_dump())
+        return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
 
     @property
     def max_draft(self) -> int:
@@ -104,8 +103,8 @@ class Drafter:
 class LearnedDrafter(Drafter):
     """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub."""
 
-    def __init__(self, target: TargetModel, module: nn.Module) -> None:
-        super().__init__(target)
+    def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
+        super().__init__(target, options)
         self.module = module.to(target.device, target.dtype).eval().requires_grad_(False)
         self.provenance: dict[str, Any] = {}
 
@@ -115,7 +114,7 @@ class LearnedDrafter(Drafter):
         raise NotImplementedError
 
     @classmethod
-    def from_checkpoint(cls, target: TargetModel, path: str, revision: str | None = None, **options: Any) -> "Drafter":
+    def from_checkpoint(cls, target: TargetModel, path: str, revision: str | None = None, **options: Any) -> Self:
         """Load a trained drafter from a folder or a Hub repository, strictly.
 
         Raises:
@@ -140,7 +139,7 @@ class LearnedDrafter(Drafter):
         module = cls.build_module(target.config, options)
         checkpoint.load_state(module, weights)
         checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
-        return cls(target, module, **checked.model_dump())
+        return cls(target, module, checked)
 
     def checkpoint_config(self) -> dict[str, Any]:
         """The checkpoint's config.json: what was loaded, or, for a module built by hand, what is known of it."""

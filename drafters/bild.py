@@ -33,9 +33,6 @@ class BiLDOptions(SpeculativeOptions):
 class BiLDDrafter(SpeculativeDrafter):
     """Drafts like speculative decoding, but stops before the first uncertain token: the target writes that one.
 
-    Args:
-        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
-
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
     """
@@ -46,16 +43,9 @@ class BiLDDrafter(SpeculativeDrafter):
     max_batch = 1
     rewinds = False  # in a cascade what it gives would have to be a draft model's own, drawn from a known q
 
-    def __init__(
-        self,
-        target: TargetModel,
-        draft_model: str | TargetModel,
-        gamma: int = 10,
-        fallback: float = 0.9,
-        rollback: float = 2.0,
-    ) -> None:
-        super().__init__(target, draft_model, gamma)
-        self.fallback, self.rollback = fallback, rollback
+    def __init__(self, target: TargetModel, options: BiLDOptions) -> None:
+        super().__init__(target, options)
+        self.fallback, self.rollback = options.fallback, options.rollback
 
     def rule(self, sampling: Sampling) -> Rule:
         return Rollback(self.rollback)

@@ -7,29 +7,27 @@ Nothing here knows which drafter that is: the draft model runs steps of the same
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, InstanceOf
 
 from .base import Drafter
-from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, step
 from .decoding.sampling import Sampling
-from .drafting.draft_model import DraftModel, DraftModelDrafter
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .methods import make_drafter
 from .model.target import FeatureOutput, TargetModel
 
 
-class CascadeOptions(Config):
+class CascadeOptions(DraftModelOptions):
     """Options.
 
-    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``inner``: the drafter of the draft
-    model and its options, for example ``{drafter: speculative, draft_model: ..., gamma: 2}``. ``gamma``: tokens drafted
-    before the target verifies (the inner drafter's last step may add a few more).
+    ``inner``: the drafter of the draft model and its options, for example ``{drafter: speculative, draft_model: ...,
+    gamma: 2}``, or one built for the loaded draft model. ``gamma``: tokens drafted before the target verifies (the
+    inner drafter's last step may add a few more).
     """
 
-    draft_model: DraftModel
-    inner: dict[str, Any]
+    inner: InstanceOf[Drafter] | dict[str, Any]
     gamma: int = Field(4, ge=1)
 
 
@@ -38,9 +36,6 @@ class CascadeDrafter(DraftModelDrafter):
 
     A lossless inner drafter leaves every draft token an exact sample of the draft model's q (its argmax when greedy),
     so the target verifies them as ever, with q taken from the inner verification.
-
-    Args:
-        inner: a drafter built for ``draft_model``, or a config's ``{drafter: name, **options}``.
 
     Raises:
         ValueError: the draft model's vocabulary differs from the target's; an inner drafter that is lossy, cannot take
@@ -51,12 +46,10 @@ class CascadeDrafter(DraftModelDrafter):
     options = CascadeOptions
     rewinds = True
 
-    def __init__(
-        self, target: TargetModel, draft_model: str | TargetModel, inner: Drafter | dict[str, Any], gamma: int = 4
-    ) -> None:
-        super().__init__(target, draft_model)
-        self.inner = inner if isinstance(inner, Drafter) else _build(self.draft_model, inner)
-        self.gamma = gamma
+    def __init__(self, target: TargetModel, options: CascadeOptions) -> None:
+        super().__init__(target, options)
+        self.inner = options.inner if isinstance(options.inner, Drafter) else _build(self.draft_model, options.inner)
+        self.gamma = options.gamma
         _check(self.inner, self.draft_model)
         self._state: DecodeState  # the draft model's
         self._shared = 0  # tokens that the draft model and the target agreed on when the last draft began

@@ -107,23 +107,13 @@ class EagleDrafter(LearnedDrafter):
     options = EagleOptions
     max_batch = None
 
-    def __init__(
-        self,
-        target: TargetModel,
-        module: EagleHead,
-        tree: str = "dynamic",
-        depth: int | None = None,
-        top_k: int = 10,
-        nodes: int = 59,
-        paths: list[list[int]] | None = None,
-    ) -> None:
-        super().__init__(target, module)
-        self.tree, self.top_k, self.nodes = tree, min(top_k, target.vocab_size), nodes
-        self.depth, self._own_depth = DEPTHS[tree] if depth is None else depth, depth
-        if tree == "chain":
-            paths = [[0] * level for level in range(1, self.depth + 1)]
-        self.paths = None if tree == "chain" else paths
-        self.plan = TreePlan(paths or EAGLE_TREE, target.device)
+    def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
+        super().__init__(target, module, options)
+        self.tree, self.top_k, self.nodes = options.tree, min(options.top_k, target.vocab_size), options.nodes
+        self.depth, self._own_depth = options.depth or DEPTHS[self.tree], options.depth
+        self.paths = None if self.tree == "chain" else options.paths
+        chain = [[0] * level for level in range(1, self.depth + 1)]
+        self.plan = TreePlan(chain if self.tree == "chain" else self.paths or EAGLE_TREE, target.device)
         head: Any = self.module
         fc = target.runner.linear(head.fc)
         self._head = target.runner.part(

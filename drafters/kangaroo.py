@@ -86,21 +86,14 @@ class KangarooDrafter(LearnedDrafter):
     name = "kangaroo"
     options = KangarooOptions
 
-    def __init__(
-        self,
-        target: TargetModel,
-        module: KangarooAdapter,
-        exit_layer: int,
-        eta: float = 0.4,
-        max_draft_tokens: int = 6,
-    ) -> None:
-        super().__init__(target, module)
-        if not 1 <= exit_layer < target.num_layers:
+    def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
+        super().__init__(target, module, options)
+        self.exit_layer, self.eta, self.max_draft_tokens = options.exit_layer, options.eta, options.max_draft_tokens
+        if self.exit_layer >= target.num_layers:
             raise ValueError(
                 f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
-                f"found {exit_layer}"
+                f"found {self.exit_layer}"
             )
-        self.exit_layer, self.eta, self.max_draft_tokens = exit_layer, eta, max_draft_tokens
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
         self._cache = KVCache.nothing()

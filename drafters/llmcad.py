@@ -14,26 +14,24 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import ROOT, DraftTree, see_ancestors
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
 from .model.kv_cache import KVCache
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
 
-class LLMCadOptions(Config):
+class LLMCadOptions(DraftModelOptions):
     """Options.
 
-    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``nodes``: M, most tokens a tree.
-    ``branches``: N, most branches that grow at a time. ``alpha``: the fallback threshold that each prompt begins with.
-    ``overlap``: draft on while the target verifies; None does so where the target is on CUDA (a CPU gains nothing).
+    ``nodes``: M, most tokens a tree. ``branches``: N, most branches that grow at a time. ``alpha``: the fallback
+    threshold that each prompt begins with. ``overlap``: draft on while the target verifies; None does so where the
+    target is on CUDA (a CPU gains nothing).
     """
 
-    draft_model: DraftModel
     nodes: int = Field(16, ge=1)
     branches: int = Field(4, ge=1)
     alpha: float = Field(0.01, gt=0.0, le=1.0)
@@ -145,9 +143,6 @@ class Ahead:
 class LLMCadDrafter(DraftModelDrafter):
     """Grows a token tree level by level, with one copy to the host a level: what is drafted next depends on it.
 
-    Args:
-        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
-
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
     """
@@ -155,25 +150,17 @@ class LLMCadDrafter(DraftModelDrafter):
     name = "llmcad"
     options = LLMCadOptions
 
-    def __init__(
-        self,
-        target: TargetModel,
-        draft_model: str | TargetModel,
-        nodes: int = 16,
-        branches: int = 4,
-        alpha: float = 0.01,
-        overlap: bool | None = None,
-    ) -> None:
-        super().__init__(target, draft_model)
-        self.nodes, self.branches, self.first_alpha = nodes, branches, alpha
+    def __init__(self, target: TargetModel, options: LLMCadOptions) -> None:
+        super().__init__(target, options)
+        self.nodes, self.branches, self.first_alpha = options.nodes, options.branches, options.alpha
         on_cuda = target.device.type == "cuda"
-        self.overlap = on_cuda if overlap is None else overlap
+        self.overlap = on_cuda if options.overlap is None else options.overlap
         self._side = torch.cuda.Stream(target.device) if on_cuda and self.overlap else None
         self._drafted: torch.cuda.Event | None = None
         self._cache: KVCache
         self._tree: TokenTree | None = None
         self._ahead: Ahead | None = None
-        self.alpha = alpha
+        self.alpha = self.first_alpha
 
     @property
     def max_draft(self) -> int:

@@ -11,8 +11,8 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .drafting.phrase_pool import PhrasePool, PhraseWindow, until
-from .drafting.pool_file import load_pool, save_pool
+from .drafting.phrase_pool import PhraseWindow, until
+from .drafting.pool_file import first_pool, save_pool
 from .drafting.trie import Trie
 from .model.target import FeatureOutput, TargetModel
 
@@ -55,24 +55,13 @@ class LookaheadDrafter(Drafter):
     options = LookaheadOptions
     rewinds = True
 
-    def __init__(
-        self,
-        target: TargetModel,
-        window: int = 4,
-        ngram: int = 3,
-        guesses: int = 3,
-        from_prompt: bool = True,
-        from_output: bool = False,
-        from_history: bool = False,
-        pool: str | None = None,
-    ) -> None:
-        super().__init__(target)
-        self.guesses = guesses
-        self.from_prompt, self.from_output, self.from_history = from_prompt, from_output, from_history
-        sizes = {"tail": ngram - 1, "per_token": 2 * guesses}
-        self._first_pool = load_pool(pool, target, **sizes) if pool is not None else PhrasePool(**sizes)
+    def __init__(self, target: TargetModel, options: LookaheadOptions) -> None:
+        super().__init__(target, options)
+        self.guesses, self.from_history = options.guesses, options.from_history
+        self.from_prompt, self.from_output = options.from_prompt, options.from_output
+        self._first_pool = first_pool(options.pool, target, tail=options.ngram - 1, per_token=2 * options.guesses)
         self.pool = self._first_pool.copy()
-        self.window = PhraseWindow(window, ngram - 1)
+        self.window = PhraseWindow(options.window, options.ngram - 1)
         self._read = 0  # where the first n-gram starts that was not read off the text
         self._tails: list[tuple[int, ...]] = []  # of the n-grams being verified
         self._trie = Trie()

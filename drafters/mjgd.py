@@ -41,9 +41,9 @@ class MJGDDrafter(Drafter):
     options = MJGDOptions
     lossless: ClassVar[bool] = False
 
-    def __init__(self, target: TargetModel, k: int = 4, beams: int = 8) -> None:
-        super().__init__(target)
-        self.k, self.beams = k, beams
+    def __init__(self, target: TargetModel, options: MJGDOptions) -> None:
+        super().__init__(target, options)
+        self.k, self.beams = options.k, options.beams
         self._rule = JointMaximum()
 
     @property

@@ -11,29 +11,26 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from .config import Config
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
 from .drafting.beam_search import beam_search, trace_back, until_end
-from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
 from .model.kv_cache import KVCache
 from .model.target import FeatureOutput, TargetModel
 
 
-class MJSDOptions(Config):
+class MJSDOptions(DraftModelOptions):
     """Options; the defaults are the paper's (Appendix D, Table 5).
 
-    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens a draft.
-    ``beams``: hypotheses kept by the beam search. ``threshold``: the least ratio of joint likelihoods, target to draft
-    model, that is accepted; 0 accepts every draft, 1 none. ``likelihood``: by which distributions beams and ratio go:
-    ``own``, the models' themselves (section 3.2, Algorithm 1), or ``warped``, those that tokens are drawn from:
-    "also valid" (footnote 5), and what the paper's experiments have, at temperature 1, top-k 20 and top-p 0.9 (Appendix
-    D). It makes a difference where tokens are sampled only.
+    ``gamma``: tokens a draft. ``beams``: hypotheses kept by the beam search. ``threshold``: the least ratio of joint
+    likelihoods, target to draft model, that is accepted; 0 accepts every draft, 1 none. ``likelihood``: by which
+    distributions beams and ratio go: ``own``, the models' themselves (section 3.2, Algorithm 1), or ``warped``, those
+    that tokens are drawn from: "also valid" (footnote 5), and what the paper's experiments have, at temperature 1,
+    top-k 20 and top-p 0.9 (Appendix D). It makes a difference where tokens are sampled only.
     """
 
-    draft_model: DraftModel
     gamma: int = Field(4, ge=1)
     beams: int = Field(8, ge=1)
     threshold: float = Field(0.1, ge=0.0, le=1.0)
@@ -47,9 +44,6 @@ class MJSDDrafter(DraftModelDrafter):
     draft model's distribution, warped as the generation says; in both the hypotheses of highest joint likelihood are
     kept (section 2.1). The last token of every step is the target's, greedy or drawn in the same way.
 
-    Args:
-        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
-
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
     """
@@ -58,18 +52,10 @@ class MJSDDrafter(DraftModelDrafter):
     options = MJSDOptions
     lossless: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        target: TargetModel,
-        draft_model: str | TargetModel,
-        gamma: int = 4,
-        beams: int = 8,
-        threshold: float = 0.1,
-        likelihood: str = "own",
-    ) -> None:
-        super().__init__(target, draft_model)
-        self.gamma, self.beams, self.threshold = gamma, beams, threshold
-        self.warped = likelihood == "warped"
+    def __init__(self, target: TargetModel, options: MJSDOptions) -> None:
+        super().__init__(target, options)
+        self.gamma, self.beams, self.threshold = options.gamma, options.beams, options.threshold
+        self.warped = options.likelihood == "warped"
         self._cache: KVCache
         self._rows: torch.Tensor  # [gamma] draft cache rows of the drafted tokens
 

@@ -5,35 +5,37 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from .config import Config
 from .decoding.acceptance import Rule, Verdict
 from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw, most_likely
-from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
-from .drafting.phrase_pool import PhrasePool, PhraseWindow, until
-from .drafting.pool_file import load_pool, save_pool
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
+from .drafting.phrase_pool import PhraseWindow, until
+from .drafting.pool_file import first_pool, save_pool
 from .drafting.trie import Trie
 from .model.kv_cache import KVCache
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
 
-class OuroborosOptions(Config):
+class OuroborosOptions(DraftModelOptions):
     """Options.
 
-    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens the draft model
-    drafts before the target verifies (its last forward may add a few more). ``window``: W, phrases guessed by each of
-    its forwards. ``beta``: tokens of a phrase, the first included. ``k``: phrases tried after the last draft token.
-    ``guesses``: phrases that the draft model itself verifies at once. Four switch the components of Table 4. ``pool``:
-    file of a saved pool to begin with; without ``from_history``, every prompt begins with it alone.
+    ``gamma``: tokens the draft model drafts before the target verifies (its last forward may add a few more).
+    ``window``: W, phrases guessed by each of its forwards. ``beta``: tokens of a phrase, the first included. ``k``:
+    phrases tried after the last draft token. ``guesses``: phrases that the draft model itself verifies at once.
+
+    Four switch the components of Table 4. ``accelerate``: the draft model guesses phrases and accepts whole ones (3.1).
+    ``lengthen``: phrases that start with the last draft token are appended (3.2). ``from_verification``: what the
+    target's verification agreed on or corrected becomes phrases (3.3). ``from_history``: the pool persists from prompt
+    to prompt (3.4). ``pool``: file of a saved pool to begin with; without ``from_history``, every prompt begins with it
+    alone.
 
     The defaults suit small models on a CPU, where every row costs time. For billions of parameters on a GPU the paper
     recommends gamma 7 to 14 where the models agree much (code) and 2 to 6 elsewhere, window 15 to 20, beta 5 to 7, k 3
     (Table 10).
     """
 
-    draft_model: DraftModel
     gamma: int = Field(3, ge=1)
     window: int = Field(4, ge=1)
     beta: int = Field(4, ge=2)
@@ -52,14 +54,6 @@ class OuroborosDrafter(DraftModelDrafter):
     Drafted tokens are samples of the draft model's own distribution q (its argmaxes when greedy) and verified as such;
     appended phrases are deterministic nodes. So the output is the target's own, greedy or sampled.
 
-    Args:
-        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
-        accelerate: the draft model guesses phrases and accepts whole ones (3.1).
-        lengthen: phrases that start with the last draft token are appended (3.2).
-        from_verification: what the target's verification agreed on or corrected becomes phrases (3.3).
-        from_history: the pool persists from prompt to prompt (3.4).
-        pool: file of a saved pool to begin with.
-
     Raises:
         ValueError: the draft model's vocabulary differs from the target's, or that of the phrases in ``pool``.
     """
@@ -67,29 +61,14 @@ class OuroborosDrafter(DraftModelDrafter):
     name = "ouroboros"
     options = OuroborosOptions
 
-    def __init__(
-        self,
-        target: TargetModel,
-        draft_model: str | TargetModel,
-        gamma: int = 3,
-        window: int = 4,
-        beta: int = 4,
-        k: int = 3,
-        guesses: int = 3,
-        accelerate: bool = True,
-        lengthen: bool = True,
-        from_verification: bool = True,
-        from_history: bool = True,
-        pool: str | None = None,
-    ) -> None:
-        super().__init__(target, draft_model)
-        self.gamma, self.beta, self.k, self.guesses = gamma, beta, k, guesses
-        self.accelerate, self.lengthen = accelerate, lengthen
-        self.from_verification, self.from_history = from_verification, from_history
-        sizes = {"tail": beta - 1, "per_token": 2 * max(k, guesses)}
-        self._first_pool = load_pool(pool, target, **sizes) if pool is not None else PhrasePool(**sizes)
+    def __init__(self, target: TargetModel, options: OuroborosOptions) -> None:
+        super().__init__(target, options)
+        self.gamma, self.beta, self.k, self.guesses = options.gamma, options.beta, options.k, options.guesses
+        self.accelerate, self.lengthen = options.accelerate, options.lengthen
+        self.from_verification, self.from_history = options.from_verification, options.from_history
+        self._first_pool = first_pool(options.pool, target, self.beta - 1, 2 * max(self.k, self.guesses))
         self.pool = self._first_pool.copy()
-        self.window = PhraseWindow(window, beta - 1)
+        self.window = PhraseWindow(options.window, self.beta - 1)
         self._cache: KVCache
         self._drafted: list[int] = []
         self._tails: list[tuple[int, ...]] = []  # of the phrases appended to the draft

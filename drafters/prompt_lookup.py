@@ -33,11 +33,13 @@ class PromptLookupDrafter(Drafter):
     max_batch = None
     rewinds = True
 
-    def __init__(self, target: TargetModel, gamma: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        super().__init__(target)
-        if min_ngram > max_ngram:
-            raise ValueError(f"min_ngram is {min_ngram} and max_ngram {max_ngram}: nothing lies between; swap them?")
-        self.gamma, self.max_ngram, self.min_ngram = gamma, max_ngram, min_ngram
+    def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
+        super().__init__(target, options)
+        self.gamma, self.max_ngram, self.min_ngram = options.gamma, options.max_ngram, options.min_ngram
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}: nothing lies between; swap them?"
+            )
         self._rows: list[NgramIndex] = []
 
     @property

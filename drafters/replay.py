@@ -8,7 +8,7 @@ Its output is not the target's, and whatever shows its figures must say "replay"
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, InstanceOf
 
 from .base import Drafter
 from .config import Config
@@ -23,21 +23,18 @@ Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ReplayOptions(Config):
-    """``inner``: the drafter whose cost is paid, and its options. ``profile``: n-alpha for n = 0, 1, ...: the share of
-    steps in which the token at depth n + 1 is accepted, given that those above it were; the last one holds for all
-    further depths. ``seed``: of the draws from it.
+    """``inner``: the drafter whose cost is paid: its name and options, or one built already. ``profile``: n-alpha for
+    n = 0, 1, ...: the share of steps in which the token at depth n + 1 is accepted, given that those above it were; the
+    last one holds for all further depths. ``seed``: of the draws from it.
     """
 
-    inner: dict[str, Any]
+    inner: InstanceOf[Drafter] | dict[str, Any]
     profile: list[Rate] = Field(min_length=1)
     seed: int = 0
 
 
 class ReplayDrafter(Drafter):
     """Greedy only, since the profile replaces the rule's outcome.
-
-    Args:
-        inner: a drafter of the same target, or a config's ``{drafter: name, **options}``.
 
     Raises:
         ValueError: no inner drafter can be built, or it was built for another target; sampling asked for.
@@ -48,21 +45,19 @@ class ReplayDrafter(Drafter):
     lossless = False
     max_batch = None
 
-    def __init__(
-        self, target: TargetModel, inner: Drafter | dict[str, Any], profile: list[float], seed: int = 0
-    ) -> None:
-        super().__init__(target)
+    def __init__(self, target: TargetModel, options: ReplayOptions) -> None:
+        super().__init__(target, options)
+        inner = options.inner
         if not isinstance(inner, Drafter):
-            options = dict(inner)
-            if "drafter" not in options:
+            if "drafter" not in inner:
                 raise ValueError("inner: give drafter: the method whose cost is replayed, and its options")
-            inner = make_drafter(options.pop("drafter"), target, **options)
+            inner = make_drafter(inner["drafter"], target, **{k: v for k, v in inner.items() if k != "drafter"})
         if inner.target is not target:
             raise ValueError(
                 f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
                 "target object that is passed here"
             )
-        self.inner, self.profile, self.seed = inner, profile, seed
+        self.inner, self.profile, self.seed = inner, options.profile, options.seed
         self.max_batch = inner.max_batch  # type: ignore[misc]
 
     @property

@@ -20,7 +20,7 @@ from .decoding.sampling import Sampling, residual
 from .drafting.draft_model import DraftModel
 from .drafting.merged_tree import MergedTree
 from .model.target import FeatureOutput, TargetModel
-from .speculative import SpeculativeDrafter
+from .speculative import SpeculativeDrafter, SpeculativeOptions
 
 
 class SpecInferOptions(Config):
@@ -33,23 +33,19 @@ class SpecInferOptions(Config):
 class SpecInferDrafter(Drafter):
     """Merges what several draft models speculate; with one of them it is speculative decoding.
 
-    Args:
-        draft_models: loaded draft models, or where to load them from (in the target's dtype).
-
     Raises:
-        ValueError: no draft model, or one whose vocabulary differs from the target's.
+        ValueError: a draft model whose vocabulary differs from the target's.
     """
 
     name = "specinfer"
     options = SpecInferOptions
     rewinds = True
 
-    def __init__(self, target: TargetModel, draft_models: list[str | TargetModel], gamma: int = 4) -> None:
-        super().__init__(target)
-        if not draft_models:
-            raise ValueError("draft_models is empty: SpecInfer needs at least one draft model")
-        self.speculators = [SpeculativeDrafter(target, model, gamma) for model in draft_models]
-        self.gamma = gamma
+    def __init__(self, target: TargetModel, options: SpecInferOptions) -> None:
+        super().__init__(target, options)
+        self.gamma = options.gamma
+        speculators = [SpeculativeOptions(draft_model=model, gamma=self.gamma) for model in options.draft_models]
+        self.speculators = [SpeculativeDrafter(target, each) for each in speculators]
         self._known = 0  # tokens that were committed when the draft began
 
     @property

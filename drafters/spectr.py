@@ -7,12 +7,11 @@ lossless. They are drafted side by side in one cache and merged into one tree fo
 import torch
 from pydantic import Field
 
-from .config import Config
 from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw
-from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
 from .drafting.merged_tree import MergedTree
 from .model.kv_cache import KVCache
 from .model.rows import Rows
@@ -21,16 +20,14 @@ from .model.target import FeatureOutput, TargetModel
 BISECTIONS = 8  # they cost 1e-4 of acceptance, mostly less
 
 
-class SpecTrOptions(Config):
+class SpecTrOptions(DraftModelOptions):
     """Options.
 
-    ``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens a draft.
-    ``drafts``: k, the independent drafts. ``draft_temperature``: of q, by default the generation's own. At temperature
-    0 the k drafts would be one and the same chain, and only one is drafted; a ``draft_temperature`` above 0 gives a
-    greedy target k different ones, verified greedily.
+    ``gamma``: tokens a draft. ``drafts``: k, the independent drafts. ``draft_temperature``: of q, by default the
+    generation's own. At temperature 0 the k drafts would be one and the same chain, and only one is drafted; a
+    ``draft_temperature`` above 0 gives a greedy target k different ones, verified greedily.
     """
 
-    draft_model: DraftModel
     gamma: int = Field(4, ge=1)
     drafts: int = Field(2, ge=1)
     draft_temperature: float | None = Field(None, ge=0.0)
@@ -38,9 +35,6 @@ class SpecTrOptions(Config):
 
 class SpecTrDrafter(DraftModelDrafter):
     """Draws ``drafts`` independent chains of ``gamma`` tokens; with one of them it is speculative decoding.
-
-    Args:
-        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
 
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
@@ -50,20 +44,13 @@ class SpecTrDrafter(DraftModelDrafter):
     options = SpecTrOptions
     rewinds = True
 
-    def __init__(
-        self,
-        target: TargetModel,
-        draft_model: str | TargetModel,
-        gamma: int = 4,
-        drafts: int = 2,
-        draft_temperature: float | None = None,
-    ) -> None:
-        super().__init__(target, draft_model)
-        self.gamma, self.drafts, self.draft_temperature = gamma, drafts, draft_temperature
+    def __init__(self, target: TargetModel, options: SpecTrOptions) -> None:
+        super().__init__(target, options)
+        self.gamma, self.drafts, self.draft_temperature = options.gamma, options.drafts, options.draft_temperature
         # Level by level, a row of each draft: it sees the rows of its own draft, every drafts-th one.
-        levels = torch.arange(gamma, device=target.device)
-        self._depths = levels.repeat_interleave(drafts)[None]
-        self._see = torch.eye(drafts, dtype=torch.bool, device=target.device).repeat(1, gamma)[None]
+        levels = torch.arange(self.gamma, device=target.device)
+        self._depths = levels.repeat_interleave(self.drafts)[None]
+        self._see = torch.eye(self.drafts, dtype=torch.bool, device=target.device).repeat(1, self.gamma)[None]
         self._shape = (0, 0)  # drafts, tokens of the last one
         self._cache: KVCache
 

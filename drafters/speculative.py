@@ -5,41 +5,36 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import draw, most_likely
-from .drafting.draft_model import DraftModel, DraftModelDrafter, prefill
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
 from .model.kv_cache import KVCache
 from .model.target import FeatureOutput, TargetModel
 
 
-class SpeculativeOptions(Config):
-    """``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer. ``gamma``: tokens a draft."""
+class SpeculativeOptions(DraftModelOptions):
+    """``gamma``: tokens a draft."""
 
-    draft_model: DraftModel
     gamma: int = Field(4, ge=1)
 
 
 class SpeculativeDrafter(DraftModelDrafter):
     """Drafts ``gamma`` tokens one by one from a draft model's distribution q.
 
-    Args:
-        draft_model: a loaded draft model, or where to load one from (in the target's dtype).
-
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
     """
 
     name = "speculative"
-    options = SpeculativeOptions
+    options: ClassVar[type[SpeculativeOptions]] = SpeculativeOptions
     max_batch: ClassVar[int | None] = None
     rewinds = True
 
-    def __init__(self, target: TargetModel, draft_model: str | TargetModel, gamma: int = 4) -> None:
-        super().__init__(target, draft_model)
-        self.gamma = gamma
+    def __init__(self, target: TargetModel, options: SpeculativeOptions) -> None:
+        super().__init__(target, options)
+        self.gamma = options.gamma
         self._cache = KVCache.nothing()
 
     @property

@@ -1,6 +1,6 @@
 """The conformance suite: what every drafter must hold, whatever it proposes. One line puts a drafter under it:
 
-    TestMyDrafter = conformance.suite(lambda target: MyDrafter(target, depth=5))
+    TestMyDrafter = conformance.suite(lambda target: MyDrafter.from_options(target, depth=5))
 
 The name must begin with ``Test``. Give several factories to cover a drafter's options, and rig at least one of them so
 that drafts are accepted (a copy of the target as draft model, an oracle as head): a drafter whose every token is

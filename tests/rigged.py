@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from drafters import FeatureOutput, TargetModel
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.eagle import EagleDrafter, EagleHead
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.rows import CHAIN, Rows
 
 EXIT_LAYER = 2
@@ -80,7 +80,7 @@ def eagle(target: TargetModel, noise: float | None, tree: str, **options: object
     """An EAGLE drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
     torch.manual_seed(1)
     kind = EagleDrafter if noise is None else OracleEagle
-    drafter = kind(target, EagleHead(target.config), tree=tree, **options)  # type: ignore[arg-type]
+    drafter = kind(target, EagleHead(target.config), EagleOptions(tree=tree, **options))  # type: ignore[arg-type]
     if isinstance(drafter, OracleEagle):
         drafter.noise = noise or 0.0
     return drafter
@@ -107,4 +107,4 @@ def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDr
     if rigged:
         module.layers[0].self_attn.o_proj.weight.data.zero_()  # type: ignore[union-attr, operator]
         module.norm.weight.data.copy_(target.body.norm.weight)
-    return KangarooDrafter(target, module, exit_layer=EXIT_LAYER, **options)  # type: ignore[arg-type]
+    return KangarooDrafter(target, module, KangarooOptions(exit_layer=EXIT_LAYER, **options))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def close_draft(target: TargetModel) -> TargetModel:
 METHODS: dict[str, Callable[[TargetModel], Drafter]] = {
     "autoregressive": lambda t: make_drafter("autoregressive", t),
     "prompt_lookup": lambda t: make_drafter("prompt_lookup", t),
-    "speculative": lambda t: SpeculativeDrafter(t, close_draft(t), gamma=4),
+    "speculative": lambda t: SpeculativeDrafter.from_options(t, draft_model=close_draft(t), gamma=4),
     "eagle-chain": lambda t: eagle(t, 0.4, "chain"),
     "eagle-static": lambda t: eagle(t, 0.4, "static"),
     "eagle-dynamic": lambda t: eagle(t, 0.4, "dynamic", top_k=4, nodes=12),

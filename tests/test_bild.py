@@ -13,13 +13,15 @@ from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 
 TestItself = conformance.suite(
-    lambda target: BiLDDrafter(target, target, gamma=4, fallback=0.0, rollback=50.0),
+    lambda target: BiLDDrafter.from_options(target, draft_model=target, gamma=4, fallback=0.0, rollback=50.0),
     accepts="all",
     families=("llama", "mistral-sliding"),
     longest_draft=4,
 )
 TestNear = conformance.suite(
-    lambda target: BiLDDrafter(target, perturbed(target, 0.05), gamma=5, fallback=0.1, rollback=1.5),
+    lambda target: BiLDDrafter.from_options(
+        target, draft_model=perturbed(target, 0.05), gamma=5, fallback=0.1, rollback=1.5
+    ),
     accepts="some",
     families=("llama", "mixtral"),
     longest_draft=5,
@@ -92,7 +94,11 @@ def test_falls_back_before_the_first_uncertain_token(temperature: float) -> None
     """Catches the uncertain token drafted all the same, a warped confidence, and a draft cache that drifts unseen."""
     target = conformance.target_of("llama")
     draft_model, tau = perturbed(target, 0.05), 0.2
-    drafts = recorded(BiLDDrafter(target, draft_model, gamma=3, fallback=tau), temperature=temperature, top_k=5)
+    drafts = recorded(
+        BiLDDrafter.from_options(target, draft_model=draft_model, gamma=3, fallback=tau),
+        temperature=temperature,
+        top_k=5,
+    )
     ranks: list[int] = []
     for known, tokens, limit in drafts:
         logits = draft_model.model(torch.tensor([known + tokens])).logits[0, len(known) - 1 :]
@@ -109,10 +115,12 @@ def test_extreme_thresholds() -> None:
     """Catches policies that are not independent: a draft model never trusted, and one always trusted."""
     target = conformance.target_of("llama")
     ids = conformance.prompt(9)
-    timid = BiLDDrafter(target, target, fallback=1.0)
+    timid = BiLDDrafter.from_options(target, draft_model=target, fallback=1.0)
     result = generate(target, timid, [ids], max_new_tokens=12, eos_token_id=[])
     assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 12) and result.trace.tau == 1.0
-    trusting = BiLDDrafter(target, perturbed(target, 1.0), gamma=3, fallback=0.0, rollback=math.inf)
+    trusting = BiLDDrafter.from_options(
+        target, draft_model=perturbed(target, 1.0), gamma=3, fallback=0.0, rollback=math.inf
+    )
     steps = generate(target, trusting, [ids], max_new_tokens=17, eos_token_id=[]).trace.steps
     assert [step.accepted for step in steps] == [3, 3, 3, 3]
 

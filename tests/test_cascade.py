@@ -26,26 +26,32 @@ from drafters.speculative import SpeculativeDrafter
 def cascade(target: TargetModel, noise: float, inner_noise: float, gamma: int = 4, inner_gamma: int = 2) -> Drafter:
     """Target <- draft model <- inner draft model, each the one before with noise."""
     draft_model = perturbed(target, noise)
-    inner = SpeculativeDrafter(draft_model, perturbed(draft_model, inner_noise, seed=1), gamma=inner_gamma)
-    return CascadeDrafter(target, draft_model, inner, gamma=gamma)
+    inner = SpeculativeDrafter.from_options(
+        draft_model, draft_model=perturbed(draft_model, inner_noise, seed=1), gamma=inner_gamma
+    )
+    return CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner, gamma=gamma)
 
 
 def of_three(target: TargetModel) -> Drafter:
     """Target <- draft model <- draft model <- draft model."""
     inner = cascade(perturbed(target, 0.05), 0.05, 0.05, gamma=3, inner_gamma=1)
-    return CascadeDrafter(target, inner.target, inner, gamma=3)
+    return CascadeDrafter.from_options(target, draft_model=inner.target, inner=inner, gamma=3)
 
 
 def tree_inside(target: TargetModel) -> Drafter:
     """The inner drafts are trees: what they accept seldom lies in the first rows of the draft model's forward."""
     draft_model = perturbed(target, 0.05)
-    inner = SpecTrDrafter(draft_model, perturbed(draft_model, 0.05, seed=1), gamma=3, drafts=4, draft_temperature=0.7)
-    return CascadeDrafter(target, draft_model, inner, gamma=4)
+    inner = SpecTrDrafter.from_options(
+        draft_model, draft_model=perturbed(draft_model, 0.05, seed=1), gamma=3, drafts=4, draft_temperature=0.7
+    )
+    return CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner, gamma=4)
 
 
 def plain_inside(target: TargetModel) -> Drafter:
     draft_model = perturbed(target, 0.05)
-    return CascadeDrafter(target, draft_model, AutoregressiveDrafter(draft_model), gamma=4)
+    return CascadeDrafter.from_options(
+        target, draft_model=draft_model, inner=AutoregressiveDrafter.from_options(draft_model), gamma=4
+    )
 
 
 TestAll = conformance.suite(lambda t: cascade(t, 0.0, 0.0), accepts="all", families=("llama", "qwen3"))
@@ -89,13 +95,18 @@ def test_drafts_are_the_draft_models(make, temperature: float) -> None:  # noqa:
 
 def toy_cascade(target: TargetModel) -> Drafter:
     draft_model = toy(1, 1)
-    return CascadeDrafter(target, draft_model, SpeculativeDrafter(draft_model, toy(2, 1), gamma=1), gamma=2)
+    return CascadeDrafter.from_options(
+        target,
+        draft_model=draft_model,
+        inner=SpeculativeDrafter.from_options(draft_model, draft_model=toy(2, 1), gamma=1),
+        gamma=2,
+    )
 
 
 def toy_trees(target: TargetModel) -> Drafter:
     draft_model = toy(1, 1)
-    inner = SpecTrDrafter(draft_model, perturbed(draft_model, 0.3), gamma=2, drafts=3)
-    return CascadeDrafter(target, draft_model, inner, gamma=3)
+    inner = SpecTrDrafter.from_options(draft_model, draft_model=perturbed(draft_model, 0.3), gamma=2, drafts=3)
+    return CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner, gamma=3)
 
 
 @pytest.mark.parametrize(("make", "warp"), [(toy_cascade, 0), (toy_trees, 1)])
@@ -131,11 +142,13 @@ def test_unfit_inner_drafters_are_refused() -> None:
     target = target_of("llama")
     draft_model = perturbed(target, 0.05)
     with pytest.raises(ValueError, match="'mjsd' is lossy"):
-        CascadeDrafter(target, draft_model, MJSDDrafter(draft_model, draft_model))
+        CascadeDrafter.from_options(
+            target, draft_model=draft_model, inner=MJSDDrafter.from_options(draft_model, draft_model=draft_model)
+        )
     with pytest.raises(ValueError, match="'eagle' cannot take back"):
-        CascadeDrafter(target, draft_model, eagle(draft_model, None, "chain"))
+        CascadeDrafter.from_options(target, draft_model=draft_model, inner=eagle(draft_model, None, "chain"))
     with pytest.raises(ValueError, match="was built for"):
-        CascadeDrafter(target, draft_model, AutoregressiveDrafter(target))
+        CascadeDrafter.from_options(target, draft_model=draft_model, inner=AutoregressiveDrafter.from_options(target))
     with pytest.raises(ValueError, match="inner must name its drafter"):
         make_drafter("cascade", target, draft_model=draft_model, inner={"gamma": 2})
     with pytest.raises(ValueError, match="gamma"):

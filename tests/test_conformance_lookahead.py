@@ -24,14 +24,14 @@ class Primed(LookaheadDrafter):
 
 def in_cascade(target: TargetModel) -> Drafter:
     draft_model = perturbed(target, 0.05)
-    inner = Primed(draft_model, window=2, ngram=3, guesses=2, from_output=True)
-    return CascadeDrafter(target, draft_model, inner, gamma=4)
+    inner = Primed.from_options(draft_model, window=2, ngram=3, guesses=2, from_output=True)
+    return CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner, gamma=4)
 
 
 TestLookahead = conformance.suite(
     lambda target: make_drafter("lookahead", target), families=("llama", "qwen3"), longest_draft=2
 )
 TestPrimed = conformance.suite(
-    lambda target: Primed(target, window=3, ngram=4, guesses=2), accepts="some", longest_draft=3
+    lambda target: Primed.from_options(target, window=3, ngram=4, guesses=2), accepts="some", longest_draft=3
 )
 TestInCascade = conformance.suite(in_cascade, accepts="some", families=("llama",), longest_draft=6)

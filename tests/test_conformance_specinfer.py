@@ -11,16 +11,23 @@ from drafters.specinfer import SpecInferDrafter
 def mixed(target: TargetModel) -> SpecInferDrafter:
     """Draft models of which one is of other weights, shape and depth."""
     stranger = TargetModel(build("qwen3", seed=7, num_hidden_layers=2))
-    return SpecInferDrafter(target, [stranger, perturbed(target, 0.1), perturbed(target, 0.05, seed=3)], gamma=3)
+    return SpecInferDrafter.from_options(
+        target, draft_models=[stranger, perturbed(target, 0.1), perturbed(target, 0.05, seed=3)], gamma=3
+    )
 
 
-TestItself = conformance.suite(lambda target: SpecInferDrafter(target, [target, target], gamma=5), accepts="all")
+TestItself = conformance.suite(
+    lambda target: SpecInferDrafter.from_options(target, draft_models=[target, target], gamma=5), accepts="all"
+)
 TestPerturbed = conformance.suite(
-    lambda target: SpecInferDrafter(target, [perturbed(target, 0.05), perturbed(target, 0.05, seed=3)], gamma=4),
+    lambda target: SpecInferDrafter.from_options(
+        target, draft_models=[perturbed(target, 0.05), perturbed(target, 0.05, seed=3)], gamma=4
+    ),
     accepts="some",
     families=("llama", "mistral-sliding", "mixtral"),
 )
 TestMixed = conformance.suite(mixed, accepts="some", families=("llama", "mistral"))
 TestOne = conformance.suite(
-    lambda target: SpecInferDrafter(target, [perturbed(target, 0.05)], gamma=1), families=("llama",)
+    lambda target: SpecInferDrafter.from_options(target, draft_models=[perturbed(target, 0.05)], gamma=1),
+    families=("llama",),
 )

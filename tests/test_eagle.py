@@ -11,7 +11,7 @@ from torch import nn
 from drafters import TargetModel, generate
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.eagle import EagleDrafter, EagleHead
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 
 
 def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int]) -> torch.Tensor:
@@ -116,7 +116,7 @@ def generate_text(target: TargetModel) -> torch.Tensor:
 def test_trained_head_is_accepted(tree: str) -> None:
     """Catches training and drafting that disagree (alignment, positions): an overfitted head must be accepted often."""
     target = target_of("llama")
-    drafter = EagleDrafter(target, trained_head(target), tree=tree, top_k=4, nodes=20)
+    drafter = EagleDrafter(target, trained_head(target), EagleOptions(tree=tree, top_k=4, nodes=20))
     traces = [
         generate(target, drafter, [prompt(8, seed)], max_new_tokens=24, eos_token_id=NO_EOS).trace for seed in range(4)
     ]

@@ -50,9 +50,9 @@ class Many(AutoregressiveDrafter):
     name = "many"
     options = ManyOptions
 
-    def __init__(self, target: TargetModel, draft_models: list[Any]) -> None:
-        super().__init__(target)
-        self.draft_models = draft_models
+    def __init__(self, target: TargetModel, options: ManyOptions) -> None:
+        super().__init__(target, options)
+        self.draft_models = options.draft_models
 
 
 def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
@@ -133,7 +133,9 @@ def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch
             super().__init__(target)
             self.lossless = False  # type: ignore[misc]
 
-    monkeypatch.setattr(eval.measure.lineup, "make_drafter", lambda name, target, **options: Sometimes(target))
+    monkeypatch.setattr(
+        eval.measure.lineup, "make_drafter", lambda name, target, **options: Sometimes.from_options(target)
+    )
     described = Lineup(entries({"drafter": "autoregressive"}), Models(target)).describe()
     assert described["autoregressive"]["lossless"] is False
 

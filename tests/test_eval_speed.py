@@ -170,7 +170,7 @@ class Wrong(AutoregressiveDrafter):
 
 
 def make_wrong(name: str, target: TargetModel, **options: Any) -> Drafter:
-    return Wrong(target) if name == "speculative" else AutoregressiveDrafter(target)
+    return Wrong.from_options(target) if name == "speculative" else AutoregressiveDrafter.from_options(target)
 
 
 def test_energy_is_reported_or_its_absence_explained(

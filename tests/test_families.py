@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.eagle import EagleDrafter, EagleHead
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.self_check import ROWS
 from train.attention import use_dialogue_attention
 
@@ -95,8 +95,8 @@ def test_targets_and_heads_are_exact(family: str) -> None:
     target, stock = exact_target(family, HEADS[family])
     states, tokens = torch.randn(1, ROWS, target.hidden_size), torch.tensor([prompt(ROWS, 1)])
     positions = torch.arange(ROWS)[None]
-    eagle = EagleDrafter(target, EagleHead(target.config), tree="dynamic", top_k=3, nodes=6)
-    kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), exit_layer=1, eta=0.0)
+    eagle = EagleDrafter(target, EagleHead(target.config), EagleOptions(top_k=3, nodes=6))
+    kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0))
     for drafter in (eagle, kangaroo):
         assert decode(target, drafter) == stock
         drafter._cache = target.new_cache(1, 2 * ROWS, layers=1)

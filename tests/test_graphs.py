@@ -62,7 +62,7 @@ def test_every_drafter_decodes_the_same(method: str, family: str) -> None:
         found = []
         for seed in range(3):
             if method == "speculative":
-                drafter: Any = SpeculativeDrafter(target, perturbed(target, 0.05))
+                drafter: Any = SpeculativeDrafter.from_options(target, draft_model=perturbed(target, 0.05))
             elif method == "kangaroo":
                 drafter = kangaroo(target, True, eta=0.0, max_draft_tokens=3)
             elif method in ("chain", "static", "dynamic"):

@@ -104,7 +104,7 @@ def test_ragged_batch_equals_each_row_alone(family: str) -> None:
     expected = [plain_greedy(target, ids, 14) for ids in prompts]
     eos = expected[0][4]  # ends the first row early, maybe others too
     with checked_commits() as seen:
-        drafter = AutoregressiveDrafter(target)
+        drafter = AutoregressiveDrafter.from_options(target)
         assert rows_of(generate(target, drafter, prompts, max_new_tokens=14, eos_token_id=NO_EOS)) == expected
         padded = torch.tensor([ids + [9] * (14 - len(ids)) for ids in prompts])
         lengths = [len(ids) for ids in prompts]

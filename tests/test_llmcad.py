@@ -15,18 +15,22 @@ from drafters.decoding.loop import DecodeState
 from drafters.llmcad import LLMCadDrafter, TokenTree, next_alpha
 
 TestChain = conformance.suite(
-    lambda target: LLMCadDrafter(target, target, nodes=4, branches=1, alpha=1e-9),
+    lambda target: LLMCadDrafter.from_options(target, draft_model=target, nodes=4, branches=1, alpha=1e-9),
     accepts="all",
     families=("llama", "mistral-sliding"),
     longest_draft=4,
 )
 TestTree = conformance.suite(
-    lambda target: LLMCadDrafter(target, perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-3),
+    lambda target: LLMCadDrafter.from_options(
+        target, draft_model=perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-3
+    ),
     accepts="some",
     longest_draft=6,
 )
 TestOverlap = conformance.suite(
-    lambda target: LLMCadDrafter(target, perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-3, overlap=True),
+    lambda target: LLMCadDrafter.from_options(
+        target, draft_model=perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-3, overlap=True
+    ),
     accepts="some",
     families=("llama", "mistral-sliding"),
     longest_draft=6,
@@ -138,7 +142,9 @@ def test_trees_are_the_draft_models(family: str, overlap: bool, temperature: flo
     """Catches branches that see each other, wrong positions, and a draft cache that drifts from the text unseen."""
     target = conformance.target_of(family)
     draft_model = perturbed(target, 0.02)
-    drafter = LLMCadDrafter(target, draft_model, nodes=9, branches=3, alpha=1e-3, overlap=overlap)
+    drafter = LLMCadDrafter.from_options(
+        target, draft_model=draft_model, nodes=9, branches=3, alpha=1e-3, overlap=overlap
+    )
     result, seen = watched(drafter, temperature)
     for known, tree in seen:
         expected = reference(draft_model, known, tree)
@@ -151,7 +157,7 @@ def test_trees_are_the_draft_models(family: str, overlap: bool, temperature: flo
 def test_threshold_follows_the_outcomes() -> None:
     """Catches N_all taken of the whole tree, not of the branch that matched, and a threshold kept between prompts."""
     target = conformance.target_of("llama")
-    drafter = LLMCadDrafter(target, perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-2)
+    drafter = LLMCadDrafter.from_options(target, draft_model=perturbed(target, 0.02), nodes=9, branches=3, alpha=1e-2)
     for _ in range(2):
         result, seen = watched(drafter)
         answer = conformance.prompt(9) + result.tokens[0].tolist()
@@ -190,8 +196,10 @@ def test_overlap_changes_nothing(count: int, temperature: float) -> None:
     target = conformance.target_of("llama")
     options = {"nodes": 7, "branches": 2, "alpha": 1e-3}
     draft_model = perturbed(target, 0.02)
-    plain, trees = watched(LLMCadDrafter(target, draft_model, overlap=False, **options), temperature)  # type: ignore
-    ahead = LLMCadDrafter(target, draft_model, overlap=True, **options)  # type: ignore[arg-type]
+    plain, trees = watched(
+        LLMCadDrafter.from_options(target, draft_model=draft_model, overlap=False, **options), temperature
+    )  # type: ignore
+    ahead = LLMCadDrafter.from_options(target, draft_model=draft_model, overlap=True, **options)  # type: ignore[arg-type]
     hits: list[bool] = []
     observe = ahead.observe
 
@@ -214,7 +222,9 @@ def test_drafting_ahead_minds_the_limit() -> None:
     for new_tokens in range(5, 11):
         runs = []
         for overlap in (False, True):
-            drafter = LLMCadDrafter(target, target, nodes=3, branches=1, alpha=1e-9, overlap=overlap)
+            drafter = LLMCadDrafter.from_options(
+                target, draft_model=target, nodes=3, branches=1, alpha=1e-9, overlap=overlap
+            )
             runs.append(watched(drafter, new_tokens=new_tokens)[0].trace.steps)
         assert runs[0] == runs[1]
 
@@ -222,7 +232,7 @@ def test_drafting_ahead_minds_the_limit() -> None:
 def test_guesses_save_forwards() -> None:
     """Catches a hit after which everything is drafted again: on one, the next draft costs no forward of its own."""
     target = conformance.target_of("llama")
-    drafter = LLMCadDrafter(target, target, nodes=3, branches=1, alpha=1e-9, overlap=True)
+    drafter = LLMCadDrafter.from_options(target, draft_model=target, nodes=3, branches=1, alpha=1e-9, overlap=True)
     run, calls, go = target.run, [0], drafter.propose
     during: list[int] = []
 
@@ -247,7 +257,7 @@ def test_guesses_save_forwards() -> None:
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
     """Catches nodes accepted because they are likely, and rejected siblings left in the distribution."""
-    drafter = LLMCadDrafter(toy(), perturbed(toy(), 0.3), nodes=6, branches=2)
+    drafter = LLMCadDrafter.from_options(toy(), draft_model=perturbed(toy(), 0.3), nodes=6, branches=2)
     assert deviation(drafter, WARPS[warp], tokens=2_000) < LIMIT
 
 

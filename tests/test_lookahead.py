@@ -41,7 +41,7 @@ def test_window_by_hand() -> None:
 
     W = 2, N = 3: a window of two levels. The prompt is 50 51 52, the first token 10; nothing is in the pool.
     """
-    drafter = LookaheadDrafter(target_of("llama"), window=2, ngram=3, guesses=2, from_prompt=False)
+    drafter = LookaheadDrafter.from_options(target_of("llama"), window=2, ngram=3, guesses=2, from_prompt=False)
     state = state_of(drafter.target, [50, 51, 52, 10])
     drafter.begin(state, said())
     # Level 0 are the root 10 and placeholders, one column more than W: the first level gained costs one.
@@ -75,7 +75,7 @@ def test_window_by_hand() -> None:
 
 def test_verified_phrases_count_as_used() -> None:
     """Catches a pool that drops the n-gram just accepted, because it is old, rather than those never accepted."""
-    drafter = LookaheadDrafter(target_of("llama"), window=1, ngram=3, guesses=2, from_prompt=False)
+    drafter = LookaheadDrafter.from_options(target_of("llama"), window=1, ngram=3, guesses=2, from_prompt=False)
     state = state_of(drafter.target, [50, 10])
     drafter.begin(state, said())
     drafter.pool.add(10, (1, 2))
@@ -150,7 +150,7 @@ def test_whole_matches_keep_their_bonus() -> None:
 def test_window_finds_phrases() -> None:
     """Catches a window that never pays: of a target that goes round 3 4 ... 9, its guesses alone must come true."""
     target = target_of("llama")
-    drafter = LookaheadDrafter(target, window=4, ngram=4, guesses=2, from_prompt=False)
+    drafter = LookaheadDrafter.from_options(target, window=4, ngram=4, guesses=2, from_prompt=False)
     after = {token: token + 1 if token < 9 else 3 for token in range(97)}
     state = state_of(target, [3, 4])
     drafter.begin(state, said())
@@ -173,7 +173,7 @@ def test_window_finds_phrases() -> None:
 def test_eos_in_phrases() -> None:
     """Catches nodes drafted behind an EOS, and n-grams that begin with one or go on behind it."""
     target, eos = target_of("llama"), frozenset([7])
-    drafter = LookaheadDrafter(target, window=1, ngram=4, guesses=2)
+    drafter = LookaheadDrafter.from_options(target, window=1, ngram=4, guesses=2)
     state = state_of(target, [5, 6, 7, 8, 9, 5], eos)
     drafter.begin(state, said())
     assert list(drafter.pool.items()) == [(5, (6, 7)), (6, (7,))]
@@ -205,7 +205,7 @@ def test_what_the_pool_takes_in() -> None:
         for from_output in (True, False):
             for from_history in (True, False):
                 switches = {"from_prompt": from_prompt, "from_output": from_output, "from_history": from_history}
-                drafter = LookaheadDrafter(target, window=1, ngram=3, guesses=8, **switches)  # type: ignore[arg-type]
+                drafter = LookaheadDrafter.from_options(target, window=1, ngram=3, guesses=8, **switches)  # type: ignore[arg-type]
                 generate(target, drafter, [ids], max_new_tokens=20, eos_token_id=NO_EOS)
                 held = set(drafter.pool.items())
                 grams = [(text[at], tuple(text[at + 1 : at + 3])) for at in range(28)]
@@ -217,7 +217,7 @@ def test_what_the_pool_takes_in() -> None:
 
 def test_text_read_again_after_going_back() -> None:
     """Catches n-grams of the output missed where a cascade put other tokens in the place of those it took back."""
-    drafter = LookaheadDrafter(target_of("llama"), window=1, ngram=2, guesses=2, from_output=True)
+    drafter = LookaheadDrafter.from_options(target_of("llama"), window=1, ngram=2, guesses=2, from_output=True)
     state = state_of(drafter.target, [50, 51, 10])
     drafter.begin(state, said())
     commit(drafter, state, [0, 1, 2], [11, 12, 13])
@@ -230,7 +230,7 @@ def test_text_read_again_after_going_back() -> None:
 
 def test_one_level() -> None:
     """Catches N = 2 without its first column: nothing but the root's own row says what follows the root."""
-    drafter = LookaheadDrafter(target_of("llama"), window=2, ngram=2, guesses=2, from_prompt=False)
+    drafter = LookaheadDrafter.from_options(target_of("llama"), window=2, ngram=2, guesses=2, from_prompt=False)
     state = state_of(drafter.target, [50, 10])
     drafter.begin(state, said())
     assert drafter.propose(state).tokens.tolist() == [[10]]
@@ -246,7 +246,7 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
 
     The pool persists, so that most drafts hold several.
     """
-    drafter = LookaheadDrafter(toy(), window=2, ngram=3, guesses=3, from_history=True)
+    drafter = LookaheadDrafter.from_options(toy(), window=2, ngram=3, guesses=3, from_history=True)
     assert deviation(drafter, WARPS[warp]) < LIMIT
 
 

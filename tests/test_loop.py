@@ -17,7 +17,7 @@ from rigged import eagle
 from drafters import Drafter, TargetModel, generate
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, verify_sampled
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.speculative import SpeculativeDrafter
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
@@ -25,12 +25,14 @@ PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
 
 def kangaroo_toy(target: TargetModel) -> KangarooDrafter:
     torch.manual_seed(4)
-    return KangarooDrafter(target, KangarooAdapter(target.config), exit_layer=1, eta=0.3, max_draft_tokens=3)
+    return KangarooDrafter(
+        target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.3, max_draft_tokens=3)
+    )
 
 
 MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
     "autoregressive": AutoregressiveDrafter,
-    "speculative": lambda target: SpeculativeDrafter(target, toy(1, 1), gamma=3),
+    "speculative": lambda target: SpeculativeDrafter.from_options(target, draft_model=toy(1, 1), gamma=3),
     "eagle chain": lambda target: eagle(target, None, "chain", depth=3),
     "eagle static": lambda target: eagle(target, None, "static", paths=PATHS),
     "eagle dynamic": lambda target: eagle(target, None, "dynamic", depth=3, top_k=3, nodes=8),
@@ -74,7 +76,7 @@ class Wrong:
 def test_what_accepts_nothing_deep_is_refused() -> None:
     """Catches a distribution test that passes because no second draft token was ever verified."""
     with pytest.raises(AssertionError, match="2 and more accepted in 0 of"):
-        deviation(SpeculativeDrafter(toy(), toy(1, 1), gamma=1), WARPS[0], tokens=2_000)
+        deviation(SpeculativeDrafter.from_options(toy(), draft_model=toy(1, 1), gamma=1), WARPS[0], tokens=2_000)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_the_measurement_sees_wrong_rules(name: str, wrong: Rule, monkeypatch: p
 
 def plain() -> tuple[TargetModel, Drafter]:
     target = target_of("llama")
-    return target, AutoregressiveDrafter(target)
+    return target, AutoregressiveDrafter.from_options(target)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +201,11 @@ def test_first_token_eos() -> None:
 def test_a_draft_cut_by_eos_leaves_no_rows() -> None:
     """Catches cache rows of tokens behind an EOS, which a row of a batch would carry along until the others end."""
     target = target_of("llama")
-    free = rows_of(generate(target, AutoregressiveDrafter(target), [prompt(9)], max_new_tokens=9, eos_token_id=NO_EOS))
+    free = rows_of(
+        generate(target, AutoregressiveDrafter.from_options(target), [prompt(9)], max_new_tokens=9, eos_token_id=NO_EOS)
+    )
     with checked_commits() as seen:
-        drafter = SpeculativeDrafter(target, target, gamma=6)
+        drafter = SpeculativeDrafter.from_options(target, draft_model=target, gamma=6)
         result = generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=free[0][3])
     assert rows_of(result)[0] == free[0][: free[0].index(free[0][3]) + 1] and seen.accepted == 6
 
@@ -233,6 +237,9 @@ def test_global_random_state_is_untouched() -> None:
     """Catches draws from the global generator: two methods in one process would disturb each other."""
     target = target_of("llama")
     before = torch.get_rng_state()
-    for drafter in (AutoregressiveDrafter(target), SpeculativeDrafter(target, target, gamma=2)):
+    for drafter in (
+        AutoregressiveDrafter.from_options(target),
+        SpeculativeDrafter.from_options(target, draft_model=target, gamma=2),
+    ):
         generate(target, drafter, [prompt(5)], max_new_tokens=6, temperature=1.0)
     assert torch.equal(torch.get_rng_state(), before)

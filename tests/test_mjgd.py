@@ -33,12 +33,12 @@ class Suite(conformance.Conformance):
 
 
 class TestSearch(Suite):
-    make = staticmethod(lambda target: MJGDDrafter(target, k=3, beams=4))
+    make = staticmethod(lambda target: MJGDDrafter.from_options(target, k=3, beams=4))
     build = staticmethod(build)
     accepts, families, longest_draft, remembers = None, ("llama", "mistral-sliding", "mixtral"), 2, False
 
 
-TestOneToken = conformance.suite(lambda target: Plain(target, k=1), longest_draft=1)
+TestOneToken = conformance.suite(lambda target: Plain.from_options(target, k=1), longest_draft=1)
 
 
 def toy(seed: int = 0) -> TargetModel:
@@ -67,7 +67,9 @@ def likeliest(model: TargetModel, ids: list[int], k: int, eos: int = -1) -> list
 
 def decode(model: TargetModel, ids: list[int], count: int, eos: list[int], **options: int) -> list[int]:
     """The ``count`` tokens after ``ids`` and the first new token, which plain prefilling gives."""
-    result = generate(model, MJGDDrafter(model, **options), [ids], max_new_tokens=count + 1, eos_token_id=eos)
+    result = generate(
+        model, MJGDDrafter.from_options(model, **options), [ids], max_new_tokens=count + 1, eos_token_id=eos
+    )
     return result.tokens[0, 1 : result.lengths[0]].tolist()
 
 
@@ -107,7 +109,9 @@ def test_next_steps_follow_the_text() -> None:
     """Catches scratch rows of the search left in the cache, and a step that forgets what the last one committed."""
     model = toy()
     ids = [3, 1]
-    tokens = generate(model, MJGDDrafter(model, k=2, beams=6), [ids], max_new_tokens=9, eos_token_id=[]).tokens[0]
+    tokens = generate(
+        model, MJGDDrafter.from_options(model, k=2, beams=6), [ids], max_new_tokens=9, eos_token_id=[]
+    ).tokens[0]
     for start in range(1, 9, 2):
         known = ids + tokens[:start].tolist()
         assert tokens[start : start + 2].tolist() == likeliest(model, known, 2)
@@ -197,9 +201,9 @@ def test_sampled_last_tokens() -> None:
 def test_one_token_or_one_beam_is_plain_sampling() -> None:
     """Catches likelihood that leaks into a choice where there is none; with several beams it must show (the power)."""
     model = TargetModel(build("llama", vocab_size=6, num_hidden_layers=1, initializer_range=0.2, eos_token_id=None))
-    assert abs(excess(model, MJGDDrafter(model, k=1), [3, 1])) < 3
-    assert abs(excess(model, MJGDDrafter(model, k=3, beams=1), [3, 1])) < 3
-    assert excess(model, MJGDDrafter(model, k=2, beams=2), [3, 1]) > 5
+    assert abs(excess(model, MJGDDrafter.from_options(model, k=1), [3, 1])) < 3
+    assert abs(excess(model, MJGDDrafter.from_options(model, k=3, beams=1), [3, 1])) < 3
+    assert excess(model, MJGDDrafter.from_options(model, k=2, beams=2), [3, 1]) > 5
 
 
 def test_one_token_is_distributed_like_the_target() -> None:

@@ -15,10 +15,14 @@ from drafters.decoding.loop import DecodeState
 from drafters.mjsd import JointLikelihood, MJSDDrafter
 
 TestItself = conformance.suite(
-    lambda target: MJSDDrafter(target, target, gamma=4, beams=3), families=("llama", "mistral-sliding"), longest_draft=4
+    lambda target: MJSDDrafter.from_options(target, draft_model=target, gamma=4, beams=3),
+    families=("llama", "mistral-sliding"),
+    longest_draft=4,
 )
 TestNear = conformance.suite(
-    lambda target: MJSDDrafter(target, perturbed(target, 0.05), gamma=3, beams=2, threshold=0.5),
+    lambda target: MJSDDrafter.from_options(
+        target, draft_model=perturbed(target, 0.05), gamma=3, beams=2, threshold=0.5
+    ),
     accepts="some",
     families=("llama", "mixtral"),
     longest_draft=3,
@@ -161,7 +165,7 @@ def propose(drafter: MJSDDrafter, state: DecodeState) -> DraftTree:
 def test_beams_equal_textbook_search(width: int) -> None:
     """Catches rows that see another beam's ancestors, wrong positions, and scores that lose their parent's."""
     model = toy()
-    drafter = MJSDDrafter(model, model, gamma=3, beams=width)
+    drafter = MJSDDrafter.from_options(model, draft_model=model, gamma=3, beams=width)
     found = set()
     for first in range(6):
         ids = [first, 1, 4]
@@ -181,7 +185,12 @@ def test_wide_beams_find_the_joint_maximum() -> None:
         ids = [first, 2]
         every = [list(tail) for tail in itertools.product(range(6), repeat=2)]
         best = max(every, key=lambda tail: float(log_likelihood(model, ids, tail).sum()))  # noqa: B023
-        assert propose(MJSDDrafter(model, model, gamma=2, beams=6), state_of(model, ids)).tokens[0].tolist() == best
+        assert (
+            propose(MJSDDrafter.from_options(model, draft_model=model, gamma=2, beams=6), state_of(model, ids))
+            .tokens[0]
+            .tolist()
+            == best
+        )
         differs += best != conformance.plain_greedy(model, ids, 2)
     assert differs > 0
 
@@ -192,16 +201,19 @@ def test_sampled_beams() -> None:
     model, ids = toy(), [3, 1]
     state = state_of(model, ids, temperature=1.0, top_k=1)
     greedy = conformance.plain_greedy(model, ids, 3)
-    assert propose(MJSDDrafter(model, model, gamma=3, beams=4), state).tokens[0].tolist() == greedy
-    drafter = MJSDDrafter(model, model, gamma=3, beams=2)
+    assert (
+        propose(MJSDDrafter.from_options(model, draft_model=model, gamma=3, beams=4), state).tokens[0].tolist()
+        == greedy
+    )
+    drafter = MJSDDrafter.from_options(model, draft_model=model, gamma=3, beams=2)
     state = state_of(model, ids, temperature=3.0)
     seen = {tuple(propose(drafter, state).tokens[0].tolist()) for _ in range(20)}
     assert len(seen) > 1
-    narrow = MJSDDrafter(model, model, gamma=1, beams=1)
+    narrow = MJSDDrafter.from_options(model, draft_model=model, gamma=1, beams=1)
     likeliest = model.model(torch.tensor([ids])).logits[0, -1].topk(2).indices.tolist()
     state = state_of(model, ids, temperature=100.0, top_k=2)
     assert {propose(narrow, state).tokens[0].tolist()[0] for _ in range(40)} == set(likeliest)
-    every = MJSDDrafter(model, model, gamma=2, beams=6)  # all tokens drawn: nothing is random
+    every = MJSDDrafter.from_options(model, draft_model=model, gamma=2, beams=6)  # all tokens drawn: nothing is random
     best = beam_search(model, ids, 2, 6)
     assert propose(every, state_of(model, ids, temperature=1.0)).tokens[0].tolist() == best
 
@@ -218,7 +230,9 @@ def test_likelihoods_of_a_sampled_run(likelihood: str) -> None:
     """
     target = conformance.target_of("llama")
     draft_model = perturbed(target, 0.2)
-    drafter = MJSDDrafter(target, draft_model, gamma=3, beams=3, threshold=0.3, likelihood=likelihood)
+    drafter = MJSDDrafter.from_options(
+        target, draft_model=draft_model, gamma=3, beams=3, threshold=0.3, likelihood=likelihood
+    )
     go, steps = drafter.propose, []
 
     def record(state: DecodeState) -> DraftTree:
@@ -256,7 +270,9 @@ def test_ended_beams_stay() -> None:
     """Catches a finished hypothesis that is extended past EOS, or that loses by being charged for tokens it lacks."""
     model, ids = toy(), [3, 1]
     first = conformance.plain_greedy(model, ids, 1)[0]
-    draft = propose(MJSDDrafter(model, model, gamma=3, beams=6), state_of(model, ids, eos=(first,)))
+    draft = propose(
+        MJSDDrafter.from_options(model, draft_model=model, gamma=3, beams=6), state_of(model, ids, eos=(first,))
+    )
     every = [[first], *([a, b, c] for a, b, c in itertools.product(range(6), repeat=3) if a != first)]
     every = [tail[: tail.index(first) + 1] if first in tail else tail for tail in every]
     best = max(every, key=lambda tail: float(log_likelihood(model, ids, tail).sum()))
@@ -269,7 +285,7 @@ def test_draft_cache_follows_the_text() -> None:
     """Catches rows of a beam that was not chosen kept in the draft model's cache: later drafts would drift unseen."""
     target = conformance.target_of("llama")
     draft_model = perturbed(target, 0.05)
-    drafter = MJSDDrafter(target, draft_model, gamma=3, beams=3)
+    drafter = MJSDDrafter.from_options(target, draft_model=draft_model, gamma=3, beams=3)
     drafts = []
     go = drafter.propose
 
@@ -291,9 +307,15 @@ def test_threshold_one_is_greedy() -> None:
     """Catches anything but the target's own choices when every draft is rejected (section 5.2.2)."""
     target = conformance.target_of("llama")
     ids = conformance.prompt(9)
-    result = generate(target, MJSDDrafter(target, target, threshold=1.0), [ids], max_new_tokens=12, eos_token_id=[])
+    result = generate(
+        target,
+        MJSDDrafter.from_options(target, draft_model=target, threshold=1.0),
+        [ids],
+        max_new_tokens=12,
+        eos_token_id=[],
+    )
     assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 12) and result.trace.tau == 1.0
-    accepting = MJSDDrafter(target, perturbed(target, 1.0), threshold=0.0, beams=2)
+    accepting = MJSDDrafter.from_options(target, draft_model=perturbed(target, 1.0), threshold=0.0, beams=2)
     steps = generate(target, accepting, [ids], max_new_tokens=21, eos_token_id=[]).trace.steps
     assert all(step.accepted == step.depth for step in steps)
 

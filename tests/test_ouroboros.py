@@ -20,12 +20,12 @@ SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
 
 def itself(target: TargetModel, **options: object) -> OuroborosDrafter:
     """The target as its own draft model: every drafted token is accepted, so phrases are what is put to the test."""
-    return OuroborosDrafter(target, target, **(SMALL | options))  # type: ignore[arg-type]
+    return OuroborosDrafter.from_options(target, draft_model=target, **(SMALL | options))  # type: ignore[arg-type]
 
 
 def near(target: TargetModel, **options: object) -> OuroborosDrafter:
     """A draft model that is sometimes right."""
-    return OuroborosDrafter(target, perturbed(target, 0.05), **(SMALL | options))  # type: ignore[arg-type]
+    return OuroborosDrafter.from_options(target, draft_model=perturbed(target, 0.05), **(SMALL | options))  # type: ignore[arg-type]
 
 
 class Counting(OuroborosDrafter):
@@ -137,7 +137,7 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
 
     The pool persists, so that nearly all drafts hold phrases; that the draft model matched some is counted.
     """
-    drafter = Counting(toy(), perturbed(toy(), 0.5), gamma=2, window=2, beta=3, k=2, guesses=2)
+    drafter = Counting.from_options(toy(), draft_model=perturbed(toy(), 0.5), gamma=2, window=2, beta=3, k=2, guesses=2)
     assert deviation(drafter, WARPS[warp]) < LIMIT
     assert sum(gain > 1 for gain in drafter.gains) > len(drafter.gains) / 10
 
@@ -343,7 +343,7 @@ def test_drafts_end_at_eos() -> None:
         for tree in trees:
             tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
             assert all(parent < 0 or tokens[parent] != eos for parent in parents)
-    plain = AutoregressiveDrafter(target)
+    plain = AutoregressiveDrafter.from_options(target)
     assert generate(target, plain, [ids], max_new_tokens=24, eos_token_id=[]).tokens[0].tolist() == free
 
 
@@ -354,4 +354,4 @@ def test_bad_options() -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             make_drafter("ouroboros", target, draft_model="x", **wrong)
     with pytest.raises(ValueError, match="97"):
-        OuroborosDrafter(target, toy(0))
+        OuroborosDrafter.from_options(target, draft_model=toy(0))

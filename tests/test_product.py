@@ -107,7 +107,10 @@ def test_drafting_on_it_is_lossless(kind: Quantization) -> None:
     """Catches rows of a block computed otherwise than one alone: what is kept must be the quantised target's own."""
     target, plain = quantized(kind=kind), TargetModel(tiny.build("llama", **SIZES[kind]))
     baseline = make_drafter("autoregressive", target)
-    for drafter in (SpeculativeDrafter(target, perturbed(plain, 0.05)), eagle(target, 0.4, "static")):
+    for drafter in (
+        SpeculativeDrafter.from_options(target, draft_model=perturbed(plain, 0.05)),
+        eagle(target, 0.4, "static"),
+    ):
         for seed in range(3):
             options = {"max_new_tokens": 24, "eos_token_id": NO_EOS}
             expected = generate(target, baseline, [prompt(9, seed)], **options)

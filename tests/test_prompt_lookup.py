@@ -63,11 +63,13 @@ class Checked(PromptLookupDrafter):
 
 def in_cascade(target: TargetModel, kind: type[PromptLookupDrafter] = Primed) -> CascadeDrafter:
     draft_model = perturbed(target, 0.05)
-    return CascadeDrafter(target, draft_model, kind(draft_model, gamma=3), gamma=4)
+    return CascadeDrafter.from_options(
+        target, draft_model=draft_model, inner=kind.from_options(draft_model, gamma=3), gamma=4
+    )
 
 
 TestPromptLookup = conformance.suite(lambda t: make_drafter("prompt_lookup", t, gamma=3), longest_draft=3)
-TestPrimed = conformance.suite(lambda t: Primed(t, gamma=5), accepts="some", longest_draft=5)
+TestPrimed = conformance.suite(lambda t: Primed.from_options(t, gamma=5), accepts="some", longest_draft=5)
 TestInCascade = conformance.suite(in_cascade, accepts="some", families=("llama",), longest_draft=7)
 
 
@@ -144,8 +146,8 @@ def test_drafts_of_a_batch_are_those_of_its_rows() -> None:
     target = target_of("llama")
     prompts = [prompt(4), prompt(11, 1), prompt(7, 2)]
     options = {"max_new_tokens": 20, "eos_token_id": 11}
-    alone = [generate(target, Primed(target, gamma=5), [ids], **options) for ids in prompts]  # type: ignore[arg-type]
-    together = generate(target, Primed(target, gamma=5), prompts, **options)  # type: ignore[arg-type]
+    alone = [generate(target, Primed.from_options(target, gamma=5), [ids], **options) for ids in prompts]  # type: ignore[arg-type]
+    together = generate(target, Primed.from_options(target, gamma=5), prompts, **options)  # type: ignore[arg-type]
     for row, single in enumerate(alone):
         assert together.tokens[row, : together.lengths[row]].tolist() == single.tokens[0].tolist()
         steps = [step.accepted for step in together.trace.steps if step.row == row]
@@ -167,7 +169,7 @@ def test_rows_of_different_length() -> None:
         eos=frozenset(),
         finished=[False, False, False, True, False],
     )
-    drafter = PromptLookupDrafter(target, gamma=3)
+    drafter = PromptLookupDrafter.from_options(target, gamma=3)
     drafter.begin(state, FeatureOutput(torch.zeros(5, 0)))
     draft = drafter.propose(state)
     assert draft.valid is not None and draft.is_chain
@@ -181,7 +183,7 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
 
     And, as rows of a batch draft unequally many tokens, padding nodes that take probability from the bonus.
     """
-    assert deviation(PromptLookupDrafter(toy(), gamma=3), WARPS[warp]) < LIMIT
+    assert deviation(PromptLookupDrafter.from_options(toy(), gamma=3), WARPS[warp]) < LIMIT
 
 
 def test_bad_options() -> None:

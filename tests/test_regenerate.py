@@ -26,7 +26,7 @@ from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
 from data_prep.store import lock as store_lock
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
-from drafters.eagle import EagleDrafter, EagleHead
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW = 10
@@ -42,7 +42,7 @@ def eagle_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("eagle")
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
     torch.manual_seed(0)
-    EagleDrafter(target, EagleHead(target.config)).save_pretrained(folder)
+    EagleDrafter(target, EagleHead(target.config), EagleOptions()).save_pretrained(folder)
     return folder
 
 

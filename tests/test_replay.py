@@ -22,10 +22,10 @@ def test_acceptance_follows_the_profile(kind: str) -> None:
     if kind == "kangaroo":
         inner = kangaroo(target, False, eta=0.0, max_draft_tokens=5)
     elif kind == "speculative":
-        inner = SpeculativeDrafter(target, perturbed(target, 0.5), gamma=5)
+        inner = SpeculativeDrafter.from_options(target, draft_model=perturbed(target, 0.5), gamma=5)
     else:
         inner = eagle(target, None, kind.removeprefix("eagle-"), depth=5)
-    drafter = ReplayDrafter(target, inner, PAPER)
+    drafter = ReplayDrafter.from_options(target, inner=inner, profile=PAPER)
     with checked_commits():
         generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=NO_EOS)
     trace = generate(target, drafter, [prompt(5)], max_new_tokens=240, eos_token_id=NO_EOS).trace
@@ -36,7 +36,9 @@ def test_acceptance_follows_the_profile(kind: str) -> None:
 
 def test_expected_tau() -> None:
     """1 + .79 + .79 * .74 + ... by hand; depths past the profile take its last rate."""
-    drafter = ReplayDrafter(target_of("llama"), make_drafter("autoregressive", target_of("llama")), PAPER)
+    drafter = ReplayDrafter.from_options(
+        target_of("llama"), inner=make_drafter("autoregressive", target_of("llama")), profile=PAPER
+    )
     assert drafter.expected_tau(0) == 1.0
     assert drafter.expected_tau(2) == pytest.approx(1 + 0.79 + 0.79 * 0.74)
     assert drafter.expected_tau(6) - drafter.expected_tau(5) == pytest.approx(0.79 * 0.74 * 0.72 * 0.73 * 0.67 * 0.67)
@@ -46,7 +48,9 @@ def test_cost_is_the_inner_drafters() -> None:
     """Catches forwards left out: per step, target and head must be run as often as without replay."""
     target = target_of("llama")
     inner = eagle(target, None, "static")
-    drafter = ReplayDrafter(target, inner, [0.0])  # never accepted, as the untrained head is not
+    drafter = ReplayDrafter.from_options(
+        target, inner=inner, profile=[0.0]
+    )  # never accepted, as the untrained head is not
     for one in (inner, drafter):
         with mock.patch.object(inner, "_extend", wraps=inner._extend) as head:
             trace = generate(target, one, [prompt(9)], max_new_tokens=10, eos_token_id=NO_EOS).trace
@@ -57,7 +61,7 @@ def test_cost_is_the_inner_drafters() -> None:
 def test_rows_of_a_batch_are_drawn_apart() -> None:
     """Catches one draw for all rows of a batch."""
     target = target_of("llama")
-    drafter = ReplayDrafter(target, eagle(target, None, "static"), [0.5])
+    drafter = ReplayDrafter.from_options(target, inner=eagle(target, None, "static"), profile=[0.5])
     result = generate(target, drafter, [prompt(5)] * 4, max_new_tokens=30, eos_token_id=NO_EOS)
     first = [[step.accepted for step in result.trace.steps if step.row == row][:6] for row in range(4)]
     assert len({tuple(steps) for steps in first}) > 1 and all(len(row) == 30 for row in rows_of(result))
@@ -71,7 +75,7 @@ def test_it_is_never_taken_for_lossless() -> None:
     with pytest.raises(ValueError, match="greedily only, found temperature 0.7"):
         generate(target, drafter, [prompt(5)], max_new_tokens=4, temperature=0.7)
     with pytest.raises(ValueError, match="built for target"):
-        ReplayDrafter(target, make_drafter("prompt_lookup", other), [0.5])
+        ReplayDrafter.from_options(target, inner=make_drafter("prompt_lookup", other), profile=[0.5])
     with pytest.raises(ValueError, match="give drafter"):
         make_drafter("replay", target, inner={}, profile=[0.5])
     for profile in ([], [1.2], [-0.1]):

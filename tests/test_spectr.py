@@ -181,7 +181,7 @@ def test_drafts_are_independent_samples() -> None:
     Tokens of 600 drafts side by side against q(x) q(y | x), and how often two neighbours begin alike against sum q^2.
     """
     target, ids = toy(), [1, 3]
-    drafter = SpecTrDrafter(target, target, gamma=2, drafts=600)
+    drafter = SpecTrDrafter.from_options(target, draft_model=target, gamma=2, drafts=600)
     state = state_of(target, ids, 1.0)
     drafter.begin(state, None)  # type: ignore[arg-type]
     first = target.model(torch.tensor([ids])).logits[0, -1].softmax(-1)
@@ -206,7 +206,9 @@ def test_draft_cache_follows_the_text(temperature: float, draft_temperature: flo
     """Catches rows of another draft kept in the draft model's cache, and q without its temperature or warps."""
     target = target_of("llama")
     draft_model = perturbed(target, 0.05)
-    drafter = SpecTrDrafter(target, draft_model, gamma=3, drafts=3, draft_temperature=draft_temperature)
+    drafter = SpecTrDrafter.from_options(
+        target, draft_model=draft_model, gamma=3, drafts=3, draft_temperature=draft_temperature
+    )
     drawn, seen = drafter._draw, set()
     known: list[int] = []
     own = temperature if draft_temperature is None else draft_temperature
@@ -240,7 +242,7 @@ def test_draft_cache_follows_the_text(temperature: float, draft_temperature: flo
 def test_drafts_that_begin_alike_have_one_q() -> None:
     """Catches a q that differs in the last bits between drafts of one context: K-SEQ wants samples of the same."""
     target = target_of("llama")
-    drafter = SpecTrDrafter(target, perturbed(target, 0.05), gamma=4, drafts=8)
+    drafter = SpecTrDrafter.from_options(target, draft_model=perturbed(target, 0.05), gamma=4, drafts=8)
     state = state_of(target, prompt(9), 0.3)
     drafter.begin(state, None)  # type: ignore[arg-type]
     draft = drafter.propose(state)
@@ -257,7 +259,9 @@ def test_two_drafts_beat_one() -> None:
     for temperature, own in ((1.0, None), (0.0, 0.5)):
         taus = []
         for drafts in (1, 4):
-            drafter = SpecTrDrafter(target, draft_model, gamma=3, drafts=drafts, draft_temperature=own)
+            drafter = SpecTrDrafter.from_options(
+                target, draft_model=draft_model, gamma=3, drafts=drafts, draft_temperature=own
+            )
             options = {"max_new_tokens": 30, "eos_token_id": NO_EOS, "temperature": temperature}
             traces = [generate(target, drafter, [prompt(9, s)], seed=s, **options).trace for s in range(4)]
             taus.append(sum(t.decoded_tokens for t in traces) / sum(t.forwards for t in traces))
@@ -274,7 +278,7 @@ DRAFTERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(("name", "warp"), [("k 4", 0), ("k 4", 1), ("flat drafts", 1), ("greedy drafts", 0)])
 def test_output_is_distributed_as_the_targets(name: str, warp: int) -> None:
     """Catches q without its warps, of another level or at another temperature, where the whole loop hands it over."""
-    drafter = SpecTrDrafter(toy(), toy(1, 1), **DRAFTERS[name])  # type: ignore[arg-type]
+    drafter = SpecTrDrafter.from_options(toy(), draft_model=toy(1, 1), **DRAFTERS[name])  # type: ignore[arg-type]
     assert deviation(drafter, WARPS[warp]) < LIMIT
 
 
@@ -287,7 +291,7 @@ def flat_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
 @pytest.mark.parametrize(("wrong", "tokens"), [(flat_q, 1_000), (rule_with(rho_of_one), 2_000)])
 def test_the_measurement_sees_wrong_rules(wrong: Rule, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
-    drafter = SpecTrDrafter(toy(), toy(1, 1), gamma=2, drafts=3)
+    drafter = SpecTrDrafter.from_options(toy(), draft_model=toy(1, 1), gamma=2, drafts=3)
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
     assert deviation(drafter, WARPS[0], tokens) > 8.0
 
@@ -307,9 +311,15 @@ def test_inside_a_cascade() -> None:
     """Catches a draft cache that does not follow when tokens are taken back."""
     target = target_of("llama")
     draft_model = perturbed(target, 0.05)
-    inner = SpecTrDrafter(draft_model, perturbed(target, 0.1), gamma=2, drafts=3, draft_temperature=0.5)
+    inner = SpecTrDrafter.from_options(
+        draft_model, draft_model=perturbed(target, 0.1), gamma=2, drafts=3, draft_temperature=0.5
+    )
     result = generate(
-        target, CascadeDrafter(target, draft_model, inner), [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS
+        target,
+        CascadeDrafter.from_options(target, draft_model=draft_model, inner=inner),
+        [prompt(9)],
+        max_new_tokens=24,
+        eos_token_id=NO_EOS,
     )
     assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)
     assert any(step.accepted > 1 for step in result.trace.steps)
@@ -321,4 +331,4 @@ def test_bad_options() -> None:
     for wrong in ({"gamma": 0}, {"drafts": 0}, {"draft_temperature": -1.0}, {"k": 2}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             make_drafter("spectr", target, draft_model=target, **wrong)
-    assert SpecTrDrafter(target, target, gamma=3, drafts=5).max_draft == 15
+    assert SpecTrDrafter.from_options(target, draft_model=target, gamma=3, drafts=5).max_draft == 15

@@ -23,7 +23,7 @@ def test_drafts_are_the_draft_models(temperature: float) -> None:
     """Catches a draft cache that lacks the last token after full acceptance, or keeps rejected ones: tau falls."""
     target = target_of("llama")
     draft_model = perturbed(target, 0.05)
-    drafter = SpeculativeDrafter(target, draft_model, gamma=3)
+    drafter = SpeculativeDrafter.from_options(target, draft_model=draft_model, gamma=3)
     propose, accepted = drafter.propose, set()
 
     def checked(state: DecodeState) -> DraftTree:
@@ -53,7 +53,11 @@ def test_last_step_drafts_no_more_than_it_may_keep() -> None:
     """Catches drafting past max_new_tokens, which costs time that the report then blames on the method."""
     target = target_of("llama")
     trace = generate(
-        target, SpeculativeDrafter(target, target, gamma=4), [prompt(5)], max_new_tokens=9, eos_token_id=NO_EOS
+        target,
+        SpeculativeDrafter.from_options(target, draft_model=target, gamma=4),
+        [prompt(5)],
+        max_new_tokens=9,
+        eos_token_id=NO_EOS,
     ).trace
     assert [(step.drafted, step.committed) for step in trace.steps] == [(4, 5), (2, 3)]
 
@@ -64,7 +68,7 @@ def test_other_vocabulary_is_refused(
     """Catches token ids handed to a model that means others by them; both sizes must be named."""
     target = target_of("llama")
     with pytest.raises(ValueError, match="101 tokens.*97"):
-        SpeculativeDrafter(target, TargetModel(tiny_model("llama", vocab_size=101)))
+        SpeculativeDrafter.from_options(target, draft_model=TargetModel(tiny_model("llama", vocab_size=101)))
     with pytest.raises(ValueError, match="gamma"):
         make_drafter("speculative", target, draft_model=str(tiny_checkpoint("llama")), gamma=0)
     drafter = make_drafter("speculative", target, draft_model=str(tiny_checkpoint("llama")), gamma=2)

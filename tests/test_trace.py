@@ -45,7 +45,11 @@ def test_times_are_of_their_own_step() -> None:
     """Catches laps assigned to the wrong phase, and a prefill counted as decoding."""
     target = target_of("llama")
     trace = generate(
-        target, AutoregressiveDrafter(target), [prompt(6), prompt(4)], max_new_tokens=9, eos_token_id=NO_EOS
+        target,
+        AutoregressiveDrafter.from_options(target),
+        [prompt(6), prompt(4)],
+        max_new_tokens=9,
+        eos_token_id=NO_EOS,
     ).trace
     assert trace.forwards == len(trace.draft_seconds) == len(trace.other_seconds) == 8
     assert len(trace.steps) == 16 and trace.tau == 1.0 and trace.decoded_tokens == 16

@@ -5,6 +5,7 @@ from functools import lru_cache
 from pydantic import InstanceOf
 
 from ..base import Drafter
+from ..config import Config
 from ..decoding.loop import DecodeState, padded
 from ..model.files import load_bare_tokenizer
 from ..model.kv_cache import KVCache
@@ -14,19 +15,22 @@ from ..model.target import TargetModel
 DraftModel = str | InstanceOf[TargetModel]
 
 
+class DraftModelOptions(Config):
+    """``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer, loaded in the target's dtype."""
+
+    draft_model: DraftModel
+
+
 class DraftModelDrafter(Drafter):
     """A drafter that drafts with a smaller LM of the target's tokenizer.
-
-    Args:
-        draft_model: a loaded draft model, or the folder or Hub repository to load one from (in the target's dtype).
 
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
     """
 
-    def __init__(self, target: TargetModel, draft_model: str | TargetModel) -> None:
-        super().__init__(target)
-        self.draft_model = load_draft_model(target, draft_model)
+    def __init__(self, target: TargetModel, options: DraftModelOptions) -> None:
+        super().__init__(target, options)
+        self.draft_model = load_draft_model(target, options.draft_model)
 
     @property
     def max_context(self) -> int:

@@ -50,6 +50,11 @@ def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
         temporary.write_bytes(save(arrays, metadata))
 
 
+def first_pool(path: str | None, model: TargetModel, tail: int, per_token: int) -> PhrasePool:
+    """The pool that a drafter of ``model`` begins with: the saved one, or an empty one where ``path`` is None."""
+    return PhrasePool(tail, per_token) if path is None else load_pool(path, model, tail, per_token)
+
+
 def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -> PhrasePool:
     """A saved pool for a drafter of ``model``; tails longer than ``tail`` are cut, of too many the newest are kept.
 

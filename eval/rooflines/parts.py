@@ -11,8 +11,8 @@ from transformers import CompileConfig, GenerationConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.decoding.sampling import most_likely
-from drafters.eagle import EagleDrafter, EagleHead
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.kv_cache import cache_bytes
 from drafters.replay import ReplayDrafter
 
@@ -103,11 +103,12 @@ def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable
     torch.manual_seed(config.seed)
     plain = make_drafter("autoregressive", target)
     head = EagleHead(target.config)
-    static = EagleDrafter(target, head, tree="static")
+    chain = EagleDrafter(target, head, EagleOptions(tree="chain"))
+    static = EagleDrafter(target, head, EagleOptions(tree="static"))
     profile = scaled(config.eagle_profile, 5, config.eagle_tau)
     eagle = {  # not the dynamic tree: its shape depends on confidences, and an untrained head's are all alike
-        "EAGLE chain": ReplayDrafter(target, EagleDrafter(target, head, tree="chain"), config.eagle_profile),
-        "EAGLE static tree": ReplayDrafter(target, static, profile),
+        "EAGLE chain": ReplayDrafter.from_options(target, inner=chain, profile=config.eagle_profile),
+        "EAGLE static tree": ReplayDrafter.from_options(target, inner=static, profile=profile),
     }
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for batch in config.batches:
@@ -116,11 +117,10 @@ def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable
         for name, drafter in eagle.items():
             found[f"{name}, replay{label}"] = _ours(target, drafter, prompts[:batch], config.new_tokens)
     if config.exit_layer < target.num_layers:
-        adapter = KangarooDrafter(
-            target, KangarooAdapter(target.config), config.exit_layer, eta=0.0, max_draft_tokens=4
-        )
+        options = KangarooOptions(exit_layer=config.exit_layer, eta=0.0, max_draft_tokens=4)
+        adapter = KangarooDrafter(target, KangarooAdapter(target.config), options)
         rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
-        replayed = ReplayDrafter(target, adapter, rates)
+        replayed = ReplayDrafter.from_options(target, inner=adapter, profile=rates)
         found[f"Kangaroo, exit {config.exit_layer}, replay"] = _ours(target, replayed, prompts[:1], config.new_tokens)
     if config.stock and config.quantize is None:  # which takes the stock layers' weights
         found["stock generate"] = _stock(target, prompts[0], config.new_tokens, False)
