@@ -87,9 +87,9 @@ class EagleOptions(Config):
     """
 
     tree: Literal["chain", "static", "dynamic"] = "dynamic"
-    depth: int | None = Field(None, ge=1)
-    top_k: int = Field(10, ge=1)
-    nodes: int = Field(59, ge=1)
+    depth: int | None = Field(default=None, ge=1)
+    top_k: int = Field(default=10, ge=1)
+    nodes: int = Field(default=59, ge=1)
     paths: list[list[int]] | None = None
 
 

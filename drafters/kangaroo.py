@@ -72,8 +72,8 @@ class KangarooOptions(Config):
     """``eta``: drafting stops after a token whose top-1 probability is eta or less; 0 never stops early."""
 
     exit_layer: int = Field(ge=1)
-    eta: float = Field(0.4, ge=0.0, lt=1.0)
-    max_draft_tokens: int = Field(6, ge=1)
+    eta: float = Field(default=0.4, ge=0.0, lt=1.0)
+    max_draft_tokens: int = Field(default=6, ge=1)
 
 
 class KangarooDrafter(LearnedDrafter):

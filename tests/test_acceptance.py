@@ -122,6 +122,22 @@ def test_committed_tokens_follow_the_target(name: str) -> None:
     assert total_variation(found.sum((1, 2)), toy.p[0]) < 0.004
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_walking_by_row_equals_walking_by_level(name: str) -> None:
+    """Catches the two ways of verifying drifting apart: small batches on a CPU would follow another rule than a GPU.
+
+    The same numbers must lead to the same row, and leave the same of p: its likeliest token stands in for a draw.
+    """
+    shape = SHAPES[name]
+    draft, logits = build_draft(shape, Toy(shape.sampling), torch.Generator().manual_seed(3))
+    few = {key: getattr(draft, key)[:1000] for key in ("tokens", "parents", "q", "q_row", "valid")}
+    draft, uniform = replace(draft, **few), torch.rand(1000, draft.size, generator=torch.Generator().manual_seed(4))
+    with mock.patch.object(acceptance, "draw", lambda p, generator: p.argmax(-1)):
+        walks = (acceptance._walk_by_row, acceptance._walk_by_level)
+        (ends, bonus), others = (walk(draft, logits[:1000], shape.sampling, uniform, None) for walk in walks)
+    assert torch.equal(ends, others[0]) and torch.equal(bonus, others[1]) and len(set(ends.tolist())) > 1
+
+
 @pytest.mark.parametrize("name", ["three siblings", "top then sampled"])
 def test_verification_reads_nothing_before_the_verdict(name: str) -> None:
     """Catches a tree followed by reading values, which a device would be waited for, or a token of a row that ended."""
@@ -151,7 +167,7 @@ def test_operations_do_not_grow_with_the_tree() -> None:
             verify_sampled(draft, torch.zeros(1, draft.size + 1, 99), draft.ancestors(), Sampling(1.0))
         return counting.count
 
-    with mock.patch.object(acceptance, "_known_none", lambda rows: False):
+    with mock.patch.multiple(acceptance, FEW_ROWS=0, _known_none=lambda rows: False):
         assert operations(2) == operations(8)
 
 
@@ -229,11 +245,11 @@ def test_padding_is_no_draw() -> None:
     every = torch.zeros(rows, 2, dtype=torch.long)
     tokens, valid = torch.tensor([[0, 1]]).expand(rows, -1), torch.tensor([[True, False]]).expand(rows, -1)
     draft = DraftTree(tokens, every + ROOT, q=q, q_row=every, valid=valid)
-    verdict = verify_sampled(draft, p.log().expand(rows, 3, -1), draft.ancestors(), Sampling(1.0))
-    ends = torch.tensor([path[-1] for path in verdict.rows])
-    assert set(ends.tolist()) == {0, 1} and (ends == 1).float().mean().item() == pytest.approx(0.25, abs=0.03)
-    left = torch.tensor([tokens[-1] for tokens in verdict.tokens])[ends == 0].bincount(minlength=4) / (ends == 0).sum()
-    torch.testing.assert_close(left, torch.tensor([0.0, 1.0, 1.0, 1.0]) / 3, atol=0.04, rtol=0)
+    for walk in (acceptance._walk_by_row, acceptance._walk_by_level):
+        ends, bonus = walk(draft, p.log().expand(rows, 3, -1), Sampling(1.0), torch.rand(rows, 2), None)
+        assert set(ends.tolist()) == {0, 1} and (ends == 1).float().mean().item() == pytest.approx(0.25, abs=0.03)
+        left = bonus[ends == 0].bincount(minlength=4) / (ends == 0).sum()
+        torch.testing.assert_close(left, torch.tensor([0.0, 1.0, 1.0, 1.0]) / 3, atol=0.04, rtol=0)
 
 
 def test_zero_probability_tokens_are_never_committed() -> None:

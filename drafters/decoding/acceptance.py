@@ -13,6 +13,8 @@ from .draft_tree import DraftTree
 from .sampling import Sampling, draw, most_likely, residual, without
 
 LEAF = -1  # below the last level
+TINY = torch.finfo(torch.float32).tiny
+FEW_ROWS = 4  # up to this batch a CPU is faster row by row
 Rule = Callable[[DraftTree, torch.Tensor, torch.Tensor, Sampling, torch.Generator | None], "Verdict"]
 
 
@@ -84,11 +86,30 @@ def verify_sampled(
 ) -> Verdict:
     """Multi-round speculative sampling: the committed tokens are distributed as the target's own (EAGLE, Algorithm 1).
 
-    Level by level, all batch rows side by side: after the row accepted last, one token is drawn that is distributed as
-    p (``_next_token``). Where a child holds it, that child is accepted; where none does, it is the bonus.
+    After the row accepted last, one token is drawn that is distributed as p (``_next_token``). Where a child holds it,
+    that child is accepted, and so on; where none does, it is the bonus.
+    """
+    uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
+    few = logits.device.type == "cpu" and len(logits) <= FEW_ROWS
+    walk = _walk_by_row if few else _walk_by_level
+    at, bonus = walk(draft, logits, sampling, uniform, generator)
+    return collect(draft, see, at, bonus)
+
+
+def _walk_by_level(
+    draft: DraftTree,
+    logits: torch.Tensor,
+    sampling: Sampling,
+    uniform: torch.Tensor,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The deepest accepted row and the bonus, ``[B]`` each: all batch rows side by side, without reading a value.
+
+    Args:
+        uniform: ``[B, N]`` one random number a node, for its trial.
     """
     every = torch.arange(len(logits), device=logits.device)
-    at = bonus = torch.zeros_like(every)  # the deepest accepted row
+    at = bonus = torch.zeros_like(every)
     going = at == 0
     for draws in (*draft.levels, LEAF):
         p = sampling.probabilities(logits[every, at])
@@ -98,18 +119,23 @@ def verify_sampled(
         children = draft.parents == at[:, None] - 1
         if draft.valid is not None:
             children = children & draft.valid
-        token = _next_token(draft, children, p, draws, generator)
+        token = _next_token(draft, children, p, draws, uniform, generator)
         found, node = (children & (draft.tokens == token[:, None])).max(1)
         bonus = torch.where(going, token, bonus)
         going = going & found
         at = torch.where(going, node + 1, at)
         if _known_none(going):
             break
-    return collect(draft, see, at, bonus)
+    return at, bonus
 
 
 def _next_token(
-    draft: DraftTree, children: torch.Tensor, p: torch.Tensor, draws: int, generator: torch.Generator | None
+    draft: DraftTree,
+    children: torch.Tensor,
+    p: torch.Tensor,
+    draws: int,
+    uniform: torch.Tensor,
+    generator: torch.Generator | None,
 ) -> torch.Tensor:
     """A token ``[B]`` distributed as ``p [B, V]`` that is a child's as often as can be.
 
@@ -126,16 +152,15 @@ def _next_token(
         return draw(p, generator)
     assert draft.q is not None and draft.q_row is not None
     untried = children & (draft.q_row >= 0)
-    uniform = torch.rand(len(p), draws, device=p.device, generator=generator)
     passed = torch.zeros_like(untried[:, :1])
-    token, q = uniform[:, :1].long(), p  # replaced by the first trial
+    token, q = draft.tokens[:, :1], p  # replaced by the first trial
     for trial in range(draws):
         turn, node = untried.max(1, keepdim=True)  # the first child that is left
         if trial == 0:
             row = draft.q_row.gather(1, node).clamp_min(0)
             q = draft.q.gather(1, row[..., None].expand(-1, -1, p.shape[1]))[:, 0]
         x = draft.tokens.gather(1, node)
-        accept = turn & (uniform[:, trial, None] * q.gather(1, x) < p.gather(1, x))
+        accept = turn & (uniform.gather(1, node) * q.gather(1, x) < p.gather(1, x))
         token, passed = torch.where(accept, x, token), passed | accept
         if _known_none(~passed):
             return token[:, 0]
@@ -145,6 +170,54 @@ def _next_token(
             break
         q = without(q, x)
     return torch.where(passed[:, 0], token[:, 0], draw(p, generator))
+
+
+def _walk_by_row(
+    draft: DraftTree,
+    logits: torch.Tensor,
+    sampling: Sampling,
+    uniform: torch.Tensor,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same one row after the other, reading values, which is free on a CPU: of few rows, the fastest."""
+    known = [part.tolist() if part is not None else None for part in (draft.parents, draft.q_row, draft.valid)]
+    ends = []
+    for b, (tokens, numbers) in enumerate(zip(draft.tokens.tolist(), uniform.tolist(), strict=True)):
+        parents, q_row, valid = (part[b] if part is not None else None for part in known)
+        at, accepted = 0, 0
+        while accepted is not None:
+            at = accepted
+            p = sampling.probabilities(logits[b, at])
+            children = [n for n, parent in enumerate(parents) if parent + 1 == at and (valid is None or valid[n])]
+            drawn = [node for node in children if q_row is not None and q_row[node] >= 0]
+            token = _try_in_turn(p, draft.q[b, q_row[drawn[0]]], tokens, drawn, numbers) if drawn else None
+            token = int(draw(p, generator)) if token is None else token
+            accepted = next((node + 1 for node in children if tokens[node] == token), None)
+        ends.append((at, token))
+    at, bonus = torch.tensor(ends, device=logits.device).unbind(1)
+    return at, bonus
+
+
+def _try_in_turn(
+    p: torch.Tensor, q: torch.Tensor, tokens: list[int], drawn: list[int], numbers: list[float]
+) -> int | None:
+    """The token of the first of the nodes ``drawn`` that passes; where none does, ``p [V]`` becomes what is left of it.
+
+    Neither p nor q is renormalised: their sums are carried along.
+    """
+    q = q.clone()
+    p_sum = q_sum = 1.0
+    for node in drawn:
+        x = tokens[node]
+        if numbers[node] * float(q[x]) * p_sum < float(p[x]) * q_sum:
+            return x
+        left = p.sub(q, alpha=p_sum / max(q_sum, TINY)).clamp_min_(0.0)
+        if (total := float(left.sum())) > 0:  # p == q leaves nothing, and there nothing is rejected but by rounding
+            p_sum = total
+            p.copy_(left)
+        q[x] = 0.0
+        q_sum = float(q.sum())
+    return None
 
 
 def _known_none(rows: torch.Tensor) -> bool:
