@@ -129,8 +129,8 @@ def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch
     """Catches a method that one of its options makes lossy, reported by its class as lossless."""
 
     class Sometimes(AutoregressiveDrafter):
-        def __init__(self, target: TargetModel) -> None:
-            super().__init__(target)
+        def __init__(self, target: TargetModel, options: Config) -> None:
+            super().__init__(target, options)
             self.lossless = False  # type: ignore[misc]
 
     monkeypatch.setattr(
