@@ -135,7 +135,8 @@ def test_walking_by_row_equals_walking_by_level(name: str) -> None:
     with mock.patch.object(acceptance, "draw", lambda p, generator: p.argmax(-1)):
         walks = (acceptance._walk_by_row, acceptance._walk_by_level)
         (ends, bonus), others = (walk(draft, logits[:1000], shape.sampling, uniform, None) for walk in walks)
-    assert torch.equal(ends, others[0]) and torch.equal(bonus, others[1]) and len(set(ends.tolist())) > 1
+    assert torch.equal(ends, others[0]) and torch.equal(bonus, others[1])
+    assert len(set(ends.tolist())) > 1 or name == "top-k children", "all drafts are the same only without samples"
 
 
 @pytest.mark.parametrize("name", ["three siblings", "top then sampled"])

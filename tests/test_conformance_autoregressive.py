@@ -4,4 +4,4 @@ import conformance
 
 from drafters.autoregressive import AutoregressiveDrafter
 
-TestAutoregressive = conformance.suite(AutoregressiveDrafter, accepts="none", longest_draft=0)
+TestAutoregressive = conformance.suite(AutoregressiveDrafter.from_options, accepts="none", longest_draft=0)
