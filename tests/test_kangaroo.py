@@ -10,7 +10,7 @@ from rigged import EXIT_LAYER, kangaroo, quiet_depths
 from drafters import TargetModel, generate
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.kangaroo import KangarooAdapter
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter
 
 ETA = 0.15
 
@@ -88,5 +88,5 @@ def test_adapter_is_what_the_paper_counts() -> None:
 def test_exit_layer_is_checked(exit_layer: int) -> None:
     """Catches an exit after the last layer, where nothing is left to verify with."""
     target = target_of("llama")
-    with pytest.raises(ValueError, match=f"between 1 and 3.*found {exit_layer}"):
-        type(kangaroo(target, False))(target, KangarooAdapter(target.config), exit_layer=exit_layer)
+    with pytest.raises(ValueError, match=f"exit_layer.*found {exit_layer}"):
+        KangarooDrafter.from_weights(target, KangarooAdapter(target.config).state_dict(), {"exit_layer": exit_layer})
