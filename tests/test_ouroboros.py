@@ -54,7 +54,7 @@ class Poisoned(Counting):
 
 
 def poisoned(target: TargetModel) -> OuroborosDrafter:
-    return Poisoned(target, perturbed(target, 0.05), gamma=3, window=2, beta=4, k=2, guesses=2)
+    return Poisoned.from_options(target, draft_model=perturbed(target, 0.05), gamma=3, window=2, beta=4, k=2, guesses=2)
 
 
 TestItself = conformance.suite(itself, families=("llama", "qwen3"), longest_draft=7, remembers=True)
@@ -99,7 +99,7 @@ def test_accelerated_drafts_are_the_draft_models_own(family: str) -> None:
     """
     target = conformance.target_of(family)
     draft_model = perturbed(target, 0.05)
-    drafter = Poisoned(target, draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)
+    drafter = Poisoned.from_options(target, draft_model=draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)
     drafts: list[tuple[list[int], list[int]]] = []
     propose = drafter.propose
 
@@ -121,7 +121,9 @@ def test_phrases_save_draft_forwards() -> None:
     ids = conformance.prompt(9)
     counts = {}
     for accelerate in (True, False):
-        drafter = Poisoned(target, target, gamma=6, window=2, beta=4, k=1, guesses=2, accelerate=accelerate)
+        drafter = Poisoned.from_options(
+            target, draft_model=target, gamma=6, window=2, beta=4, k=1, guesses=2, accelerate=accelerate
+        )
         trace = generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=[]).trace
         counts[accelerate] = len(drafter.gains) / sum(drafter.gains)
         assert trace.tau > 6  # gamma, then a whole phrase, then the bonus
@@ -146,7 +148,7 @@ def test_q_belongs_to_the_drafted_tokens() -> None:
     """Catches a q of the wrong row where phrases were matched: residuals would be wrong by too little to see."""
     target = conformance.target_of("llama")
     draft_model = perturbed(target, 0.05)
-    drafter = Poisoned(target, draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)
+    drafter = Poisoned.from_options(target, draft_model=draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)
     propose, sampling = drafter.propose, Sampling(0.05, 0, 0.9)
 
     def check(state: DecodeState) -> DraftTree:
@@ -270,7 +272,9 @@ def test_long_agreements_become_all_their_phrases() -> None:
 def test_the_targets_words_are_those_of_their_rows(temperature: float) -> None:
     """Catches words read off another row of the forward, from which wrong phrases would be learnt: seen only in tau."""
     target = conformance.target_of("llama")
-    drafter = Poisoned(target, perturbed(target, 0.02), gamma=2, window=2, beta=3, k=2, guesses=2)
+    drafter = Poisoned.from_options(
+        target, draft_model=perturbed(target, 0.02), gamma=2, window=2, beta=3, k=2, guesses=2
+    )
     propose, observe = drafter.propose, drafter.observe
     before: list[int] = []
     learnt = [0, 0]
@@ -335,7 +339,7 @@ def test_drafts_end_at_eos() -> None:
     ids = conformance.prompt(9)
     free = conformance.plain_greedy(target, ids, 24)
     for eos in free[3:12]:
-        drafter = Poisoned(target, target, gamma=4, window=3, beta=5, k=2, guesses=2)
+        drafter = Poisoned.from_options(target, draft_model=target, gamma=4, window=3, beta=5, k=2, guesses=2)
         trees = []
         propose = drafter.propose
         drafter.propose = lambda state, go=propose, into=trees: into.append(go(state)) or into[-1]  # type: ignore[method-assign]

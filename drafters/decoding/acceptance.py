@@ -180,22 +180,28 @@ def _walk_by_row(
     generator: torch.Generator | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same one row after the other, reading values, which is free on a CPU: of few rows, the fastest."""
-    known = [part.tolist() if part is not None else None for part in (draft.parents, draft.q_row, draft.valid)]
-    ends = []
+    every_parents = draft.parents.tolist()
+    q_rows = draft.q_row.tolist() if draft.q is not None and draft.q_row is not None else None
+    valid = draft.valid.tolist() if draft.valid is not None else None
+    ends: list[list[int]] = []
     for b, (tokens, numbers) in enumerate(zip(draft.tokens.tolist(), uniform.tolist(), strict=True)):
-        parents, q_row, valid = (part[b] if part is not None else None for part in known)
-        at, accepted = 0, 0
-        while accepted is not None:
-            at = accepted
+        at, bonus, accepted = 0, 0, True
+        while accepted:
             p = sampling.probabilities(logits[b, at])
-            children = [n for n, parent in enumerate(parents) if parent + 1 == at and (valid is None or valid[n])]
-            drawn = [node for node in children if q_row is not None and q_row[node] >= 0]
-            token = _try_in_turn(p, draft.q[b, q_row[drawn[0]]], tokens, drawn, numbers) if drawn else None
-            token = int(draw(p, generator)) if token is None else token
-            accepted = next((node + 1 for node in children if tokens[node] == token), None)
-        ends.append((at, token))
-    at, bonus = torch.tensor(ends, device=logits.device).unbind(1)
-    return at, bonus
+            children = [node for node, parent in enumerate(every_parents[b]) if parent + 1 == at]
+            if valid is not None:
+                children = [node for node in children if valid[b][node]]
+            drawn = [node for node in children if q_rows[b][node] >= 0] if q_rows is not None else []
+            token = None
+            if drawn and q_rows is not None and draft.q is not None:
+                token = _try_in_turn(p, draft.q[b, q_rows[b][drawn[0]]], tokens, drawn, numbers)
+            bonus = int(draw(p, generator)) if token is None else token
+            holding = [node for node in children if tokens[node] == bonus]
+            accepted = bool(holding)
+            at = holding[0] + 1 if accepted else at
+        ends.append([at, bonus])
+    deepest, extra = torch.tensor(ends, device=logits.device).unbind(1)
+    return deepest, extra
 
 
 def _try_in_turn(
