@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_run
 
 from drafters.config import load_config
 from eval.speed import SpeedConfig
@@ -64,7 +65,7 @@ def test_the_worked_examples_pass_their_tests(copied: Path) -> None:
     style = ["ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", "I001"]
     subprocess.run([sys.executable, "-m", *style, *(copied / name for name in FILES)], check=True)
     options = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-n0", str(copied / "tests")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = tiny_run.environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

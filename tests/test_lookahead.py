@@ -93,7 +93,7 @@ def test_guesses_are_the_targets(family: str, temperature: float) -> None:
     What each row of the last level predicts must be the stock model's argmax after the tokens that the row sees.
     """
     target = target_of(family)
-    drafter = Primed(target, window=3, ngram=4, guesses=2)
+    drafter = Primed.from_options(target, window=3, ngram=4, guesses=2)
     propose, observe, seen = drafter.propose, drafter.observe, []
     before: list[int] = []
 
@@ -122,7 +122,7 @@ def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
     """Catches sizes whose buffers or rows were only right for the usual ones; W = 1 with N = 2 has no scratch rows."""
     target = target_of("llama")
     window, ngram, guesses = shape
-    drafter = Primed(target, window=window, ngram=ngram, guesses=guesses)
+    drafter = Primed.from_options(target, window=window, ngram=ngram, guesses=guesses)
     ids, propose, sizes = prompt(target.max_context - 30), drafter.propose, [(0, 0)]
 
     def note(state: DecodeState) -> DraftTree:
@@ -141,7 +141,7 @@ def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
 def test_whole_matches_keep_their_bonus() -> None:
     """Catches the token lost that the target says behind an n-gram accepted to its end."""
     target = target_of("llama")
-    drafter = Primed(target, window=2, ngram=3, guesses=4)
+    drafter = Primed.from_options(target, window=2, ngram=3, guesses=4)
     trace = generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS).trace
     whole = [step.committed for step in trace.steps if step.accepted == 2]
     assert len(whole) > 3 and set(whole[:-1]) == {3}
@@ -184,7 +184,7 @@ def test_eos_in_phrases() -> None:
 
 def test_no_draft_for_the_last_token() -> None:
     """Catches rows spent where nothing can be accepted, or guesses made that no forward will use."""
-    drafter = Primed(target_of("llama"), window=2, ngram=3, guesses=2)
+    drafter = Primed.from_options(target_of("llama"), window=2, ngram=3, guesses=2)
     options: dict[str, Any] = {"max_new_tokens": 2, "eos_token_id": NO_EOS}
     assert [step.drafted for step in generate(drafter.target, drafter, [prompt(5)], **options).trace.steps] == [0]
     state = state_of(drafter.target, [50, 10], new=2)

@@ -31,7 +31,7 @@ def kangaroo_toy(target: TargetModel) -> KangarooDrafter:
 
 
 MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
-    "autoregressive": AutoregressiveDrafter,
+    "autoregressive": AutoregressiveDrafter.from_options,
     "speculative": lambda target: SpeculativeDrafter.from_options(target, draft_model=toy(1, 1), gamma=3),
     "eagle chain": lambda target: eagle(target, None, "chain", depth=3),
     "eagle static": lambda target: eagle(target, None, "static", paths=PATHS),

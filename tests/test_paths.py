@@ -19,10 +19,10 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, load_frozen_ends
 from drafters.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
 from drafters.drafting.draft_model import load_draft_model
+from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.eagle import EagleHead
 from drafters.files import save_tensors
-from drafters.ouroboros import PhrasePool
 
 OPENERS: dict[str, Callable[[str], object]] = {
     "target": lambda path: TargetModel.from_pretrained(path, "float32", "cpu"),

@@ -153,7 +153,7 @@ def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs))
     shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    shared |= {"MASTER_ADDR": "127.0.0.1"}
     start_ranks([sys.executable, __file__, str(file)], [shared], folder, seconds)
 
 
@@ -240,6 +240,7 @@ def fork_ranks(file: str) -> int:
 
     without_pictures()
     jobs = json.loads(Path(file).read_text())
+    os.environ["MASTER_PORT"] = free_port()  # after seconds of imports another test might have taken it
     ranks = set()
     for rank in range(int(os.environ["WORLD_SIZE"])):
         child = os.fork()
