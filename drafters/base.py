@@ -84,8 +84,8 @@ class Drafter:
         """The draft that follows the last committed token of every row."""
         return DraftTree.empty(state.batch, self.target.device)
 
-    def while_verifying(self, state: "DecodeState", draft: DraftTree) -> None:
-        """The target's forward over ``draft`` was launched; on CUDA it may still run. Its outcome is not known yet."""
+    def while_verifying(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput) -> None:
+        """The target's forward over ``draft`` was launched; on CUDA it may still run: do not read ``output`` yet."""
 
     def rewind(self, state: "DecodeState", kept: int) -> None:
         """Of the observed tokens only the first ``kept`` still hold; others may follow them, unobserved (a cascade).

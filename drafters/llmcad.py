@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from .decoding.acceptance import Verdict
-from .decoding.draft_tree import ROOT, DraftTree, see_ancestors
+from .decoding.draft_tree import ROOT, DraftTree, see_ancestors, to_device
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
@@ -189,7 +189,7 @@ class LLMCadDrafter(DraftModelDrafter):
             self._drafted = torch.cuda.current_stream(self.target.device).record_event()
         return self._tree.draft(self.target.device)
 
-    def while_verifying(self, state: DecodeState, draft: DraftTree) -> None:
+    def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
         if self.overlap and self._tree is not None and draft.size:
             with self._beside() as verifying:
                 self._ahead = self._draft_ahead(self._tree, state.room(), verifying)
@@ -272,10 +272,7 @@ class LLMCadDrafter(DraftModelDrafter):
 
     def _run(self, tokens: list[int], see: np.ndarray, depths: list[int], offset: int) -> torch.Tensor:
         """Features ``[R, H]`` of the draft model after R more uncommitted rows; see ``TargetModel.run``."""
-        device = self.target.device
-        output = self.draft_model.run(
-            torch.tensor([tokens], device=device),
-            self._cache,
-            Rows(torch.from_numpy(see)[None].to(device), torch.tensor([depths], device=device), offset),
-        )
+        ids, stands, seen = to_device(self.target.device, tokens, depths, see.ravel().tolist())
+        rows = Rows(seen.view(1, *see.shape).bool(), stands[None], offset)
+        output = self.draft_model.run(ids[None], self._cache, rows)
         return output.features[0]

@@ -65,6 +65,7 @@ class LookaheadDrafter(Drafter):
         self._read = 0  # where the first n-gram starts that was not read off the text
         self._tails: list[tuple[int, ...]] = []  # of the n-grams being verified
         self._trie = Trie()
+        self._predictions: torch.Tensor  # of the window, on the host
 
     @property
     def max_draft(self) -> int:
@@ -99,13 +100,17 @@ class LookaheadDrafter(Drafter):
             scratch_outputs=self.window.outputs,
         )
 
+    def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
+        if output.scratch is not None:  # under way now, there with the verdict: read by itself it would be another wait
+            self._predictions = most_likely(output.scratch[0]).to("cpu", non_blocking=True)
+
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         tokens, accepted = verdict.tokens[0], [row - 1 for row in verdict.rows[0][1:]]
         root = state.tokens[0][-1 - len(tokens)]
         for tail, path in zip(self._tails, self._trie.paths, strict=True):
             if accepted and path[: len(accepted)] == accepted:
                 self.pool.add(root, tail)  # used just now
-        predictions = most_likely(output.scratch[0]).tolist() if output.scratch is not None else []
+        predictions = self._predictions.tolist() if output.scratch is not None else []
         for first, tail in self.window.advance(root, tokens[0], predictions):
             self._remember(first, tail, state)
         if self.from_output:

@@ -57,7 +57,7 @@ class MJSDDrafter(DraftModelDrafter):
         self.gamma, self.beams, self.threshold = options.gamma, options.beams, options.threshold
         self.warped = options.likelihood == "warped"
         self._cache: KVCache
-        self._rows: torch.Tensor  # [gamma] draft cache rows of the drafted tokens
+        self._rows: torch.Tensor  # [gamma] draft cache rows of the drafted tokens, on the host
 
     @property
     def max_draft(self) -> int:
@@ -81,7 +81,7 @@ class MJSDDrafter(DraftModelDrafter):
         how = state.sampling, state.eos, state.generator
         levels = beam_search(self.draft_model, self._cache, features, gamma, self.beams, *how, warped=self.warped)
         best = trace_back(levels, levels[-1].score.argmax()[None])
-        self._rows = best.rows[0]
+        self._rows = best.rows[0].to("cpu", non_blocking=True)  # there with the verdict, without a wait of its own
         draft = DraftTree.chain(best.tokens, valid=until_end(best.tokens, state.eos))
         draft.log_q = best.log_p
         return draft

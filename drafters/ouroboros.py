@@ -96,7 +96,8 @@ class OuroborosDrafter(DraftModelDrafter):
             sampling: Sampling,
             generator: torch.Generator | None = None,
         ) -> Verdict:
-            self._choice = most_likely(logits[0])  # what the target says after every row: phrases, not output
+            # What the target says after every row: phrases, not output. There with the verdict, without another wait.
+            self._choice = most_likely(logits[0]).to("cpu", non_blocking=True)
             return lossless(draft, logits, see, sampling, generator)
 
         return verify

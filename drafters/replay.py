@@ -114,8 +114,8 @@ class ReplayDrafter(Drafter):
     def propose(self, state: DecodeState) -> DraftTree:
         return self.inner.propose(state)
 
-    def while_verifying(self, state: DecodeState, draft: DraftTree) -> None:
-        self.inner.while_verifying(state, draft)
+    def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
+        self.inner.while_verifying(state, draft, output)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.inner.observe(state, draft, output, verdict)

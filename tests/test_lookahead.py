@@ -33,7 +33,9 @@ def said(*tokens: int) -> FeatureOutput:
 def commit(drafter: LookaheadDrafter, state: DecodeState, rows: list[int], tokens: list[int], *guesses: int) -> None:
     """A step as the loop would have it: accept ``rows``, append ``tokens``, hand over the window's predictions."""
     state.append(0, tokens)
-    drafter.observe(state, DraftTree.empty(1, drafter.target.device), said(*guesses), Verdict([rows], [tokens], [0]))
+    draft, output = DraftTree.empty(1, drafter.target.device), said(*guesses)
+    drafter.while_verifying(state, draft, output)
+    drafter.observe(state, draft, output, Verdict([rows], [tokens], [0]))
 
 
 def test_window_by_hand() -> None:

@@ -126,6 +126,12 @@ class DraftTree:
         return ancestors.sum(-1) - 1
 
 
+def to_device(device: torch.device, *lists: list[int]) -> list[torch.Tensor]:
+    """Each list as a one-dimensional tensor: one copy for all of them."""
+    packed = torch.tensor([value for values in lists for value in values], dtype=torch.long, device=device)
+    return list(packed.split([len(values) for values in lists]))
+
+
 class _Shape(NamedTuple):
     """What the host knows of a tree: ``parents [1, N]``, ``q_row [1, N]`` and, as in ``DraftTree``, the others."""
 

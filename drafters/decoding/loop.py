@@ -172,7 +172,7 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock | None
     lap()
     see = draft.ancestors()
     output, logits = _forward(state, drafter, draft, see)
-    drafter.while_verifying(state, draft)
+    drafter.while_verifying(state, draft, output)
     proposed, see = draft.proposed(see)
     verdict = rule(proposed, logits, see, state.sampling, state.generator)
     lap()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..decoding.acceptance import Verdict
-from ..decoding.draft_tree import DraftTree
+from ..decoding.draft_tree import DraftTree, to_device
 from ..decoding.sampling import Sampling, draw
 from .trie import Trie
 
@@ -61,9 +61,7 @@ class MergedTree(DraftTree):
         padded = [trials[row] + [(-1, 0)] * (most - len(trials[row])) for row in inner]
         children = [node for line in padded for node, _ in line]
         q_rows = [row for line in padded for _, row in line]
-        lists = [trie.tokens, inner, children, q_rows]
-        packed = torch.tensor([value for values in lists for value in values], device=device)
-        tokens, rows, child_of, q_row_of = packed.split([len(values) for values in lists])
+        tokens, rows, child_of, q_row_of = to_device(device, trie.tokens, inner, children, q_rows)
         return cls.from_parents(
             tokens[None],
             trie.parents,

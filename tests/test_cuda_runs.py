@@ -1,0 +1,123 @@
+"""Every method, the feature dump, a training step and a speed test on the simulated GPU: what a CPU cannot show."""
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import cuda_runs
+import pytest
+from cuda_runs import GREEDY_ONLY, METHODS, PROMPTS, Decoded, Models
+from host_reads import ALLOWED, page
+from simulated_cuda import simulated_cuda
+
+from drafters import drafter_class
+from drafters.decoding import acceptance
+from drafters.methods import method_names
+
+RUNS = [(method, temperature) for method in METHODS for temperature in (0.0, 1.0)]
+RUNS = [(method, temperature) for method, temperature in RUNS if temperature == 0 or method not in GREEDY_ONLY]
+ONE = [PROMPTS[:1]]
+EVERY = {name.split()[0] for name in METHODS}
+BATCHED = [run for run in RUNS if drafter_class(run[0].split()[0]).max_batch is None]
+
+
+@dataclass
+class Outcomes:
+    """What each run gave on the CPU and on the simulated GPU, or the error that it ended with."""
+
+    plain: dict[tuple[str, float], Decoded] = field(default_factory=dict)
+    there: dict[tuple[str, float], Decoded | Exception] = field(default_factory=dict)
+    graphs: int = 0
+
+
+def outcomes(engine: str, runs: list[tuple[str, float]], prompts: list[list[list[int]]], new_tokens: int) -> Outcomes:
+    found = Outcomes()
+    decode = partial(cuda_runs.decode, prompts=prompts, new_tokens=new_tokens)
+    models = Models("cpu", engine)
+    # Without a CPU's short cuts, so that both draw the same random numbers.
+    with mock.patch.multiple(acceptance, FEW_ROWS=0, _known_none=lambda rows: False):
+        for method, temperature in runs:
+            found.plain[method, temperature] = decode(method, models, temperature)
+    with simulated_cuda() as gpu:
+        models = Models("cuda", engine)
+        for method, temperature in runs:
+            gpu.log.clear()
+            try:
+                found.there[method, temperature] = decode(method, models, temperature)
+            except Exception as error:  # the test of this run shows it, not that of all others
+                found.there[method, temperature] = error
+            found.graphs += gpu.count("replay")
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_graphs() -> Outcomes:
+    """Every method with captured forwards."""
+    return outcomes("graphs", RUNS, ONE, 9)
+
+
+def same(found: Outcomes, run: tuple[str, float]) -> Decoded:
+    there = found.there[run]
+    if isinstance(there, Exception):
+        raise there
+    assert there.tokens == found.plain[run].tokens and there.accepted == found.plain[run].accepted
+    return there
+
+
+def test_every_method_is_here() -> None:
+    """Catches a new method that never runs on the simulated GPU."""
+    assert {name.split()[0] for name in METHODS} == set(method_names())
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]:g}")
+def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]) -> None:
+    """Catches a tensor made on the wrong device, a read in a capture, a value that Python puts in at capture only."""
+    there = same(on_graphs, run)
+    assert there.replays > 0
+    assert sum(there.accepted) > 0 or run[0] in ("autoregressive", "prompt_lookup", "lookahead", "bild")
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]:g}")
+def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
+    """Catches a second copy to the host in a step of the loop: each waits for all work that was queued before it."""
+    there = same(on_graphs, run)
+    most = ALLOWED[run[0].split()[0]].reads if run[0].split()[0] in ALLOWED else 1
+    assert max(there.reads) <= most, there.where
+    assert min(there.reads) >= 1
+
+
+def test_exceptions_are_needed(on_graphs: Outcomes) -> None:
+    """Catches an exception to the rule that stands in the table after its method was mended."""
+    for method in ALLOWED:
+        runs = [on_graphs.there[run] for run in RUNS if run[0].split()[0] == method]
+        assert max(max(there.reads) for there in runs if isinstance(there, Decoded)) > 1, method
+
+
+@pytest.mark.parametrize("engine", ["fused", "eager"])
+def test_other_engines(engine: str) -> None:
+    """Catches what the graphs' engine hides: masks, positions and RoPE are made outside of any graph here."""
+    runs = [
+        (method, temperature) for method in ("autoregressive", "kangaroo", "eagle dynamic") for temperature in (0, 1.0)
+    ]
+    found = outcomes(engine, runs if engine == "fused" else runs[::2], ONE, 8)
+    for run in found.there:
+        same(found, run)
+    assert (found.graphs == 0) == (engine in ("fused", "eager"))
+
+
+def test_batches() -> None:
+    """Catches lengths that differ by row and are put into a captured graph, or copied where they must not be."""
+    found = outcomes("graphs", BATCHED[::3], [PROMPTS], 6)
+    for run in found.there:
+        there = same(found, run)
+        assert max(there.reads) == 1
+
+
+def test_the_page_is_of_its_json() -> None:
+    """Catches a table in the documentation that nobody measured, and a method that is missing from it."""
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    rows = json.loads((docs / "results" / "host-reads.json").read_text(encoding="utf-8"))["rows"]
+    assert (docs / "host-reads.md").read_text(encoding="utf-8") == page(rows)
+    assert [(row["method"], row["temperature"]) for row in rows] == RUNS
