@@ -175,6 +175,8 @@ class TrainRun:
 
         # Over how many positions the mean is taken is known before the first of them is computed.
         rows = [self.task.rows(batch) for batch in data.batches]
+        if self.data.pin:  # copied from other memory, they would wait for the micro-batch before
+            rows = [part.pin_memory() for part in rows]
         tokens = sum(batch.tokens for batch in data.batches)
         known = [sum(len(part) for part in rows), tokens, self.check.broken]
         counts = self.ranks.total(self._tensor(known)).double()
