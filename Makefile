@@ -1,4 +1,5 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
+# make gpu         what only a GPU can measure: docs/gpu.md
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup test lint format mutants quickstart quickstart-clean clean
+.PHONY: help setup test lint format mutants gpu quickstart quickstart-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -41,6 +42,12 @@ test: $(READY) lint
 # Not part of the tests: a quarter of an hour, or the minutes of what changed since docs/results/mutants.json was written.
 mutants: $(READY)
 	python tests/mutants.py
+
+# Uses whatever python is active where the set-up's torch, which may be a CPU's, is not wanted: make gpu GPU_PYTHON=python
+GPU_PYTHON ?= $(VENV)/bin/python
+gpu:
+	@test $(GPU_PYTHON) != $(VENV)/bin/python || $(MAKE) $(READY)
+	$(GPU_PYTHON) -m eval.gpu $(GPU)
 
 lint: $(READY)
 	ruff check .

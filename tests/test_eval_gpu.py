@@ -1,0 +1,166 @@
+"""`make gpu`: its commands are ones that their programs take, its page says what was met, a killed run goes on."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import gpu_exact
+import pytest
+from programs import status
+from simulated_cuda import simulated_cuda
+
+import data_prep.throughput
+import data_prep.throughput_run
+import eval.gpu
+import eval.roofline
+import eval.roofline_run
+import eval.speed
+import eval.speed_run
+import train.throughput
+import train.throughput_run
+from drafters.config import load_config
+from eval.gpu import GOALS, PARTS
+from eval.report.gpu import Goal, Outcome, Part, judge
+from eval.report.gpu import page as page_of
+from train.cli import parse_arguments
+from train.task import task_class
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "2-core-cpu"
+EXAMPLES = {
+    "roofline": RESULTS / "roofline-llama-500m.json",
+    "fused": RESULTS / "roofline-llama-25m.json",
+    "train-7b": RESULTS / "train-throughput-eagle.json",
+    "dump": RESULTS / "dump-bf16.json",
+    "speed": RESULTS / "exactness-float32" / "report.json",
+}
+
+
+def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60) -> Part:
+    """A part that runs a line of Python."""
+    return Part(name, "a test", [[sys.executable, "-c", *words]], "found.json", seconds, needs=needs)
+
+
+def test_limits() -> None:
+    """Catches a part that no single call of ten minutes could finish, and a whole that is longer than was said."""
+    assert all(part.seconds < 9 * 60 for part in PARTS) and sum(part.seconds for part in PARTS) <= 40 * 60
+    assert {goal.part for goal in GOALS} == {part.name for part in PARTS}
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_programs_take_the_commands(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an option, a key or a value that its program refuses: on a GPU the part would end in seconds, and
+    nothing would be measured."""
+    ran: list[str] = []
+    for module in (eval.roofline_run, eval.speed_run, train.throughput_run, data_prep.throughput_run):
+        monkeypatch.setattr(module, "run", lambda *given, name=module.__name__: ran.append(name) or 0)
+    monkeypatch.setattr(data_prep.throughput, "check", lambda config: None)  # that the corpus was written
+    monkeypatch.chdir(eval.gpu.ROOT)
+    programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
+    programs["data_prep.throughput"] = data_prep.throughput
+    line = [word.replace("{out}", str(tmp_path)) for word in part.commands[-1]]
+    if line[1] == "-m":
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("")
+        more = [f"prompts.file={prompts}"] if line[2] == "eval.speed" else []
+        assert not programs[line[2]].main([*line[3:], *more])
+        assert len(ran) == 1 and ran[0].startswith(line[2])
+    elif "train/eagle.py" in line:
+        for words in (line, [word.replace("{out}", str(tmp_path)) for word in part.commands[-2]]):
+            given = parse_arguments(None, words[words.index("train/eagle.py") + 1 :])
+            load_config(task_class("eagle").schema, given.config, given.overrides)
+    else:
+        assert line[1] == "tests/gpu_exact.py"
+
+
+def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a first part that itself needs mending on the day a GPU is there."""
+    few = {name: gpu_exact.METHODS[name] for name in ("autoregressive", "kangaroo")}
+    monkeypatch.setattr(gpu_exact, "METHODS", few)
+    monkeypatch.setattr(gpu_exact, "PROMPTS", gpu_exact.PROMPTS[:1])
+    (tmp_path / "exact").mkdir()
+    with simulated_cuda():
+        gpu_exact.main(["--out", str(tmp_path / "exact" / "exact.json"), "--new-tokens", "6"])
+    outcomes = {"exact": Outcome("exact", "done")}
+    judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
+    assert [met for _, met in judged] == ["yes"] * 3 and judged[0][0] == "0"
+
+
+def test_goals() -> None:
+    """Catches a bound that is compared the wrong way round."""
+    least, most = Goal("x", "", float, 2.0), Goal("x", "", float, 2.0, at_least=False)
+    assert [least.met(value) for value in (1.9, 2.0, 2.1, None)] == [False, True, True, None]
+    assert [most.met(value) for value in (1.9, 2.0, 2.1)] == [True, True, False]
+    assert Goal("x", "", float).met(1.0) is None
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """Catches a figure that is not where a goal looks for it in the JSON that programs write, and a missing one shown
+    as met."""
+    outcomes = {}
+    for part in PARTS:
+        if part.name in EXAMPLES:
+            (tmp_path / part.name).mkdir()
+            shutil.copy(EXAMPLES[part.name], tmp_path / part.name / part.result)
+            outcomes[part.name] = Outcome(part.name, "done", seconds=7.0, commands=["python -m x"])
+    outcomes["run"] = Outcome("run", "skipped", "needs deepspeed, not installed here")
+    page = page_of(PARTS, GOALS, tmp_path, outcomes)
+    table = [line for line in page.split("goals met")[0].splitlines() if line.startswith("| ")][2:]
+    assert len(table) == len(GOALS)
+    lines = {line.split(" | ")[1]: line for line in table}
+    for goal in GOALS:
+        measured, met = judge(goal, PARTS, tmp_path, outcomes)
+        if goal.part in EXAMPLES and "memory" not in goal.text and "MFU" not in goal.text:  # which a CPU does not know
+            assert measured and met in ("yes", "**no**", ""), (goal.text, met)
+        elif goal.part not in EXAMPLES:
+            assert not measured and met != "yes"
+    found = json.loads(EXAMPLES["roofline"].read_text())
+    plain, stock = (
+        next(row["tokens_per_second"] for row in found["rows"] if row["method"] == name)
+        for name in ("plain decoding", "stock generate")
+    )
+    assert f"| ≥ 4.00 | {plain / stock:.2f} |" in lines["plain decoding over stock eager generate"]
+    assert "skipped, needs deepspeed" in lines["a training run's tokens/s"]
+    assert "not run yet" in lines["forwards captured for an EAGLE tree"]
+    held = [goal for goal in GOALS if goal.bound is not None]
+    met = sum(judge(goal, PARTS, tmp_path, outcomes)[1] == "yes" for goal in held)
+    assert f"{met} of {len(held)} goals met." in page
+
+
+def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a finished part that is measured again, one that failed and is not, and one that hangs for ever."""
+    write = "import sys, pathlib; p = pathlib.Path(sys.argv[1]); p.write_text('{}'); q = p.with_name('times'); "
+    write += "q.write_text(q.read_text() + 'x' if q.exists() else 'x')"
+    fails = "import sys, pathlib; sys.exit('no such luck') if not pathlib.Path(sys.argv[1]).exists() else 0"
+    parts = [
+        made("good", write, "{out}/found.json"),
+        made("bad", fails, "{out}/found.json"),
+        made("slow", "import time; time.sleep(60)", seconds=1),
+        made("poor", "pass", needs=("no_such_module",)),
+        made("empty", "pass"),
+    ]
+    monkeypatch.setattr(eval.gpu, "PARTS", parts)
+    monkeypatch.setattr(eval.gpu, "GOALS", [])
+    ended = {
+        part.name: each for part, each in zip(parts, eval.gpu.run(parts, tmp_path, [], None, 1).values(), strict=True)
+    }
+    assert [each.ended for each in ended.values()] == ["done", "failed", "out of time", "skipped", "failed"]
+    assert ended["bad"].reason.endswith("no such luck") and ended["empty"].reason == "it left no found.json"
+    assert "no_such_module" in ended["poor"].reason and ended["slow"].seconds < 20
+    (tmp_path / "bad" / "found.json").write_text("{}")
+    again = eval.gpu.run(parts[:2], tmp_path, [], None, 1)
+    assert again["bad"].is_done and (tmp_path / "good" / "times").read_text() == "x"
+    assert again["slow"].ended == "out of time", "what was not asked for keeps its outcome"
+    eval.gpu.run(parts[:1], tmp_path, ["good"], None, 1)
+    assert (tmp_path / "good" / "times").read_text() == "xx"
+    assert eval.gpu.run(parts[:1], tmp_path, ["good"], 0.5, 1) and (tmp_path / "good" / "times").read_text() == "xx"
+    assert "| slow | a test | out of time" in (tmp_path / "gpu.md").read_text()
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback, or an empty page, where there is no GPU."""
+    with pytest.raises(ValueError, match="no GPU is visible here"):
+        eval.gpu.main([])
+    assert status(eval.gpu.main, "--list") == 0
+    assert "eval.roofline --shape llama-7b" in capsys.readouterr().out
