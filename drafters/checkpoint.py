@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.config import Config, validate
-from drafters.files import replace_text, replacing, save_tensors
+from drafters.files import replacing, save_tensors, sync
 from drafters.hub import look_up
 from drafters.model_card import model_card
 from drafters.paths import check_loadable
@@ -122,10 +122,13 @@ def save_checkpoint(
     _check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
-    with replacing(folder / WEIGHTS_FILE) as new_weights:
-        save_tensors(weights, new_weights, {"format": "pt"})
-        (folder / CONFIG_FILE).unlink(missing_ok=True)  # from here until the last line the folder does not load
-    replace_text(folder / CONFIG_FILE, text)
+    with replacing(folder / CONFIG_FILE) as new_config:
+        new_config.write_text(text, encoding="utf-8")
+        sync(new_config)
+        with replacing(folder / WEIGHTS_FILE) as new_weights:
+            save_tensors(weights, new_weights, {"format": "pt"})
+            # Both lie on the disk; from here until the new config takes its place the folder does not load.
+            (folder / CONFIG_FILE).unlink(missing_ok=True)
 
 
 def load_checkpoint(

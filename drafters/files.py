@@ -45,11 +45,11 @@ def replace_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError of writing ``path`` name it: that of a full disk names no file."""
+    """Let an OSError of writing ``path`` name it, unless one within has a name: that of a full disk names no file."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None or isinstance(error.__cause__, OSError):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -1,7 +1,9 @@
 """Checkpoints on disk: what is saved is what is loaded, and nothing else loads."""
 
+import errno
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from drafters import checkpoint
 from drafters.checkpoint import check_target, load_checkpoint, load_state, make_config, save_checkpoint
 
 
@@ -127,6 +130,28 @@ def test_a_killed_save_never_mixes(folder: Path, last: str) -> None:
         assert not torch.equal(state["fc.weight"], before)
     save_checkpoint(folder, Head(), config())  # and the folder can be saved into again
     load_checkpoint(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("full", ["config.json", "model.safetensors"])
+def test_a_full_disk_keeps_the_older_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    """Catches the old config taken away before the new one is on the disk, and an error that names the other file."""
+    before = load_checkpoint(folder)[1]["fc.weight"]
+    no_space = OSError(errno.ENOSPC, "No space left on device")
+
+    def write_text(self: Path, *arguments: Any, **options: Any) -> int:
+        raise no_space
+
+    def save_tensors(*_: Any) -> None:
+        raise no_space
+
+    if full == "config.json":
+        monkeypatch.setattr(Path, "write_text", write_text)
+    else:
+        monkeypatch.setattr(checkpoint, "save_tensors", save_tensors)
+    with pytest.raises(OSError, match=re.escape(str(folder / full))):
+        save_checkpoint(folder, Head(), config())
+    assert torch.equal(load_checkpoint(folder)[1]["fc.weight"], before)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
