@@ -76,10 +76,7 @@ def live(job: dict[str, Any], resume: bool, point: str | None) -> int:
 
 def main() -> None:
     """Every job to its end."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  # what takes seconds to import, once before the forks
-
-    tiny_run.without_pictures()
+    tiny_run.before_forks()
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["values"]["out"])
         status = live(job, False, job["point"])

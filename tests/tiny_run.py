@@ -233,12 +233,17 @@ def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:
     leave(0)
 
 
-def fork_ranks(file: str) -> int:
-    """Fork all ranks; 1, and none of them left, as soon as one fails."""
+def before_forks() -> None:
+    """Import what takes seconds once, so that a forked training begins at once; and draw no summaries."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  # what takes seconds to import, once before the forks
+    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 
     without_pictures()
+
+
+def fork_ranks(file: str) -> int:
+    """Fork all ranks; 1, and none of them left, as soon as one fails."""
+    before_forks()
     jobs = json.loads(Path(file).read_text())
     os.environ["MASTER_PORT"] = free_port()  # after seconds of imports another test might have taken it
     ranks = set()

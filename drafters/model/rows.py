@@ -56,8 +56,10 @@ class Placed:
 
     def positions(self) -> torch.Tensor:
         """``[B, R]``."""
-        own = torch.arange(self.offset, self.offset + self.count, device=self.device)
-        own = own if self.depths is None else self.depths[:, self.offset :]
+        if self.depths is None:
+            own = torch.arange(self.offset, self.offset + self.count, device=self.device)
+        else:
+            own = self.depths[:, self.offset :]
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
         return (first + own).expand(len(self.lengths), -1)
 

@@ -34,8 +34,12 @@ CHAT_TEMPLATE = (
 
 
 def read_messages(path: Path) -> list[list[Message]]:
-    """Chat messages of each usable dialogue of a ShareGPT file."""
-    return [list(dialogue.messages) for dialogue in read_dialogues(path, ReadCounts())]
+    """Chat messages of each usable dialogue of a ShareGPT file; says what it dropped or changed."""
+    counts = ReadCounts()
+    messages = [list(dialogue.messages) for dialogue in read_dialogues(path, counts)]
+    if counts.dropped or counts.changed:
+        print(f"{path}: {counts.describe()}")
+    return messages
 
 
 def train_tokenizer(dialogues: list[list[Message]], vocab_size: int) -> PreTrainedTokenizerFast:
