@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,10 +170,32 @@ def _raised() -> Iterator[None]:
     if ours:
         for number in SIGNALS:
             signal.signal(number, interrupt)
+        _wake_main_thread()
     yield
     if ours:  # what there was to do is done
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _wake_main_thread() -> None:
+    """Let a signal end a call in which the main thread sleeps or waits, whichever thread the system gives it to.
+
+    Handlers run in the main thread, which goes on sleeping when another takes the signal; gloo's threads, awake a
+    hundred times a second, often do.
+    """
+    taken, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.signal(signal.SIGURG, _unheard)  # of no meaning of its own
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def wake() -> None:
+        while number := os.read(taken, 1):
+            if number[0] in SIGNALS:
+                signal.pthread_kill(main, signal.SIGURG)
+
+    threading.Thread(target=wake, daemon=True).start()
 
 
 def _unheard(number: int, frame: FrameType | None) -> None:

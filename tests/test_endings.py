@@ -174,6 +174,15 @@ def test_two_signals_at_once() -> None:
     assert done.returncode == 130 and done.stderr == "interrupted; three shards are kept\n"
 
 
+def test_a_signal_that_another_thread_takes() -> None:
+    """Catches a main thread that sleeps on: gloo's threads take every third Ctrl-C, and only it runs handlers."""
+    taken = "threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()"
+    code = PROGRAM.format(name="SIGINT", again="pass").replace("os.kill(os.getpid(), signal.SIGINT)", taken)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-uc", code], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 130 and done.stderr == "interrupted; three shards are kept\n"
+
+
 @pytest.mark.slow
 def test_under_deepspeed_the_last_line_is_ours(tmp_path: Path, work: Path) -> None:
     """Catches a mistyped key that ends in the launcher's list of arguments, which nobody reads past."""
