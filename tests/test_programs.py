@@ -57,6 +57,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--shape", "llama-5m", "rounds=2"], "rounds is 2"),
         (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
     ],
+    "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),
         (["splits.train=none.jsonl"], "no data file at none.jsonl"),

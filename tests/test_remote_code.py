@@ -206,8 +206,14 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
         lambda path, trap: {"target": speed(path, trap)["target"], "batches": [1], "context": 4},
     ),
 }
-# These load no model: text alone, shapes by their names, or a tokenizer that they trained themselves.
-WITHOUT_A_MODEL = {"data_prep/split.py", "data_prep/stdlib_corpus.py", "eval/roofline.py", "train/summary.py"}
+# These load no model: text alone, shapes by their names, a tokenizer that they trained themselves, or programs above.
+WITHOUT_A_MODEL = {
+    "data_prep/split.py",
+    "data_prep/stdlib_corpus.py",
+    "eval/gpu.py",
+    "eval/roofline.py",
+    "train/summary.py",
+}
 ELSEWHERE = {"data_prep/inspect.py", "train/target/__main__.py"}  # below
 
 
