@@ -9,7 +9,6 @@ on at its next shard when it is started again, with any number of processes; a f
 finished stores again and compares their checksums.
 """
 
-import argparse
 import difflib
 import re
 from pathlib import Path
@@ -17,29 +16,23 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from drafters.choices import Dtype
-from drafters.config import Config, load_config
+from drafters.config import load_config
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .dialogues.reader import check_source
-from .disk import existing_folder
-from .ranks import add_rank_arguments, find_rank
+from .disk import check_folder
+from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 READ_BY_TRAINING = ("train", "heldout")
 StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
 
 
-class FeaturesConfig(Config):
-    """Schema of ``configs/features/*.yaml``."""
+class FeaturesConfig(TargetKeys):
+    """Schema of ``configs/features/*.yaml``, with the keys of ``TargetKeys``."""
 
     target: str = Field(min_length=1)  # folder or Hub repository of the target
-    revision: str | None = None  # of the target on the Hub
-    dtype: Dtype = "bfloat16"  # in which the target runs
     store_dtype: StoreDtype | None = None  # of features and taps on disk; int8 and float8: with a scale per token
-    device: str | None = None  # default: cuda if there is one, else cpu
-    device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
-    chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
     out: str = Field(min_length=1)  # each split's store is made in <out>/<split>
     exit_layers: list[int] = []  # also store the hidden states after this many decoder layers (Kangaroo)
@@ -72,7 +65,10 @@ class FeaturesConfig(Config):
 
 def main(arguments: list[str] | None = None) -> None:
     """Make the feature stores that a config asks for, or this rank's share of them."""
-    parsed = _parse(arguments)
+    parser = CommandLine("data_prep.features", __doc__, "YAML file, see configs/features/", "limit=1000 device=cuda")
+    parser.add_argument("--verify", action="store_true", help="only check the finished stores against their checksums")
+    add_rank_arguments(parser)
+    parsed = parser.parse(arguments)
     config = load_config(FeaturesConfig, parsed.config, parsed.overrides)
     rank = find_rank(parsed.rank, parsed.ranks)
     check(config)
@@ -90,18 +86,10 @@ def check(config: FeaturesConfig) -> None:
     """Raise ValueError where a file or the target's folder is not there, or a file stands where ``out`` should be."""
     for source in config.splits.values():
         check_source(source)
-    if not (there := existing_folder(Path(config.out))).is_dir():
-        raise ValueError(f"out: {config.out} cannot be a folder, for {there} is a file; give another")
+    check_folder(Path(config.out))
     check_model(config.target, "target", config.revision)
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ValueError(f"chat_template {config.chat_template} is no readable text file: it is not there")
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = CommandLine("data_prep.features", __doc__, "YAML file, see configs/features/", "limit=1000 device=cuda")
-    parser.add_argument("--verify", action="store_true", help="only check the finished stores against their checksums")
-    add_rank_arguments(parser)
-    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

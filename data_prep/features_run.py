@@ -26,8 +26,8 @@ from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import source_digest
 from .disk import check_room, existing_folder, free_bytes
 from .features import FeaturesConfig
-from .progress import Bar, quiet_in_log_files
-from .ranks import Rank
+from .progress import Bar
+from .ranks import Rank, load_target
 from .store.dump import Background, Buffers, Computed, Tokens, run_shard
 from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
 from .store.reader import FeatureStore
@@ -66,10 +66,7 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
         check_batch_tokens(config, work)
         check_disk(config, work)
 
-    @functools.cache
-    def target() -> TargetModel:
-        return load_target(config, rank)
-
+    target = functools.cache(lambda: load_target(config.target, config, rank))
     for split in work:
         manifest, tokens = write_store(target, split, config, rank)
         if tokens.real:
@@ -131,19 +128,6 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
     }
 
 
-def load_target(config: FeaturesConfig, rank: Rank) -> TargetModel:
-    """The target of a config, on this rank's device or over all that ``device_map`` names.
-
-    Raises:
-        ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
-    """
-    quiet_in_log_files()
-    device = rank.target_device(config.device, config.device_map)
-    return TargetModel.from_pretrained(
-        config.target, config.dtype, device, config.revision, device_map=config.device_map
-    )
-
-
 def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -> None:
     """Raise ValueError where the config or the tokenizer (of ``tokens`` entries) does not fit the target."""
     layers, context = model.num_hidden_layers, getattr(model, "max_position_embeddings", None)
@@ -167,7 +151,7 @@ def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -
 
 
 def report_finished(path: Path, header: StoreManifest) -> bool:
-    """True, with one line printed, if the split's store is complete.
+    """Whether the split's store is complete; says so in a line.
 
     Raises:
         ValueError: there is one made with other settings, or a damaged one.
@@ -202,7 +186,7 @@ def verify_stores(config: FeaturesConfig) -> None:
 
 
 def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: StoreManifest) -> Work:
-    """Tokens and masks of a split, with its counts printed."""
+    """Tokens and masks of a split; prints what was dropped."""
     encoded = encode_split(config.splits[split], chat, config.max_length, config.limit)
     print(f"{split}: {config.splits[split]}: {encoded.counts.describe()}")
     work = Work(split, Path(config.out) / split, header, encoded)
@@ -250,13 +234,8 @@ def write_store(
         if missing:
             loaded = target()
             buffers = Buffers(loaded, work.header, max(sizes))
-            progress = Bar(
-                desc=f"{work.name} {rank.describe()}".strip(),
-                total=sum(sizes),
-                unit="tok",
-                unit_scale=True,
-                disable=rank.index > 0,
-            )
+            name = f"{work.name} {rank.describe()}".strip()
+            progress = Bar(desc=name, total=sum(sizes), unit="tok", unit_scale=True, disable=rank.index > 0)
             with progress, Background() as background:
 
                 def after_batch(real: int, padded: int) -> None:
@@ -266,11 +245,9 @@ def write_store(
                     background.check()
 
                 # The target computes a shard while the thread writes the one before.
-                for number, first, last in missing:
-                    span = (first, last)
-                    computed = run_shard(
-                        loaded, work.header, work.encoded, span, config.batch_tokens, buffers, after_batch
-                    )
+                for number, *span in missing:
+                    task = work.header, work.encoded, (span[0], span[1]), config.batch_tokens
+                    computed = run_shard(loaded, *task, buffers, after_batch)
                     background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
         return writer.finish(counts.dropped, counts.changed), tokens
 

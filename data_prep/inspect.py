@@ -7,7 +7,6 @@ spread over the store, and one dialogue is decoded with the tokens that are trai
 byte. The last line is the verdict; the exit status is 1 if anything is not as it was written.
 """
 
-import argparse
 from pathlib import Path
 
 from drafters.program import CommandLine, command, keeping, positive, run_program
@@ -17,7 +16,13 @@ from .store.manifest import MANIFEST, read_manifest
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what the store holds; 1 if something in it is damaged."""
-    parsed = _parse(arguments)
+    parser = CommandLine("data_prep.inspect", __doc__)
+    parser.add_argument("store", type=Path, help="a store, or a folder of stores (what `out` was)")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
+    parser.add_argument("--sample", type=positive, default=64, help="dialogues for the statistics (default 64)")
+    parser.add_argument("--dialogue", type=int, default=0, help="which one to decode (default 0, the first)")
+    parser.add_argument("--tokenizer", help="folder or Hub repository, if not the target's")
+    parsed = parser.parse(arguments)
     stores = find_stores(parsed.store)
 
     from .inspect_run import run
@@ -38,16 +43,6 @@ def find_stores(path: Path) -> list[Path]:
     if not splits:
         read_manifest(path)  # says what is wrong
     return splits
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = CommandLine("data_prep.inspect", __doc__)
-    parser.add_argument("store", type=Path, help="a store, or a folder of stores (what `out` was)")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
-    parser.add_argument("--sample", type=positive, default=64, help="dialogues for the statistics (default 64)")
-    parser.add_argument("--dialogue", type=int, default=0, help="which one to decode (default 0, the first)")
-    parser.add_argument("--tokenizer", help="folder or Hub repository, if not the target's")
-    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

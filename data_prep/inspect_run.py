@@ -49,7 +49,7 @@ def verdict(stores: list[Path], problems: list[str], verified: bool) -> str:
 
 
 def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list[str]:
-    """Print one store; what is damaged in it."""
+    """Print one store; returns what is damaged in it."""
     manifest = read_manifest(folder)
     console.rule(Text(str(folder)), align="left")
     console.print(facts_table(manifest))
@@ -84,10 +84,11 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
 
 def facts_table(manifest: StoreManifest) -> Table:
     """What the manifest says, line by line."""
+    answers = manifest.response_tokens / max(manifest.tokens, 1)
     rows = {
         "state": _state(manifest),
         "dialogues": f"{manifest.dialogues:,}",
-        "tokens": f"{manifest.tokens:,}, {_share(manifest.response_tokens, manifest.tokens)} of them the assistant's",
+        "tokens": f"{manifest.tokens:,}, {answers:.1%} of them the assistant's",
         "dropped": _counts(manifest.dropped),
         "changed": _counts(manifest.changed),
         "shards": f"{len(manifest.shards):,}",
@@ -117,14 +118,15 @@ def lengths_table(lengths: torch.Tensor) -> Table:
 
 
 def state_sums(store: FeatureStore, sample: list[int]) -> dict[str, torch.Tensor]:
-    """Of the features and of each tap of the dialogues in ``sample``: absolute values, zeros, values; and the largest.
+    """Over the dialogues in ``sample``, of the features and of each tap: float64 ``[4]``.
 
-    float64 ``[4]`` each.
+    They are the sum of absolute values, the number of zeros, the number of values, and the largest.
     """
     sums: dict[str, torch.Tensor] = {}
     for index in sample:
         dialogue = store[index]
-        for name, values in {"features": dialogue.features, **_named(dialogue)}.items():
+        taps = {f"tap {layer}": values for layer, values in dialogue.taps.items()}
+        for name, values in {"features": dialogue.features, **taps}.items():
             size = values.float().abs()
             found = torch.tensor([size.double().sum(), (size == 0).sum(), size.numel(), size.max()]).double()
             before = sums.get(name, torch.zeros(4, dtype=torch.float64))
@@ -195,20 +197,12 @@ def printable(text: str) -> str:
     )
 
 
-def _named(dialogue: StoredDialogue) -> dict[str, torch.Tensor]:
-    return {f"tap {layer}": values for layer, values in dialogue.taps.items()}
-
-
 def _state(manifest: StoreManifest) -> str:
     if manifest.complete:
         return "complete"
     there = f"{manifest.consumed:,}"
     of = f" of {manifest.plan.dialogues:,}" if manifest.plan else ""
     return f"half written: {there}{of} dialogues so far; run the same data_prep.features command again to finish it"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.1%}"
 
 
 def _counts(counts: dict[str, int]) -> str:

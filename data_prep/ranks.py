@@ -8,6 +8,15 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from drafters.choices import Dtype
+from drafters.config import Config
+
+from .progress import quiet_in_log_files
+
+if TYPE_CHECKING:
+    from drafters.model.target import TargetModel
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's ids of batch scripts, interactive shells and the like: one process, not many
 
@@ -29,7 +38,7 @@ class Rank:
         return shard % self.count == self.index
 
     def device(self, wanted: str | None) -> str | None:
-        """``wanted``, or, where no certain GPU is named, this process's own of the machine's GPUs."""
+        """``wanted``, or, where no particular GPU is named, this process's own of the machine's GPUs."""
         if self.local is None or wanted not in (None, "cuda"):
             return wanted
         import torch  # here: most of what is asked of a rank does not need it
@@ -38,14 +47,29 @@ class Rank:
             return wanted
         return f"cuda:{self.local % torch.cuda.device_count()}"
 
-    def target_device(self, device: str | None, device_map: object) -> str | None:
-        """The device that this process loads a target onto; with a ``device_map``, ``device`` as it is given.
 
-        Raises:
-            ValueError: a device map for processes of one machine, each of which would want all its GPUs.
-        """
-        refuse_shared_map(self, device_map)
-        return self.device(device) if device_map is None else device
+class TargetKeys(Config):
+    """How a config's target is loaded, and its tokenizer."""
+
+    revision: str | None = None  # of the target on the Hub
+    dtype: Dtype = "bfloat16"  # in which the target runs
+    device: str | None = None  # default: cuda if there is one (under a launcher the process's own), else cpu
+    device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
+    chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
+
+
+def load_target(name: str, config: TargetKeys, rank: Rank) -> "TargetModel":
+    """The target ``name`` as its config says, on this process's device or over all that ``device_map`` names.
+
+    Raises:
+        ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
+    """
+    from drafters.model.target import TargetModel
+
+    quiet_in_log_files()
+    refuse_shared_map(rank, config.device_map)
+    device = rank.device(config.device) if config.device_map is None else config.device
+    return TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
 
 
 def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:

@@ -10,7 +10,7 @@ together. A finished run leaves ``<out>`` and, with its settings and counts, ``<
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -20,13 +20,14 @@ from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .answers.endpoint import EndpointConfig
+from .answers.writing import Writing
 from .dialogues.reader import check_source
-from .ranks import Rank, add_rank_arguments, find_rank
+from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 # A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from. (Of
 # the source, its digest counts.)
 FREE_ON_RESUME = {"source", "out", "device", "device_map", "batch", "drafter", "endpoint"}
-OF_A_TARGET = {"revision", "dtype", "device", "device_map", "chat_template", "drafter", "batch", "max_context"}
+OF_A_TARGET = {*TargetKeys.model_fields, "drafter", "batch", "max_context"}
 
 
 class DrafterOptions(Config):
@@ -37,29 +38,17 @@ class DrafterOptions(Config):
     drafter: str
 
 
-class RegenerateConfig(Config):
-    """Schema of ``configs/regenerate/*.yaml``. Give ``target`` or ``endpoint``."""
+class RegenerateConfig(Writing, TargetKeys):
+    """Schema of ``configs/regenerate/*.yaml``. Give ``target`` (and for it ``TargetKeys``) or ``endpoint``."""
 
     source: str  # ShareGPT file or Hub dataset
     out: str  # JSONL file in ShareGPT form
     target: str | None = None  # folder or Hub repository of the target
     endpoint: EndpointConfig | None = None  # in place of a target: an OpenAI-compatible server
-    max_new_tokens: int = Field(1024, ge=1)  # of one answer
-    truncated: Literal["keep", "drop"] = "keep"  # answers cut there; drop: the dialogue ends before such an answer
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)  # 0: greedy
-    top_k: int = Field(0, ge=0)  # 0: off
-    top_p: float = Field(1.0, gt=0, le=1)  # 1: off
-    seed: int = 0
     limit: int | None = Field(None, ge=1)  # dialogues, the first ones; default: all
-    # The rest is for a target.
-    revision: str | None = None
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    device: str | None = None  # default: cuda if there is one (under a launcher the process's own), else cpu
-    device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
-    chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
+    # For a target, as are all of TargetKeys.
     drafter: DrafterOptions | None = None  # for example {drafter: eagle, checkpoint: ..., tree: chain}; default: none
     batch: int = Field(8, ge=1)  # dialogues at once; less where the drafter decodes fewer
-    max_context: int | None = Field(None, ge=2)  # tokens of prompt and answer; default: what the target was made for
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -78,7 +67,10 @@ class RegenerateConfig(Config):
 
 def main(arguments: list[str] | None = None) -> None:
     """Regenerate the answers of a config's source."""
-    config, rank = _parse(arguments)
+    parser = CommandLine("data_prep.regenerate", __doc__, "YAML file, see configs/regenerate/", "limit=1000 batch=32")
+    add_rank_arguments(parser)
+    parsed = parser.parse(arguments)
+    config, rank = load_config(RegenerateConfig, parsed.config, parsed.overrides), find_rank(parsed.rank, parsed.ranks)
     check(config)
 
     from .regenerate_run import kept, run
@@ -112,14 +104,6 @@ def sidecar(config: RegenerateConfig) -> Path:
 def unfinished(config: RegenerateConfig) -> Path:
     """The folder of the journals."""
     return Path(f"{config.out}.unfinished")
-
-
-def _parse(arguments: list[str] | None) -> tuple[RegenerateConfig, Rank]:
-    parser = CommandLine("data_prep.regenerate", __doc__, "YAML file, see configs/regenerate/", "limit=1000 batch=32")
-    add_rank_arguments(parser)
-    parsed = parser.parse(arguments)
-    rank = find_rank(parsed.rank, parsed.ranks)
-    return load_config(RegenerateConfig, parsed.config, parsed.overrides), rank
 
 
 if __name__ == "__main__":

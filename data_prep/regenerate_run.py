@@ -1,6 +1,5 @@
 """What data_prep.regenerate does with its config."""
 
-import dataclasses
 import itertools
 import json
 import shutil
@@ -8,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from drafters import TargetModel, drafter_class, make_drafter
+from drafters import drafter_class, make_drafter
 from drafters.base import LearnedDrafter
 from drafters.checkpoint import drafter_type
 from drafters.files import replace_text
@@ -20,13 +19,12 @@ from drafters.provenance import git_commit, library_versions
 from .answers.endpoint import EndpointAnswers
 from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, check_identity, read_journals, replay
 from .answers.target import TargetAnswers
-from .answers.writing import Writing
 from .dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
 from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import ReadCounts, read_dialogues, source_digest
 from .disk import check_room, source_bytes
-from .progress import Bar, quiet_in_log_files
-from .ranks import Rank
+from .progress import Bar
+from .ranks import Rank, load_target
 from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, sidecar, unfinished
 from .split import record
 from .store.lock import folder_lock
@@ -51,7 +49,7 @@ def run(config: RegenerateConfig, rank: Rank) -> None:
     conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]
     print(f"{config.source}: {counts.describe()}")
     folder = unfinished(config)
-    with AnswerJournal(folder, identity, rank.index, rank.count) as journal:
+    with AnswerJournal(folder, identity, rank) as journal:
         if report_finished(config, identity):  # by another process, meanwhile
             return
         replay(conversations, read_journals(folder), retry=config.endpoint is not None)
@@ -72,7 +70,7 @@ def kept(config: RegenerateConfig) -> str:
 
 
 def check_drafter(options: DrafterOptions) -> None:
-    """Find out before the target is loaded what can be found out.
+    """Check what can be checked before the target is loaded.
 
     Raises:
         ValueError: a lossy method, or no such checkpoint.
@@ -125,7 +123,7 @@ def is_finished(config: RegenerateConfig) -> bool:
 
 
 def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
-    """True, with one line printed, if the output is there.
+    """Whether the output is there; says so in a line.
 
     Raises:
         ValueError: it was made with other settings.
@@ -145,7 +143,7 @@ def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
 def answer_all(
     config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: AnswerJournal, rank: Rank
 ) -> None:
-    """Answer what is open of one process's share, and write it down batch by batch."""
+    """Answer what is left of one process's share, and write it down batch by batch."""
     answers = open_answers(config, chat, rank)
     by_index = {conversation.index: conversation for conversation in own}
     done = sum(conversation.done for conversation in own)
@@ -162,40 +160,26 @@ def answer_all(
 
 
 def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Rank) -> TargetAnswers | EndpointAnswers:
-    """The target with its drafter, loaded; or the endpoint, found to answer.
+    """The target with its drafter, loaded; or the endpoint, once it has answered.
 
     Raises:
         ValueError: they cannot be had, or do not fit together.
     """
-    writing = Writing(
-        config.max_new_tokens,
-        config.max_context or 0,
-        config.truncated == "keep",
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.seed,
-    )
     if config.endpoint is not None:
-        endpoint = EndpointAnswers(config.endpoint, writing)
+        endpoint = EndpointAnswers(config.endpoint, config)
         endpoint.check()
         return endpoint
     assert config.target is not None and chat is not None
-    quiet_in_log_files()
-    device = rank.target_device(config.device, config.device_map)
-    where = config.target, config.dtype, device, config.revision
-    target = TargetModel.from_pretrained(*where, device_map=config.device_map)
-    options = dict(config.drafter.model_extra or {}) if config.drafter else {}
-    drafter = make_drafter(config.drafter.drafter if config.drafter else "autoregressive", target, **options)
-    if not config.max_context:
-        writing = dataclasses.replace(writing, max_context=target.max_context)
-    return TargetAnswers(target, drafter, chat, writing, config.batch)
+    target = load_target(config.target, config, rank)
+    chosen = config.drafter or DrafterOptions(drafter="autoregressive")
+    drafter = make_drafter(chosen.drafter, target, **chosen.model_extra or {})
+    return TargetAnswers(target, drafter, chat, config, config.batch)
 
 
 def merge(
     config: RegenerateConfig, identity: dict[str, Any], counts: ReadCounts, conversations: list[Conversation]
 ) -> None:
-    """Write the output if every process's share is done; whoever finds that first does it, the others see it done.
+    """Write the output if every process's share is done: the first to find that does it, and the others see it done.
 
     Raises:
         ValueError: no dialogue is left.

@@ -2,9 +2,8 @@
 
     python -m data_prep.split data/sharegpt.json --out runs/sharegpt --heldout 500 [--seed 0]
 
-Usable dialogues only, in the order of the source, as `dialogues.py` hands them out; which of them are held out is drawn
-from the seed. Dialogues with the same first question go to the same side, or the drafter would be tested on what it was
-trained on.
+Usable dialogues only, in the order of the source; which of them are held out is drawn from the seed. Dialogues with the
+same first question go to the same side, or the drafter would be tested on what it was trained on.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from drafters.program import CommandLine, command, keeping, positive, run_progra
 from drafters.provenance import changes
 
 from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
-from .disk import check_room, source_bytes
+from .disk import check_folder, check_room, source_bytes
 
 FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
@@ -61,13 +60,12 @@ def _question(dialogue: Dialogue) -> str:
 
 
 def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
-    """Whether ``out`` is free, or holds this very split, perhaps half of it.
+    """Check that ``out`` is free, or holds this very split, perhaps half of it.
 
     Raises:
         ValueError: a file stands in the way, or the data of somebody else, which could be the source itself.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; give a folder")
+    check_folder(out, "--out")
     files = [out / f"{name}.jsonl" for name in ("train", "heldout")]
     if any(file.exists() and Path(source).exists() and file.samefile(source) for file in files):
         raise ValueError(f"--out {out} would overwrite the source {source}; give another folder")
@@ -90,12 +88,7 @@ def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
     counts = ReadCounts()
     dialogues = list(read_dialogues(parsed.source, counts))
     train, heldout = split(dialogues, parsed.heldout, parsed.seed)
-    facts |= {
-        "source": parsed.source,
-        "train": len(train),
-        "heldout": len(heldout),
-        "dropped": dict(counts.dropped),
-    }
+    facts |= {"source": parsed.source, "train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
     parsed.out.mkdir(parents=True, exist_ok=True)
     replace_json(parsed.out / FACTS, facts)  # first: a killed run may be run again
     for name, part in (("train", train), ("heldout", heldout)):

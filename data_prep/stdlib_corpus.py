@@ -9,6 +9,7 @@ corpus of prose and code on which a small target model can be trained on a lapto
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import json
@@ -23,7 +24,7 @@ from pathlib import Path
 from drafters.files import replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, run_program
 
-from .disk import check_room, existing_folder
+from .disk import check_folder, check_room
 
 SKIPPED_FOLDERS = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data",
@@ -112,30 +113,22 @@ def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
     for node in tree.body:
         if not isinstance(node, (*functions, ast.ClassDef)):
             continue
-        name = f"{module}.{node.name}"
-        if isinstance(node, functions):
-            yield StdlibObject(name, module, "function", name, _clean_doc(node), _source_of(node, lines))
-            continue
-        inner = [child for child in node.body if isinstance(child, functions)]
-        source = _source_of(node, lines)
+        name, kind = f"{module}.{node.name}", "class" if isinstance(node, ast.ClassDef) else "function"
+        inner = [child for child in node.body if isinstance(child, functions)] if kind == "class" else []
         methods = tuple(dict.fromkeys(child.name for child in inner))
-        yield StdlibObject(name, module, "class", name, _clean_doc(node), source, methods)
-        for child in inner:
-            # A one-method class is its method: showing both would only repeat the text.
-            if len(inner) > 1:
-                yield StdlibObject(
-                    f"{name}.{child.name}", module, "method", name, _clean_doc(child), _source_of(child, lines)
-                )
+        yield StdlibObject(name, module, kind, name, _clean_doc(node), _source_of(node, lines), methods)
+        # A one-method class is its method: showing both would only repeat the text.
+        for child in inner if len(inner) > 1 else ():
+            about = _clean_doc(child), _source_of(child, lines)
+            yield StdlibObject(f"{name}.{child.name}", module, "method", name, *about)
 
 
 def read_objects(root: Path) -> list[StdlibObject]:
     """Every object of the library below `root`; files that cannot be parsed are skipped."""
     found: list[StdlibObject] = []
     for module, path in source_files(root):
-        try:
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):
             found.extend(objects_of(module, path.read_text(encoding="utf-8")))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
     return found
 
 
@@ -214,8 +207,7 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
     Raises:
         ValueError: a wrong argument, or a file where the folder should be.
     """
-    if not (there := existing_folder(out)).is_dir():
-        raise ValueError(f"--out {out}: {there} is a file; give a folder")
+    check_folder(out, "--out")
     records = build_corpus(root, max_dialogues, seed, max_chars)
     texts = dict.fromkeys((TRAIN, HELDOUT, TUNE), "")
     for name in texts:
@@ -230,8 +222,7 @@ def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: 
         data = text.encode("utf-8")
         facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         manifest["files"][f"{name}.jsonl"] = {"dialogues": text.count("\n"), **facts}
-    kinds = Counter(record["category"] for _, record in records)
-    manifest["kinds"] = dict(sorted(kinds.items()))
+    manifest["kinds"] = dict(sorted(Counter(record["category"] for _, record in records).items()))
     replace_json(out / "manifest.json", manifest)
     return manifest
 

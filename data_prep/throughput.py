@@ -7,7 +7,6 @@ forwards, copies to the host, conversion, checksums, files flushed to disk, the 
 folder beside the config's ``out``, on the same disk, and deleted. ``limit=`` bounds the dialogues, so the time.
 """
 
-import argparse
 from pathlib import Path
 
 from drafters.config import load_config
@@ -18,7 +17,12 @@ from .features import FeaturesConfig, check
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the dump of a split beside the bare target."""
-    parsed = _parse(arguments)
+    keys = "limit=1000 store_dtype=int8"
+    parser = CommandLine("data_prep.throughput", __doc__, "YAML file, see configs/features/", keys)
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("--split", help="which split to measure on (default: the config's first)")
+    parser.add_argument("--rounds", type=positive, default=5, help="passes with each of the two (default 5)")
+    parsed = parser.parse(arguments)
     config = load_config(FeaturesConfig, parsed.config, parsed.overrides)
     split = parsed.split or next(iter(config.splits))
     if split not in config.splits:
@@ -29,16 +33,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         run(config, split, parsed.rounds, parsed.out)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = CommandLine(
-        "data_prep.throughput", __doc__, "YAML file, see configs/features/", "limit=1000 store_dtype=int8"
-    )
-    parser.add_argument("--out", type=Path, help="JSON file for the result")
-    parser.add_argument("--split", help="which split to measure on (default: the config's first)")
-    parser.add_argument("--rounds", type=positive, default=5, help="passes with each of the two (default 5)")
-    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

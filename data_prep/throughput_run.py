@@ -17,8 +17,8 @@ from drafters.provenance import environment, load_average, peak_memory_bytes
 from .dialogues.encoding import load_tokenizer
 from .disk import existing_folder
 from .features import FeaturesConfig
-from .features_run import Work, check_disk, encode, load_target, make_headers, write_store
-from .ranks import Rank
+from .features_run import Work, check_disk, encode, make_headers, write_store
+from .ranks import Rank, load_target
 from .store.dump import Tokens, forward, make_batches
 from .store.manifest import plan_shards
 
@@ -31,7 +31,7 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
     try:
         work.path = temporary / "store"
         check_disk(config, [work])
-        target = load_target(config, Rank())
+        target = load_target(config.target, config, Rank())
         result = measure(target, work, config, rounds)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +94,7 @@ def bare_pass(target: TargetModel, work: Work, config: FeaturesConfig, most: int
     """The forwards of a dump and nothing else, of at most ``most`` batches."""
     tokens = Tokens()
     done = 0
-    for span in plan_shards(work.lengths, 0, config.shard_tokens):
+    for span in plan_shards(work.lengths, config.shard_tokens):
         lengths = work.lengths[slice(*span)]
         for rows, ids in make_batches(work.encoded, span, config.batch_tokens, target.device.type == "cuda"):
             if most is not None and done == most:
@@ -107,7 +107,7 @@ def bare_pass(target: TargetModel, work: Work, config: FeaturesConfig, most: int
 
 
 def synchronize(target: TargetModel) -> None:
-    """Wait for what the device was given."""
+    """Wait until every GPU has done what it was given."""
     if target.device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)

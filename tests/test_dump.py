@@ -160,7 +160,7 @@ def test_padding_at_the_shipped_settings(file: str) -> None:
     """Catches batches that waste a tenth of the target's time, or that got so small that a GPU idles."""
     config = load_config(features.FeaturesConfig, Path(__file__).parents[1] / "configs" / "features" / file)
     padded = batches = 0
-    for first, last in plan_shards(LIKE_SHAREGPT, 0, config.shard_tokens):
+    for first, last in plan_shards(LIKE_SHAREGPT, config.shard_tokens):
         lengths = LIKE_SHAREGPT[first:last]
         for rows in plan_batches(lengths, config.batch_tokens):
             padded += len(rows) * max(lengths[row] for row in rows)

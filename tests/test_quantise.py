@@ -36,8 +36,7 @@ def one_store(path: Path, dtype: str, states: dict[str, Tensor], **changes: obje
         lengths=LENGTHS,
         input_ids=torch.arange(count),
         loss_mask=torch.arange(count) % 2 == 0,
-        features=states["features"],
-        taps={3: states["tap_3"]},
+        states=states,
     )
     with StoreWriter(path, header(**settings)) as writer:
         writer.write(shard)

@@ -23,6 +23,7 @@ from data_prep.answers.writing import Writing
 from data_prep.dialogues.encoding import encode_split
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
+from data_prep.ranks import Rank
 from data_prep.store import lock as store_lock
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
@@ -278,11 +279,11 @@ def test_another_number_of_processes_goes_on_with_the_same_run(
     config = write_config(tmp_path, target_folder)
     run_killed(monkeypatch, 2, config, "--rank", "1", "--ranks", "2")
     identity = json.loads((tmp_path / "new.jsonl.unfinished" / "run.json").read_text())
-    with AnswerJournal(tmp_path / "new.jsonl.unfinished", identity, 0, 2):
-        with pytest.raises(ValueError, match="with another number of ranks"):
+    with AnswerJournal(tmp_path / "new.jsonl.unfinished", identity, Rank(1, 2)):
+        with pytest.raises(ValueError, match="so by 2 processes, and this is one of 1"):
             run(config)
-        with pytest.raises(ValueError, match="written by another process.*own --rank"):
-            run(config, "--rank", "0", "--ranks", "2")
+        with pytest.raises(ValueError, match="written by process .*rank 1 of 2; .*own --rank"):
+            run(config, "--rank", "1", "--ranks", "2")
     assert run(config) == expected[0]
 
 
@@ -344,7 +345,7 @@ def conversation(index: int, *questions: str) -> Conversation:
 
 def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> None:
     """Catches the end-of-turn token in the text, blank answers kept, special tokens kept, and cut ones not counted."""
-    ours, dropping = answers(), answers(keep_truncated=False)
+    ours, dropping = answers(), answers(truncated="drop")
     ids = ours.chat.tokenizer("Hello!", add_special_tokens=False)["input_ids"]
     end, start = (ours.chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>"))
     count = len(ids)
@@ -461,11 +462,11 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     """Catches an OSError that does not say what to do, or two processes that write one journal."""
 
     def no_locks(file: Any, how: int) -> None:
-        if file.name.endswith(".jsonl"):
+        if "-00000" in file.name:
             raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(store_lock.fcntl, "flock", no_locks)
-    with pytest.raises(ValueError, match=r"file system of .* cannot lock files"), AnswerJournal(tmp_path, {}, 0, 1):
+    with pytest.raises(ValueError, match=r"file system of .* cannot lock files"), AnswerJournal(tmp_path, {}, Rank()):
         pass
 
 

@@ -54,8 +54,7 @@ def make_shard(index: int, dtype: torch.dtype = torch.bfloat16) -> Shard:
         lengths=lengths,
         input_ids=torch.randint(100, (count,), generator=generator),
         loss_mask=torch.rand(count, generator=generator) < 0.5,
-        features=states[0],
-        taps=dict(zip(TAPS, states[1:], strict=True)),
+        states=dict(zip(("features", *(f"tap_{layer}" for layer in TAPS)), states, strict=True)),
     )
 
 
@@ -82,8 +81,9 @@ def test_round_trip(tmp_path: Path, dtype: str) -> None:
     position = 0
     for index in range(3):
         shard = make_shard(index, kind)
-        parts = [tensor.split(LENGTHS[index]) for tensor in (shard.input_ids, shard.loss_mask, shard.features)]
-        taps = {layer: tensor.split(LENGTHS[index]) for layer, tensor in shard.taps.items()}
+        whole = (shard.input_ids, shard.loss_mask, shard.states["features"])
+        parts = [tensor.split(LENGTHS[index]) for tensor in whole]
+        taps = {layer: shard.states[f"tap_{layer}"].split(LENGTHS[index]) for layer in TAPS}
         for i in range(len(LENGTHS[index])):
             found = store[position]
             assert found.input_ids.dtype == torch.int64 and found.loss_mask.dtype == torch.bool
@@ -112,7 +112,7 @@ def test_reading_maps_the_file_and_survives_pickling(tmp_path: Path) -> None:
     with StoreWriter(tmp_path, header(taps=[])) as writer:
         ones = torch.ones(rows, HIDDEN, dtype=torch.bfloat16)
         mask = torch.ones(rows, dtype=torch.bool)
-        writer.write(Shard(["long"], [rows], torch.ones(rows, dtype=torch.int64), mask, ones, {}))
+        writer.write(Shard(["long"], [rows], torch.ones(rows, dtype=torch.int64), mask, {"features": ones}))
         writer.finish({}, {})
     store = FeatureStore.open(tmp_path)
     before = _private_kilobytes()
@@ -237,7 +237,7 @@ def test_opening_what_is_no_store(tmp_path: Path) -> None:
 def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path: Path, bad: float, where: str) -> None:
     """Catches a drafter trained to NaN by one overflowing activation, neighbours lost with it, or a wrong count."""
     shard = make_shard(2)
-    (shard.features if where == "features" else shard.taps[3])[5, 2] = bad  # token 1 of the second dialogue
+    shard.states[where.replace(" ", "_")][5, 2] = bad  # token 1 of the second dialogue
     with StoreWriter(tmp_path, header()) as writer:
         assert writer.write(make_shard(0)) == []
         assert writer.write(shard) == [f"dialogue-2-1 ({where})"]
@@ -254,15 +254,15 @@ def test_a_dialogue_that_is_not_finite_is_left_out_and_counted(tmp_path: Path, b
     for stored, tokens in ((store[2], slice(0, 4)), (store[3], slice(6, 13))):
         assert torch.equal(stored.input_ids, whole.input_ids[tokens])
         assert torch.equal(stored.loss_mask, whole.loss_mask[tokens])
-        assert torch.equal(stored.features, whole.features[tokens])
-        assert all(torch.equal(stored.taps[layer], whole.taps[layer][tokens]) for layer in TAPS)
+        assert torch.equal(stored.features, whole.states["features"][tokens])
+        assert all(torch.equal(stored.taps[layer], whole.states[f"tap_{layer}"][tokens]) for layer in TAPS)
 
 
 def test_a_shard_without_one_finite_dialogue_has_no_file(tmp_path: Path) -> None:
     """Catches an empty shard, which no reader opens, and a resumed run that takes its dialogues again or skips some."""
     write_all(tmp_path, stop=1)
     single = make_shard(1)
-    single.features[0, 0] = float("nan")
+    single.states["features"][0, 0] = float("nan")
     with StoreWriter(tmp_path, header()) as writer:
         writer.write(single)
     with StoreWriter(tmp_path, header()) as writer:
@@ -271,7 +271,7 @@ def test_a_shard_without_one_finite_dialogue_has_no_file(tmp_path: Path) -> None
         assert writer.finish({}, {}).dropped == {"non_finite": 1}
     store = FeatureStore.open(tmp_path)
     assert [entry.file for entry in store.manifest.shards] == ["shard-00000.safetensors", "shard-00002.safetensors"]
-    assert torch.equal(store[2].features, make_shard(2).features[:4])
+    assert torch.equal(store[2].features, make_shard(2).states["features"][:4])
 
 
 def one_token_shard(count: int, not_finite: int) -> Shard:
@@ -279,7 +279,7 @@ def one_token_shard(count: int, not_finite: int) -> Shard:
     features = torch.zeros(count, HIDDEN, dtype=torch.float16)
     features[:not_finite, 0] = 70_000
     ones = torch.ones(count, dtype=torch.int64)
-    return Shard([f"d{i}" for i in range(count)], [1] * count, ones, ones.bool(), features, {})
+    return Shard([f"d{i}" for i in range(count)], [1] * count, ones, ones.bool(), {"features": features})
 
 
 def test_many_that_are_not_finite_mean_the_dtype(tmp_path: Path) -> None:

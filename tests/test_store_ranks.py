@@ -37,8 +37,7 @@ def shard_of(first: int, last: int) -> Shard:
         lengths=lengths,
         input_ids=ids,
         loss_mask=ids % 2 == 0,
-        features=ids[:, None].expand(-1, HIDDEN).bfloat16(),
-        taps={},
+        states={"features": ids[:, None].expand(-1, HIDDEN).bfloat16()},
     )
 
 
@@ -216,7 +215,8 @@ def test_overflows_are_counted_over_all_ranks(tmp_path: Path) -> None:
                 features = torch.zeros(last - first, HIDDEN)
                 features[:6] = float("inf")
                 ids = torch.arange(first, last)
-                writer.write(Shard([str(i) for i in ids], [1] * len(ids), ids, ids >= 0, features, {}), number)
+                names = [str(i) for i in ids]
+                writer.write(Shard(names, [1] * len(ids), ids, ids >= 0, {"features": features}), number)
         with StoreWriter(tmp_path, settings, Rank(index, 4)) as writer:
             return writer.finish({}, {})
 

@@ -39,8 +39,10 @@ def sharded(target: TargetModel, features: Path, tmp_path_factory: pytest.TempPa
                     lengths=[len(item.input_ids) for item in items],
                     input_ids=torch.cat([item.input_ids for item in items]),
                     loss_mask=torch.cat([item.loss_mask for item in items]),
-                    features=torch.cat([item.features for item in items]),
-                    taps={tiny_run.TAP: torch.cat([item.taps[tiny_run.TAP] for item in items])},
+                    states={
+                        "features": torch.cat([item.features for item in items]),
+                        f"tap_{tiny_run.TAP}": torch.cat([item.taps[tiny_run.TAP] for item in items]),
+                    },
                 )
                 writer.write(shard)
             writer.finish({}, {})

@@ -53,8 +53,10 @@ def write_stores(folder: Path, target: TargetModel, lengths: dict[str, list[int]
             lengths=each,
             input_ids=torch.cat(tokens),
             loss_mask=torch.cat(masks),
-            features=torch.cat([output.features[0] for output in outputs]),
-            taps={TAP: torch.cat([output.taps[TAP][0] for output in outputs])},
+            states={
+                "features": torch.cat([output.features[0] for output in outputs]),
+                f"tap_{TAP}": torch.cat([output.taps[TAP][0] for output in outputs]),
+            },
         )
         with StoreWriter(folder / split, header(target)) as writer:
             writer.write(shard)

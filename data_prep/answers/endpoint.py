@@ -5,8 +5,10 @@ is no completion. A refusal of one dialogue drops that dialogue; one that concer
 is read from the environment, sent to that server alone, and taken out of every message.
 """
 
+import contextlib
 import email.utils
 import http.client
+import itertools
 import json
 import os
 import random
@@ -44,9 +46,8 @@ class EndpointConfig(Config):
     api_key_env: str | None = "OPENAI_API_KEY"  # environment variable with the key; without one, none is sent
     timeout: float = Field(600.0, gt=0)  # seconds without a byte from the server
     retries: int = Field(5, ge=0)  # more attempts after the first
-    extra: dict[
-        str, Any
-    ] = {}  # more keys of the request, {chat_template_kwargs: {enable_thinking: false}}; null: fewer
+    # More keys of the request, {chat_template_kwargs: {enable_thinking: false}}; null: fewer.
+    extra: dict[str, Any] = {}
 
     @property
     def base(self) -> str:
@@ -54,7 +55,7 @@ class EndpointConfig(Config):
         return self.url.rstrip("/").removesuffix("/chat/completions")
 
     def check(self) -> None:
-        """Whether the address can be one; apart from the schema, whose messages would print a password in it.
+        """Check the address, apart from the schema, whose messages would print a password in it.
 
         Raises:
             ValueError: it is none, or holds a secret.
@@ -83,9 +84,6 @@ class BadReplyError(ValueError):
 
 class EndpointAnswers:
     """Answers conversations through an endpoint, ``concurrency`` at a time, each turn by turn.
-
-    Args:
-        writing: its ``max_context`` is the server's own business and not looked at.
 
     Raises:
         ValueError: the environment variable holds something that cannot be a key.
@@ -127,9 +125,8 @@ class EndpointAnswers:
         try:
             while True:
                 # Fill up: new conversations as long as there are places and nothing has failed.
-                while failure is None and len(pending) < self.config.concurrency:
-                    if (conversation := next(waiting, None)) is None:
-                        break
+                free = self.config.concurrency - len(pending) if failure is None else 0
+                for conversation in itertools.islice(waiting, free):
                     pending[pool.submit(self._answer, conversation)] = conversation
                 if not pending:
                     break
@@ -168,7 +165,7 @@ class EndpointAnswers:
         text, reason = choice["message"].get("content"), choice.get("finish_reason")
         if reason == "content_filter":
             return Turn(index, number, drop="content_filter"), ""
-        if reason == "length" and not self.writing.keep_truncated:
+        if reason == "length" and self.writing.truncated == "drop":
             return Turn(index, number, end="truncated"), ""
         if not isinstance(text, str) or not text.strip():
             return Turn(index, number, drop="empty_answer"), ""
@@ -271,25 +268,18 @@ def _message(data: bytes) -> str:
         body = json.loads(data)
     except (ValueError, RecursionError):
         return data[:500].decode(errors="replace").strip()
-    if isinstance(body, dict):
-        error = body.get("error", body)
-        if isinstance(error, dict):
-            said = error.get("message") or error.get("detail")
-            code = error.get("code")
-            if said:
-                return f"{said} ({code})" if isinstance(code, str) and code not in str(said) else str(said)
+    error = body.get("error", body) if isinstance(body, dict) else None
+    if isinstance(error, dict) and (said := error.get("message") or error.get("detail")):
+        code = error.get("code")
+        return f"{said} ({code})" if isinstance(code, str) and code not in str(said) else str(said)
     return json.dumps(body)[:500]
 
 
 def _retry_after(value: str | None) -> float:
     """Seconds that a Retry-After header asks for: a number, or the date of the next attempt; 0 for none."""
-    if not value:
-        return 0.0
-    try:
+    value = value or "0"
+    with contextlib.suppress(ValueError):
         return max(float(value), 0.0)
-    except ValueError:
-        pass
-    try:
+    with contextlib.suppress(ValueError):
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return 0.0
+    return 0.0

@@ -5,14 +5,13 @@ While a run lasts, ``<out>.unfinished/`` holds ``run.json`` (what the answers de
 usable ones of the source; the journals of all processes together say where each stands.
 """
 
+import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from drafters.files import replace_text
@@ -20,7 +19,8 @@ from drafters.provenance import changes
 
 from ..dialogues.reader import Dialogue, Message
 from ..disk import write_error
-from ..store.lock import folder_lock, is_locked, lock_file
+from ..ranks import Rank
+from ..store.lock import RankLock, folder_lock
 
 RUN_FILE = "run.json"
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
@@ -129,45 +129,40 @@ class AnswerJournal:
     Args:
         folder: ``<out>.unfinished``; it is made if missing.
         identity: what the answers depend on; journals of another one are never continued.
-        rank, ranks: this process among those that share the work.
+        rank: this process among those that share the work.
 
     Raises (on entering):
         ValueError: the folder was made with another identity; or another process has this rank; or processes of another
             number of ranks are at work there.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], rank: int, ranks: int) -> None:
-        self.folder, self.identity = folder, identity
-        self.path = folder / f"rank-{rank}-of-{ranks}.jsonl"
-        self._of = f"-of-{ranks}.jsonl"
-        self._file: IO[bytes] | None = None
-        self._last = time.perf_counter()
+    def __init__(self, folder: Path, identity: dict[str, Any], rank: Rank) -> None:
+        self.folder, self.identity, self.rank = folder, identity, rank
+        self.path = folder / f"rank-{rank.index}-of-{rank.count}.jsonl"
+        self._open = contextlib.ExitStack()
+        self._file: IO[bytes]
+        self._last = 0.0
 
     def __enter__(self) -> "AnswerJournal":
         self.folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self.folder):
-            run, journals = self.folder / RUN_FILE, list(self.folder.glob("rank-*.jsonl"))
-            begun = any(path.stat().st_size or is_locked(path) for path in journals)
+        with folder_lock(self.folder), contextlib.ExitStack() as opened:
+            lock = RankLock(self.folder, self.rank)
+            opened.callback(lock.release)
+            run = self.folder / RUN_FILE
+            begun = lock.others or any(path.stat().st_size for path in self.folder.glob("rank-*.jsonl"))
             if run.is_file() and begun:
                 check_identity(self.folder, json.loads(run.read_text()), self.identity)
             else:  # nothing is written yet: with the settings of now
                 replace_text(run, json.dumps(self.identity, indent=1) + "\n")
-            for other in journals:
-                if not other.name.endswith(self._of) and is_locked(other):
-                    raise ValueError(
-                        f"{other} is being written by a process that shares the work with another number of ranks; "
-                        "wait for it or stop it first"
-                    )
-            self._file = self._open()
+            self._file = opened.enter_context(self.path.open("ab+"))
+            self._file.seek(0)
+            self._file.truncate(self._file.read().rfind(b"\n") + 1)  # without what a kill left of its last line
+            self._open = opened.pop_all()
         self._last = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
 
     def write(self, batch: AnsweredBatch) -> None:
         """Append a finished batch; when this returns it is on the disk.
@@ -175,7 +170,6 @@ class AnswerJournal:
         Raises:
             OSError: the disk is full or the file cannot be written; all batches before stay.
         """
-        assert self._file is not None
         now = time.perf_counter()
         line = dataclasses.asdict(dataclasses.replace(batch, seconds=now - self._last))
         self._last = now
@@ -185,21 +179,6 @@ class AnswerJournal:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise write_error(error, self.path, "what was answered before is kept") from error
-
-    def _open(self) -> IO[bytes]:
-        """The journal for appending, locked, without what a kill left of its last line."""
-        file = self.path.open("ab+")
-        try:
-            lock_file(self.folder, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise ValueError(
-                f"{self.path} is being written by another process; wait for it or stop it, or give each process its "
-                "own --rank"
-            ) from None
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        return file
 
 
 def read_journals(folder: Path) -> list[AnsweredBatch]:

@@ -1,5 +1,6 @@
 """Answers written by a target in this process, through the one decoding loop, several dialogues at a time."""
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -27,19 +28,16 @@ class TargetAnswers:
         batch: dialogues in a group; less where the drafter decodes fewer rows.
 
     Raises:
-        ValueError: the drafter is lossy, or it was made for shorter contexts than ``writing`` allows.
+        ValueError: the drafter was made for shorter contexts than ``writing`` allows.
     """
 
     def __init__(
         self, target: TargetModel, drafter: Drafter, chat: ChatTokenizer, writing: Writing, batch: int
     ) -> None:
-        if not drafter.lossless:
+        self.max_context = writing.max_context or target.max_context
+        if drafter.max_context < self.max_context:
             raise ValueError(
-                f"drafter {drafter.name!r} is lossy, so the answers would not be the target's own; use a lossless one"
-            )
-        if drafter.max_context < writing.max_context:
-            raise ValueError(
-                f"max_context is {writing.max_context}, but drafter {drafter.name!r} was made for "
+                f"max_context is {self.max_context}, but drafter {drafter.name!r} was made for "
                 f"{drafter.max_context} tokens; set max_context={drafter.max_context}, or use another drafter"
             )
         self.target, self.drafter, self.chat, self.writing = target, drafter, chat, writing
@@ -55,7 +53,7 @@ class TargetAnswers:
                 yield self.answer(rows)
 
     def groups(self, conversations: list[Conversation]) -> list[list[Conversation]]:
-        """Conversations of as many turns and similar length together, in an order that makes a rate mean something."""
+        """Conversations with the same number of turns and of similar length, in an order that gives a fair rate."""
         ordered = sorted(conversations, key=lambda one: (len(one.questions), _length(one), one.index))
         groups = [ordered[start : start + self.batch] for start in range(0, len(ordered), self.batch)]
         random.Random(self.writing.seed).shuffle(groups)
@@ -76,7 +74,7 @@ class TargetAnswers:
             except DroppedError as error:
                 turns.append(Turn(row.index, turn, drop=error.reason))
                 continue
-            if len(ids) + self.writing.max_new_tokens > self.writing.max_context:
+            if len(ids) + self.writing.max_new_tokens > self.max_context:
                 turns.append(Turn(row.index, turn, end="no_room"))
                 continue
             asked.append((row.index, turn))
@@ -110,7 +108,7 @@ class TargetAnswers:
 
     def _turn(self, index: int, turn: int, ids: list[int], lead: str) -> Turn:
         ended = ids[-1] in self.eos
-        if not ended and not self.writing.keep_truncated:
+        if not ended and self.writing.truncated == "drop":
             return Turn(index, turn, end="truncated")
         text = self.chat.tokenizer.decode(
             ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -126,6 +124,6 @@ class TargetAnswers:
 
 
 def _length(conversation: Conversation) -> int:
-    """Characters of the first prompt."""
-    opening = [message["content"] for message in conversation.dialogue.messages if message["role"] == "system"]
-    return sum(map(len, [*opening, conversation.questions[0]["content"]]))
+    """Characters of the first prompt: of all that stands before the first answer."""
+    opening = itertools.takewhile(lambda message: message["role"] != "assistant", conversation.dialogue.messages)
+    return sum(len(message["content"]) for message in opening)

@@ -1,19 +1,22 @@
 """How answers are written, whoever writes them."""
 
 import hashlib
-from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from drafters.config import Config
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How answers are written; ``max_context`` is in tokens of prompt and answer, ``keep_truncated`` for cut ones."""
+class Writing(Config):
+    """What a target and an endpoint are told alike, except ``max_context``: an endpoint knows its own."""
 
-    max_new_tokens: int
-    max_context: int
-    keep_truncated: bool = True
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    max_new_tokens: int = Field(1024, ge=1)  # of one answer
+    max_context: int | None = Field(None, ge=2)  # tokens of prompt and answer; default: what the target was made for
+    truncated: Literal["keep", "drop"] = "keep"  # answers cut there; drop: the dialogue ends before such an answer
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)  # 0: greedy
+    top_k: int = Field(0, ge=0)  # 0: off
+    top_p: float = Field(1.0, gt=0, le=1)  # 1: off
     seed: int = 0
 
 

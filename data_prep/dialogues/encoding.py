@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from drafters.text_files import read_text
 
 from ..progress import Bar
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
-from .reader import Dialogue, DroppedError, ReadCounts, read_dialogues
+from .reader import DroppedError, ReadCounts, read_dialogues
 
 CHUNK = 256  # dialogues tokenized in one call
 FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with one: then it is the template
@@ -68,7 +67,7 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
     stream = read_dialogues(source, counts)
     details: dict[str, str] = {}  # of the last dialogue dropped for each reason
     with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
-        while chunk := _take(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids))):
+        while chunk := list(itertools.islice(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids)))):
             results = chat.encode([item.messages for item in chunk], max_length)
             for dialogue, result in zip(chunk, results, strict=True):
                 try:
@@ -88,10 +87,6 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
         example = f"; for example: {detail}" if detail else ""
         raise ValueError(f"{source}: no dialogue is left for training: {counts.describe()}{example}")
     return split
-
-
-def _take(stream: Iterator[Dialogue], count: int) -> list[Dialogue]:
-    return list(itertools.islice(stream, count))
 
 
 def _fit(result: MaskedTokens | DroppedError, max_length: int, counts: ReadCounts) -> MaskedTokens:

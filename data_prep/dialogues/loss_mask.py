@@ -73,7 +73,9 @@ class ChatTokenizer:
                 "one as chat_template, in the exact form that the target was tuned with"
             )
         self.template: str = tokenizer.get_chat_template()
-        self.special_tokens = _special_tokens(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = (str(token) for token in added if getattr(token, "special", False))
+        self.special_tokens = {*tokenizer.all_special_tokens, *special} - {""}
         escaped = "|".join(re.escape(token) for token in sorted(self.special_tokens, key=len, reverse=True))
         self._special = re.compile(escaped or r"(?!)")
         self._special_next = re.compile(rf"\s*(?P<token>{escaped})" if escaped else r"(?!)(?P<token>)")
@@ -262,8 +264,3 @@ def mask_from_offsets(dialogue: RenderedDialogue, offsets: np.ndarray) -> np.nda
             inside[index] = not dialogue.text[starts[index] : start].strip()
         mask |= inside
     return mask
-
-
-def _special_tokens(tokenizer: Any) -> set[str]:
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return {*tokenizer.all_special_tokens, *(str(token) for token in added if getattr(token, "special", False))} - {""}

@@ -7,7 +7,7 @@ by reason; one bad record never ends a run.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +16,8 @@ from typing import Any
 from .json_records import Unreadable, read_records
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
 }
 TURN_KEYS = ("conversations", "conversation", "messages")
@@ -145,10 +138,8 @@ def parse_record(record: Any, fallback_id: str, changed: Counter[str] | None = N
         raise DroppedError("wrong_role_order")
     if changed is not None:
         changed.update(changes)
-    category = record.get("category")
-    return Dialogue(
-        str(record.get("id") or fallback_id), (*head, *body), category if isinstance(category, str) else None
-    )
+    category = record.get("category") if isinstance(record.get("category"), str) else None
+    return Dialogue(str(record.get("id") or fallback_id), (*head, *body), category)
 
 
 def source_digest(source: str | Path) -> str:
@@ -164,29 +155,22 @@ def source_digest(source: str | Path) -> str:
 
 
 def check_source(source: str | Path) -> None:
-    """Raise ValueError at once where ``source`` names a file that is not there, or a folder without data."""
+    """Raise ValueError at once where ``source`` names a file that is not there, or a folder that cannot be read."""
     path = Path(source)
     if path.is_dir():
-        _check_folder(path)
-    if path.is_file() or path.is_dir():
-        return
-    if path.exists():
+        there = [file for file in sorted(path.rglob("*")) if file.name.endswith((*DATA_SUFFIXES, *DATASET_SUFFIXES))]
+        if not there:
+            raise ValueError(f"{path} is a folder without data files; give a ShareGPT .json, .jsonl or .gz file")
+        if find_spec("datasets") is None:
+            raise ValueError(
+                f"{path} is a folder: give one of its files, for example {there[0]}; reading it as a data set needs "
+                "`pip install datasets`"
+            )
+    elif path.exists() and not path.is_file():
         raise ValueError(f"{source} is neither a file nor a folder; write the data into a file and give that")
-    if str(source).endswith(DATA_SUFFIXES) or str(source).count("/") != 1:
+    elif not path.exists() and (str(source).endswith(DATA_SUFFIXES) or str(source).count("/") != 1):
         raise ValueError(
             f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name"
-        )
-
-
-def _check_folder(path: Path) -> None:
-    """Raise ValueError where `datasets` would find nothing in a folder, or is not there to look."""
-    there = [file for file in sorted(path.rglob("*")) if file.name.endswith((*DATA_SUFFIXES, *DATASET_SUFFIXES))]
-    if not there:
-        raise ValueError(f"{path} is a folder without data files; give a ShareGPT .json, .jsonl or .gz file")
-    if find_spec("datasets") is None:
-        raise ValueError(
-            f"{path} is a folder: give one of its files, for example {there[0]}; reading it as a data set needs "
-            "`pip install datasets`"
         )
 
 
@@ -217,17 +201,14 @@ def _rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
 
 
-def _records(source: str) -> Iterator[Any]:
-    path = Path(source)
+def _records(source: str) -> Iterable[Any]:
     check_source(source)
-    if not path.is_file():
-        yield from _dataset_records(source)
-        return
-    for _, record in read_records(path):
-        yield record
+    if Path(source).is_file():
+        return (record for _, record in read_records(Path(source)))
+    return _dataset_records(source)
 
 
-def _dataset_records(name: str) -> Iterator[Any]:
+def _dataset_records(name: str) -> Iterable[Any]:
     try:
         import datasets
     except ImportError as error:
@@ -238,9 +219,8 @@ def _dataset_records(name: str) -> Iterator[Any]:
     folder, colon, split = name.rpartition(":")
     repository, split = (folder, split) if colon else (name, "train")
     try:
-        rows = datasets.load_dataset(repository, split=split)  # from 4.0 on datasets runs no repository's script
+        return datasets.load_dataset(repository, split=split)  # from 4.0 on datasets runs no repository's script
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"no dataset {repository!r} with a split {split!r} could be loaded ({type(error).__name__}: {error})"
         ) from error
-    yield from rows

@@ -10,7 +10,6 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -96,7 +95,7 @@ class Buffers:
         return self._free.get()
 
     def give_back(self, buffer: dict[str, torch.Tensor]) -> None:
-        """To be called when what was in it is on disk."""
+        """Take a buffer back whose contents are on disk."""
         self._free.put(buffer)
 
 
@@ -109,7 +108,7 @@ class Computed:
     events: list["torch.cuda.Event"]
 
     def wait(self) -> Shard:
-        """The shard, when all of it has arrived."""
+        """The shard, once all of it has arrived."""
         for event in self.events:
             event.synchronize()
         return self.shard
@@ -136,12 +135,12 @@ def run_shard(
     dialogues = split.dialogues[slice(*span)]
     lengths = [len(dialogue.input_ids) for dialogue in dialogues]
     starts = [0, *itertools.accumulate(lengths)]
-    buffer = buffers.take()
+    buffer, names = buffers.take(), state_names(header.taps)
     # Batch by batch: the target, the store's dtype, and each dialogue's states to its place in the shard's order.
     devices: set[torch.device] = set()
     for rows, ids in make_batches(split, span, batch_tokens, pinned=buffers.pinned):
         output = forward(target, header, ids, [lengths[row] for row in rows], batch_tokens)
-        for name, values in named_states(output, header.taps).items():
+        for name, values in zip(names, (output.features, *(output.taps[layer] for layer in header.taps)), strict=True):
             devices.add(values.device)
             with explained(ids, batch_tokens):  # quantising makes float32 copies
                 stored, scale = to_storage(values, header.dtype)
@@ -159,9 +158,8 @@ def run_shard(
         lengths=lengths,
         input_ids=torch.cat([torch.from_numpy(dialogue.input_ids) for dialogue in dialogues]),
         loss_mask=torch.cat([torch.from_numpy(dialogue.loss_mask) for dialogue in dialogues]),
-        features=parts["features"],
-        taps={layer: parts[f"tap_{layer}"] for layer in header.taps},
-        scales={name.removesuffix("_scale"): scale for name, scale in parts.items() if name.endswith("_scale")},
+        states={name: parts[name] for name in names},
+        scales={name: parts[f"{name}_scale"] for name in names if header.dtype in SCALED},
     )
     # On a GPU, events tell when the last copy has arrived.
     events = []
@@ -198,7 +196,7 @@ def forward(
 
 @contextlib.contextmanager
 def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
-    """What to do where the device's memory does not suffice for a batch, as a ValueError."""
+    """Turn running out of the device's memory in a batch into a ValueError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -206,11 +204,6 @@ def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
             f"out of memory in a forward of {ids.numel()} tokens; lower batch_tokens (now {batch_tokens}) or "
             "max_length and run again: finished shards are kept"
         ) from error
-
-
-def named_states(output: FeatureOutput, taps: list[int]) -> dict[str, torch.Tensor]:
-    """``{"features": [R, T, H], "tap_3": ...}``."""
-    return {"features": output.features, **{f"tap_{layer}": output.taps[layer] for layer in taps}}
 
 
 class Background:
@@ -223,14 +216,12 @@ class Background:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writing shards")
         self._jobs: list[Future[None]] = []
-        self._failed = False
+        self._last: Future[None] | None = None
 
     def __enter__(self) -> "Background":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._thread.shutdown(wait=True)
         if error is None:
             self.check()
@@ -240,18 +231,16 @@ class Background:
         self.check()
         while len(self._jobs) >= IN_FLIGHT:
             self._jobs.pop(0).result()
-        self._jobs.append(self._thread.submit(self._run, job))
+        self._last = self._thread.submit(_after, self._last, job)
+        self._jobs.append(self._last)
 
     def check(self) -> None:
         """Raise the error of a job that failed; costs nothing, so ask often."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
-    def _run(self, job: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            job()
-        except BaseException:
-            self._failed = True
-            raise
+
+def _after(before: "Future[None] | None", job: Callable[[], None]) -> None:
+    if before is not None:
+        before.result()  # raises its error in place of beginning the job
+    job()

@@ -41,7 +41,8 @@ class RankLock:
         mine = path / f"{LOCK}-{rank.index:05d}"
         self.others = 0  # that write now
         for file in sorted(path.glob(f"{LOCK}-*")):
-            if file != mine and (holder := _holder(path, file)):
+            # Empty: its holder is just about to let it go.
+            if file != mine and is_locked(file) and (holder := file.read_text().strip()):
                 self.others += 1
                 ranks = re.search(r"rank \d+ of (\d+)$", holder)
                 count = int(ranks[1]) if ranks else 1
@@ -57,8 +58,8 @@ class RankLock:
             holder = _read(self._file)
             self._file.close()
             raise ValueError(
-                f"{path} is being written by {holder or 'another process'}; wait for it or stop it, or "
-                f"give another `out`"
+                f"{path} is being written by {holder or 'another process'}; wait for it or stop it, or give this one "
+                "its own --rank or another `out`"
             ) from None
         self.stale = _read(self._file) or None
         self._file.truncate(0)
@@ -71,16 +72,6 @@ class RankLock:
         """Empty the file (a name in it means that its writer died) and let it go."""
         self._file.truncate(0)
         self._file.close()
-
-
-def _holder(path: Path, file: Path) -> str | None:
-    """Who holds a lock file; None if nobody does, or if its holder is just about to let it go and has emptied it."""
-    with file.open("a+") as opened:
-        try:
-            lock_file(path, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _read(opened) or None
-    return None
 
 
 def _read(file: IO[str]) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,20 +23,9 @@ NON_FINITE = "non_finite"
 
 # What two runs must share to write into one store, and what may be said when they do not.
 SAME = (
-    "target_name",
-    "target_revision",
-    "target_fingerprint",
-    "hidden_size",
-    "vocab_size",
-    "taps",
-    "target_dtype",
-    "dtype",
-    "tokenizer_hash",
-    "template_hash",
-    "max_length",
-    "limit",
-    "source_digest",
-)
+    "target_name", "target_revision", "target_fingerprint", "hidden_size", "vocab_size", "taps", "target_dtype",
+    "dtype", "tokenizer_hash", "template_hash", "max_length", "limit", "source_digest",
+)  # fmt: skip
 # The same target under another path or name is the same target: its fingerprint tells.
 NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
 
@@ -162,11 +151,11 @@ def shard_file(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def plan_shards(lengths: list[int], first: int, shard_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges of dialogues from ``first`` on: each ends with the dialogue that reaches ``shard_tokens`` tokens."""
-    tokens = 0
-    for index in range(first, len(lengths)):
-        tokens += lengths[index]
+def plan_shards(lengths: list[int], shard_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of dialogues: each ends with the dialogue that reaches ``shard_tokens`` tokens."""
+    first = tokens = 0
+    for index, length in enumerate(lengths):
+        tokens += length
         if tokens >= shard_tokens or index == len(lengths) - 1:
             yield first, index + 1
             first, tokens = index + 1, 0
@@ -222,7 +211,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _wrong_counts(manifest: StoreManifest) -> str | None:
-    """What does not add up in a manifest by itself, if anything."""
+    """What does not add up within a manifest, if anything."""
     shards = manifest.shards
     if len({shard.file for shard in shards}) < len(shards):
         return "a shard is listed twice"
@@ -238,7 +227,7 @@ def _wrong_counts(manifest: StoreManifest) -> str | None:
 
 
 def read_shard_records(folder: Path) -> list[ShardRecord]:
-    """The records of a half-written store, by number. Those that vanish while they are read were merged, and are left.
+    """The records of a half-written store, by number. Those that vanish meanwhile were merged, and are left out.
 
     Raises:
         ValueError: one is damaged.
@@ -255,15 +244,6 @@ def read_shard_records(folder: Path) -> list[ShardRecord]:
     return sorted(records, key=lambda record: record.number)
 
 
-def differences(manifest: StoreManifest, wanted: StoreManifest) -> list[str]:
-    """``["max_length 2048 there, 1024 here", ...]``: settings in which a store differs from what is to be written."""
-    skipped = NOT_COMPARED_IF_SAME_FINGERPRINT if manifest.target_fingerprint == wanted.target_fingerprint else ()
-    pairs: list[tuple[str, Any, Any]] = [
-        (key, getattr(manifest, key), getattr(wanted, key)) for key in SAME if key not in skipped
-    ]
-    return [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]
-
-
 def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, shared: bool = False) -> None:
     """Raise ValueError unless ``manifest``, found in ``folder``, was made with the settings of ``wanted``.
 
@@ -272,7 +252,10 @@ def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, sha
     """
     if not (manifest.consumed or manifest.complete or shared):
         return
-    if found := differences(manifest, wanted):
+    same_target = manifest.target_fingerprint == wanted.target_fingerprint
+    keys = [key for key in SAME if not (same_target and key in NOT_COMPARED_IF_SAME_FINGERPRINT)]
+    pairs = [(key, getattr(manifest, key), getattr(wanted, key)) for key in keys]
+    if found := [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
         raise ValueError(
             f"{folder} holds features made otherwise: {'; '.join(found)}. Give another `out`, or delete {folder} first"
         )

@@ -8,6 +8,7 @@ each tap, and ``offsets`` [dialogues + 1] int64. Where these states are int8 or 
 
 import bisect
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +24,8 @@ from .manifest import ShardEntry, StoreManifest, read_manifest
 from .quantise import SCALED, from_storage, state_names, storage_dtype
 
 DTYPES_IN_FILE = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,8 @@ class FeatureStore:
         self._states = state_names(manifest.taps)
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
         self._offsets = [self._read_offsets(entry) for entry in manifest.shards]
-        self._first = [0]  # index of the first dialogue of each shard, and one past the last
-        for entry in manifest.shards:
-            self._first.append(self._first[-1] + entry.dialogues)
+        # Index of the first dialogue of each shard, and one past the last.
+        self._first = [0, *itertools.accumulate(entry.dialogues for entry in manifest.shards)]
 
     @classmethod
     def open(cls, path: str | Path) -> "FeatureStore":
@@ -102,8 +98,7 @@ class FeatureStore:
         if not manifest.complete:
             raise ValueError(
                 f"the feature store {folder} is half written ({manifest.dialogues:,} dialogues in "
-                f"{len(manifest.shards)} "
-                "shards so far); run the same data_prep.features command again to finish it"
+                f"{len(manifest.shards)} shards so far); run the same data_prep.features command again to finish it"
             )
         for entry in manifest.shards:
             if problem := size_problem(folder, entry):
@@ -132,9 +127,8 @@ class FeatureStore:
         if self.manifest.dtype in SCALED:
             pairs = {name: (values, tensors[f"{name}_scale"][start:end]) for name, values in rows.items()}
             return _ScaledDialogue(ids, mask, pairs, self.read_dtype)
-        return StoredDialogue(
-            ids, mask, rows["features"], {layer: rows[f"tap_{layer}"] for layer in self.manifest.taps}
-        )
+        taps = {layer: rows[f"tap_{layer}"] for layer in self.manifest.taps}
+        return StoredDialogue(ids, mask, rows["features"], taps)
 
     def shards_of(self, dialogues: Iterable[int]) -> set[int]:
         """The numbers (places in the manifest) of the shards that hold ``dialogues``."""
@@ -143,13 +137,13 @@ class FeatureStore:
     def __iter__(self) -> Iterator[StoredDialogue]:
         return (self[index] for index in range(len(self)))
 
-    def verify(self, progress: Callable[[int], object] | None = None) -> None:
-        """Read every byte and compare the checksums; ``progress`` is told the bytes of each shard when it was read.
+    def verify(self) -> None:
+        """Read every byte and compare the checksums.
 
         Raises:
             ValueError: naming every shard whose content is not what was written.
         """
-        if broken := broken_shards(self.path, self.manifest, progress):
+        if broken := broken_shards(self.path, self.manifest):
             raise ValueError(
                 f"{self.path}: {'; '.join(broken)}; copy it again, or delete {self.path} and make the features again"
             )
@@ -197,7 +191,7 @@ def size_problem(folder: Path, entry: ShardEntry) -> str | None:
 
 
 def broken_shards(folder: Path, manifest: StoreManifest, progress: Callable[[int], object] | None = None) -> list[str]:
-    """Read every shard of ``manifest`` and say of each that is not what was written what is wrong with it."""
+    """Read every shard of ``manifest``; what is wrong with those that are not as they were written."""
     broken, differing = [], []
     for entry in manifest.shards:
         problem = size_problem(folder, entry)
@@ -213,7 +207,7 @@ def broken_shards(folder: Path, manifest: StoreManifest, progress: Callable[[int
 
 
 def is_whole(folder: Path, entry: ShardEntry) -> bool:
-    """Read a shard: whether it is what was written."""
+    """Whether a shard, read byte by byte, is as it was written."""
     try:
         return size_problem(folder, entry) is None and file_sha256(folder / entry.file) == entry.sha256
     except OSError:

@@ -5,10 +5,11 @@ What has no record does not exist: a run that died between the two writes that s
 the whole split, so that any number of processes can share the work, and another number can go on with it.
 """
 
+import contextlib
+import itertools
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -39,7 +40,7 @@ MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05
 
 @dataclass(frozen=True)
 class Shard:
-    """Whole dialogues laid end to end; ``features`` and each tap are [tokens, H] in floating point.
+    """Whole dialogues laid end to end; ``states`` {"features", "tap_3", ...} are [tokens, H] in floating point.
 
     Or as they are to be stored already, where ``scales`` {name: float32 [tokens]} tells so.
     """
@@ -48,62 +49,47 @@ class Shard:
     lengths: list[int]
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
-    features: torch.Tensor
-    taps: dict[int, torch.Tensor]
+    states: dict[str, torch.Tensor]
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def states(self) -> dict[str, torch.Tensor]:
-        """Features and taps by the names of the store's format."""
-        return {"features": self.features, **{f"tap_{layer}": tap for layer, tap in self.taps.items()}}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The shard's tensors by the names of the store's format."""
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
         named = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.bool(), "offsets": offsets}
-        return {**named, **self.states(), **{f"{name}_scale": scale for name, scale in self.scales.items()}}
+        return {**named, **self.states, **{f"{name}_scale": scale for name, scale in self.scales.items()}}
 
     def stored_as(self, dtype: str) -> "Shard":
         """This shard with its states as the store's ``dtype`` wants them."""
         if self.scales:
             return self
-        pairs = {name: to_storage(values, dtype) for name, values in self.states().items()}
-        return replace(
-            self,
-            features=pairs["features"][0],
-            taps={layer: pairs[f"tap_{layer}"][0] for layer in self.taps},
-            scales={name: scale for name, (_, scale) in pairs.items() if scale is not None},
-        )
+        pairs = {name: to_storage(values, dtype) for name, values in self.states.items()}
+        scales = {name: scale for name, (_, scale) in pairs.items() if scale is not None}
+        return replace(self, states={name: stored for name, (stored, _) in pairs.items()}, scales=scales)
 
     def finite(self) -> tuple["Shard", list[str]]:
         """The dialogues without NaN or infinite values; of each other one, its id and what is not finite."""
-        bad = {name: self._not_finite(name, values) for name, values in self.states().items()}
-        if not any(tokens.any() for tokens in bad.values()):
+        # By token. An 8-bit value cannot be NaN or infinite, but its scale is where the value was.
+        good = {name: torch.isfinite(self.scales.get(name, values)) for name, values in self.states.items()}
+        good = {name: tokens if name in self.scales else tokens.all(-1) for name, tokens in good.items()}
+        if all(tokens.all() for tokens in good.values()):
             return self, []
-        of_dialogue = {
-            name: torch.stack([part.any() for part in tokens.split(self.lengths)]) for name, tokens in bad.items()
-        }
-        whole = ~torch.stack(list(of_dialogue.values())).any(0)
+        # By dialogue.
+        good = {name: torch.stack([part.all() for part in rows.split(self.lengths)]) for name, rows in good.items()}
+        whole = torch.stack(list(good.values())).all(0)
         tokens = whole.repeat_interleave(torch.tensor(self.lengths))
         kept = Shard(
-            ids=[name for name, good in zip(self.ids, whole, strict=True) if good],
-            lengths=[length for length, good in zip(self.lengths, whole, strict=True) if good],
+            ids=list(itertools.compress(self.ids, whole)),
+            lengths=list(itertools.compress(self.lengths, whole)),
             input_ids=self.input_ids[tokens],
             loss_mask=self.loss_mask[tokens],
-            features=self.features[tokens],
-            taps={layer: tap[tokens] for layer, tap in self.taps.items()},
+            states={name: values[tokens] for name, values in self.states.items()},
             scales={name: scale[tokens] for name, scale in self.scales.items()},
         )
         wrong = [
-            f"{self.ids[row]} ({', '.join(name.replace('_', ' ') for name, rows in of_dialogue.items() if rows[row])})"
+            f"{self.ids[row]} ({', '.join(name.replace('_', ' ') for name, rows in good.items() if not rows[row])})"
             for row in (~whole).nonzero()[:, 0].tolist()
         ]
         return kept, wrong
-
-    def _not_finite(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """bool [tokens]. An 8-bit value cannot be NaN or infinite, but its scale is where the value was."""
-        if name in self.scales:
-            return ~torch.isfinite(self.scales[name])
-        return ~torch.isfinite(values).all(-1)
 
 
 class StoreWriter:
@@ -126,26 +112,20 @@ class StoreWriter:
         self.damaged: list[str] = []  # finished shards that were found missing or cut, and have to be written again
         self._header = header.model_copy(deep=True)
         self._records: dict[int, ShardRecord] = {}
-        self._lock: RankLock | None = None
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "StoreWriter":
         self.path.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self.path):
-            self._lock = RankLock(self.path, self.rank)
-            self.stale_writer = self._lock.stale
-            try:
-                self._continue_or_start(shared=self._lock.others > 0)
-            except BaseException:
-                self._lock.release()
-                raise
+        with folder_lock(self.path), contextlib.ExitStack() as opened:
+            lock = RankLock(self.path, self.rank)
+            opened.callback(lock.release)
+            self.stale_writer = lock.stale
+            self._continue_or_start(shared=lock.others > 0)
+            self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
 
     @property
     def manifest(self) -> StoreManifest:
@@ -160,9 +140,8 @@ class StoreWriter:
         assert self._header.plan is not None
         if self._header.complete:
             return []
-        plan = enumerate(plan_shards(lengths, 0, self._header.plan.shard_tokens))
-        numbered = ((number, first, last) for number, (first, last) in plan)
-        return [shard for shard in numbered if self.rank.takes(shard[0]) and shard[0] not in self._records]
+        plan = enumerate(plan_shards(lengths, self._header.plan.shard_tokens))
+        return [(number, *span) for number, span in plan if self.rank.takes(number) and number not in self._records]
 
     def write(self, shard: Shard, number: int | None = None) -> list[str]:
         """Write one shard, without the dialogues that hold NaN or infinite values, and its record; counts them.
@@ -187,10 +166,7 @@ class StoreWriter:
         if _too_many(non_finite, consumed):
             raise ValueError(self._blame(non_finite, consumed, wrong))
         record = ShardRecord(
-            number=number,
-            consumed=len(shard.lengths),
-            non_finite=len(wrong),
-            response_tokens=int(kept.loss_mask.sum()),
+            number=number, consumed=len(shard.lengths), non_finite=len(wrong), response_tokens=int(kept.loss_mask.sum())
         )
         self._write_shard(kept, record)
         return wrong
@@ -211,7 +187,9 @@ class StoreWriter:
                     )
             replace_text(self._record_file(record.number), record.model_dump_json())
         except OSError as error:
-            raise self._explain(error, name) from error
+            done, dialogues = self.manifest.shards, self.manifest.dialogues
+            kept = f"the {len(done)} shards before it ({dialogues:,} dialogues) are kept"
+            raise write_error(error, self.path / name, kept) from error
         self._records[record.number] = record
 
     def finish(self, dropped: dict[str, int], changed: dict[str, int]) -> StoreManifest:
@@ -305,11 +283,6 @@ class StoreWriter:
             f"{non_finite:,} of the first {consumed:,} dialogues have NaN or infinite features (target in {ran}, "
             f"stored as {stored}{example}). {fix}{kept}"
         )
-
-    def _explain(self, error: OSError, name: str) -> OSError:
-        there = self.manifest
-        done = f"the {len(there.shards)} shards before it ({there.dialogues:,} dialogues) are kept"
-        return write_error(error, self.path / name, done)
 
 
 def _too_many(non_finite: int, consumed: int) -> bool:
