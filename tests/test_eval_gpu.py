@@ -21,7 +21,7 @@ import train.throughput
 import train.throughput_run
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
-from eval.report.gpu import Goal, Outcome, Part, judge
+from eval.report.gpu import Ending, Goal, Part, judge
 from eval.report.gpu import page as page_of
 from train.cli import parse_arguments
 from train.task import task_class
@@ -82,7 +82,7 @@ def test_the_first_part_on_the_simulated_gpu(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "exact").mkdir()
     with simulated_cuda():
         gpu_exact.main(["--out", str(tmp_path / "exact" / "exact.json"), "--new-tokens", "6"])
-    outcomes = {"exact": Outcome("exact", "done")}
+    outcomes = {"exact": Ending("exact", "done")}
     judged = [judge(goal, PARTS, tmp_path, outcomes) for goal in GOALS if goal.part == "exact"]
     assert [met for _, met in judged] == ["yes"] * 3 and judged[0][0] == "0"
 
@@ -103,8 +103,8 @@ def test_the_page(tmp_path: Path) -> None:
         if part.name in EXAMPLES:
             (tmp_path / part.name).mkdir()
             shutil.copy(EXAMPLES[part.name], tmp_path / part.name / part.result)
-            outcomes[part.name] = Outcome(part.name, "done", seconds=7.0, commands=["python -m x"])
-    outcomes["run"] = Outcome("run", "skipped", "needs deepspeed, not installed here")
+            outcomes[part.name] = Ending(part.name, "done", seconds=7.0, commands=["python -m x"])
+    outcomes["run"] = Ending("run", "skipped", "needs deepspeed, not installed here")
     page = page_of(PARTS, GOALS, tmp_path, outcomes)
     table = [line for line in page.split("goals met")[0].splitlines() if line.startswith("| ")][2:]
     assert len(table) == len(GOALS)
@@ -143,18 +143,18 @@ def test_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.gpu, "PARTS", parts)
     monkeypatch.setattr(eval.gpu, "GOALS", [])
     ended = {
-        part.name: each for part, each in zip(parts, eval.gpu.run(parts, tmp_path, [], None, 1).values(), strict=True)
+        part.name: each for part, each in zip(parts, eval.gpu.run(parts, tmp_path, [], None).values(), strict=True)
     }
     assert [each.ended for each in ended.values()] == ["done", "failed", "out of time", "skipped", "failed"]
     assert ended["bad"].reason.endswith("no such luck") and ended["empty"].reason == "it left no found.json"
     assert "no_such_module" in ended["poor"].reason and ended["slow"].seconds < 20
     (tmp_path / "bad" / "found.json").write_text("{}")
-    again = eval.gpu.run(parts[:2], tmp_path, [], None, 1)
-    assert again["bad"].is_done and (tmp_path / "good" / "times").read_text() == "x"
+    again = eval.gpu.run(parts[:2], tmp_path, [], None)
+    assert again["bad"].ended == "done" and (tmp_path / "good" / "times").read_text() == "x"
     assert again["slow"].ended == "out of time", "what was not asked for keeps its outcome"
-    eval.gpu.run(parts[:1], tmp_path, ["good"], None, 1)
+    eval.gpu.run(parts[:1], tmp_path, ["good"], None)
     assert (tmp_path / "good" / "times").read_text() == "xx"
-    assert eval.gpu.run(parts[:1], tmp_path, ["good"], 0.5, 1) and (tmp_path / "good" / "times").read_text() == "xx"
+    assert eval.gpu.run(parts[:1], tmp_path, ["good"], 0.5) and (tmp_path / "good" / "times").read_text() == "xx"
     assert "| slow | a test | out of time" in (tmp_path / "gpu.md").read_text()
 
 

@@ -18,7 +18,7 @@ class Part:
         commands: run from the checkout's root; ``{out}`` is the part's folder. The last one is what is measured.
         result: the JSON that it leaves in its folder.
         seconds: its time limit.
-        needs: modules that are not among the ones every part needs. gpus: how many devices.
+        needs: modules that are not among the ones every part needs.
     """
 
     name: str
@@ -27,7 +27,6 @@ class Part:
     result: str
     seconds: int
     needs: tuple[str, ...] = ()
-    gpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Goal:
 
 
 @dataclass
-class Outcome:
+class Ending:
     """How a part ended: "done", "failed", "out of time", "interrupted" or "skipped", and why."""
 
     part: str
@@ -58,51 +57,42 @@ class Outcome:
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether there is nothing left to do."""
-        return self.ended == "done"
 
-
-def judge(goal: Goal, parts: Sequence[Part], out: Path, outcomes: dict[str, Outcome]) -> tuple[str, str]:
+def judge(goal: Goal, parts: Sequence[Part], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
     """What was measured, and whether the goal was met."""
     outcome = outcomes.get(goal.part)
     if outcome is None:
         return "", "not run yet"
-    part = next(part for part in parts if part.name == goal.part)
-    file = out / part.name / part.result
-    if not outcome.is_done or not file.is_file():
+    result = next(part.result for part in parts if part.name == goal.part)
+    file = out / goal.part / result
+    if outcome.ended != "done" or not file.is_file():
         return "", f"not measured: {outcome.ended}, {outcome.reason}"
+    value, why = None, ""
     try:
         value = goal.figure(json.loads(file.read_text(encoding="utf-8")))
     except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as error:
-        return "", f"not measured: {part.result} does not hold it ({type(error).__name__}: {error})"
+        why = f" ({type(error).__name__}: {error})"
     if value is None:
-        return "", f"not measured: {part.result} does not hold it"
+        return "", f"not measured: {result} does not hold it{why}"
     met = goal.met(value)
     return goal.form.format(value), "" if met is None else "yes" if met else "**no**"
 
 
-def page(parts: Sequence[Part], goals: Sequence[Goal], out: Path, outcomes: dict[str, Outcome]) -> str:
+def page(parts: Sequence[Part], goals: Sequence[Goal], out: Path, outcomes: dict[str, Ending]) -> str:
     """Every goal, what was measured, and whether it was met; then the parts."""
     from eval.report.page import table  # torch comes with it, and whoever only lists the parts need not wait
 
-    judged = [(goal, *judge(goal, parts, out, outcomes)) for goal in goals]
     rows = []
-    for goal, measured, met in judged:
+    for goal in goals:
         bound = "" if goal.bound is None else f"{'≥' if goal.at_least else '≤'} {goal.form.format(goal.bound)}"
-        rows.append([goal.part, goal.text, bound, measured, met])
-    reached, wanted = sum(met == "yes" for *_, met in judged), sum(goal.bound is not None for goal in goals)
+        rows.append([goal.part, goal.text, bound, *judge(goal, parts, out, outcomes)])
+    reached, wanted = sum(row[-1] == "yes" for row in rows), sum(goal.bound is not None for goal in goals)
     lines = ["# What a GPU had to show", "", f"`{command()}`", ""]
-    lines += [
-        *table(["part", "figure", "goal", "measured", "met"], rows, 2),
-        "",
-        f"{reached} of {wanted} goals met.",
-        "",
-    ]
+    lines += [*table(["part", "figure", "goal", "measured", "met"], rows, 2), ""]
+    lines += [f"{reached} of {wanted} goals met.", ""]
     rows = []
     for part in parts:
-        outcome = outcomes.get(part.name, Outcome(part.name, "not run yet"))
+        outcome = outcomes.get(part.name, Ending(part.name, "not run yet"))
         ended = f"{outcome.ended}: {outcome.reason}" if outcome.reason else outcome.ended
         last = f"`{outcome.commands[-1]}`" if outcome.commands else ""
         rows.append([part.name, part.about, ended, last, f"{outcome.seconds:.0f}"])
