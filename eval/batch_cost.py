@@ -8,14 +8,14 @@ batch_cost.md into ``out``.
 """
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt
 
+from data_prep.disk import check_folder
 from drafters.config import Config, load_config
 from drafters.program import CommandLine, command, keeping, run_program
-from drafters.wording import shortened
-from eval.entries import check_entries, check_folder
+from eval.entries import DISTINCT, Odd, check_entries
 from eval.speed import TargetEntry
 
 
@@ -24,25 +24,17 @@ class BatchCostConfig(Config):
 
     target: TargetEntry
     out: Path
-    batches: list[int] = Field([1, 2, 4, 8, 16], min_length=1, description="inputs in a forward")
+    batches: Annotated[list[PositiveInt], DISTINCT] = Field([1, 2, 4, 8, 16], min_length=1, description="in a forward")
     context: int = Field(256, ge=1, description="tokens of every input before the one that is fed")
     runs: int = Field(100, ge=1, description="forwards of a block, which is timed and metered as a whole")
-    blocks: int = Field(5, ge=1, description="odd; blocks of every batch size; the median counts")
+    blocks: Odd = Field(5, description="odd; blocks of every batch size; the median counts")
     warmup: int = Field(5, ge=0, description="forwards of every batch size before all others, unmeasured")
     threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
     seed: int = Field(0, description="of the tokens and of the batch sizes' order")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if min(self.batches) < 1 or len(set(self.batches)) < len(self.batches):
-            raise ValueError(f"batches must be different and at least 1, found {shortened(self.batches)}")
-        if self.blocks % 2 == 0:
-            raise ValueError(f"blocks is {self.blocks}, and of an even number none is the median: add or take one")
-        return self
-
 
 def check(config: BatchCostConfig) -> None:
-    """What can be found out before the target is loaded.
+    """Check what can be checked before the target is loaded.
 
     Raises:
         ValueError: the target is not there, or ``out`` cannot be written to.

@@ -11,16 +11,14 @@ from rich.console import Console
 
 from data_prep.progress import Bar
 from drafters import TargetModel
-from drafters.files import replace_json, replace_text
 from drafters.model.kv_cache import KVCache
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.batch_cost import BatchCostConfig
 from eval.measure.energy import EnergyMeter
+from eval.report.files import write_page
 from eval.report.page import machine_line, number, run_again, software_line, table, target_line
 from eval.report.rows import about_energy
 from eval.speed_run import load_models
-
-DATA, PAGE = "batch_cost.json", "batch_cost.md"
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,8 @@ def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str,
     facts["energy"] = meter.describe()
     rows = [row_of(batch, [block for block in blocks if block.batch == batch], config.runs) for batch in config.batches]
     found = {"format_version": 1, "environment": facts, "rows": rows}
-    config.out.mkdir(parents=True, exist_ok=True)
-    replace_json(config.out / DATA, found)
-    replace_text(config.out / PAGE, markdown(found))
     console.print("\n".join(_table(found)), markup=False, highlight=False)
-    console.print(f"{config.out / PAGE}, {config.out / DATA}", markup=False, highlight=False)
+    write_page(found, markdown(found), config.out, "batch_cost", console)
     return found
 
 
@@ -91,7 +86,7 @@ def measure(target: TargetModel, config: BatchCostConfig, meter: EnergyMeter, co
 
 
 def _prefill(target: TargetModel, cache: KVCache, row: int, ids: torch.Tensor) -> None:
-    """Take one row's context into the cache of all."""
+    """Prefill one row's context into the cache of all rows."""
     alone = target.new_cache(1, cache.capacity)
     target.run(ids[row : row + 1, :-1], alone)
     alone.commit_first([ids.shape[1] - 1])
@@ -107,15 +102,11 @@ def _forwards(target: TargetModel, tokens: torch.Tensor, cache: KVCache, count: 
 
 
 def row_of(batch: int, blocks: list[Block], runs: int) -> dict[str, Any]:
-    """Of a batch size: medians over its blocks, per forward and per input."""
+    """One batch size's medians over its blocks, per forward and per input."""
     row: dict[str, Any] = {"batch": batch, "runs": runs, "blocks": len(blocks)}
-    for name, values in (
-        ("seconds", [block.seconds for block in blocks]),
-        ("joules", [block.joules for block in blocks]),
-        ("host_joules", [block.host_joules for block in blocks]),
-    ):
-        known = [value for value in values if value is not None]
-        median = statistics.median(known) / runs if len(known) == len(blocks) else None
+    for name in ("seconds", "joules", "host_joules"):
+        values = [getattr(block, name) for block in blocks]
+        median = None if None in values else statistics.median(values) / runs
         row |= {f"{name}_per_run": median, f"{name}_per_input": None if median is None else median / batch}
         row[f"{name}_of_blocks"] = values
     return row
@@ -138,13 +129,8 @@ def _table(found: dict[str, Any]) -> list[str]:
     head = ["batch size", "ms/run", "ms/input", "time over the first", "J/run", "J/input"]
     first, lines = found["rows"][0]["seconds_per_run"], []
     for row in found["rows"]:
-        cells = [
-            str(row["batch"]),
-            number(1e3 * row["seconds_per_run"], 3),
-            number(1e3 * row["seconds_per_input"], 3),
-            number(row["seconds_per_run"] / first, 2, "x"),
-            number(row["joules_per_run"], 3),
-            number(row["joules_per_input"], 3),
-        ]
-        lines.append(cells)
+        seconds, one = row["seconds_per_run"], row["seconds_per_input"]
+        times = [number(1e3 * seconds, 3), number(1e3 * one, 3), number(seconds / first, 2, "x")]
+        joules = [number(row["joules_per_run"], 3), number(row["joules_per_input"], 3)]
+        lines.append([str(row["batch"]), *times, *joules])
     return table(head, lines, texts=0)

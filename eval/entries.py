@@ -2,12 +2,11 @@
 
 import copy
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from drafters.config import Config
 from drafters.methods import check_method
@@ -21,6 +20,23 @@ FILES = ("pool",)
 STOCK = "stock generate"
 
 
+def _check_odd(count: int) -> int:
+    if count % 2 == 0:
+        raise ValueError(f"of an even number none is the median: give {count - 1} or {count + 1}")
+    return count
+
+
+def _check_distinct(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError("they must be different")
+    return values
+
+
+Values = Annotated[list[Any], Field(min_length=1)]
+DISTINCT = AfterValidator(_check_distinct)
+Odd = Annotated[int, Field(ge=1), AfterValidator(_check_odd)]
+
+
 class DrafterEntry(Config):
     """One row of the report, or one for each combination of a ``grid``.
 
@@ -32,15 +48,15 @@ class DrafterEntry(Config):
     drafter: str = Field(description="the method: the name of its file in drafters/")
     label: str | None = Field(None, description="its name in the report; default: the method's")
     temperatures: list[float] | None = Field(None, description="default: all of the run's")
-    grid: dict[str, list[Any]] | None = Field(
+    grid: dict[str, Values] | None = Field(
         None, min_length=1, description="values of options, dots for nested ones; every combination gets a row"
     )
 
     @model_validator(mode="after")
     def _check_grid(self) -> Self:
         for knob, values in (self.grid or {}).items():
-            if not values or any(value in values[:index] for index, value in enumerate(values)):
-                raise ValueError(f"grid: {knob} needs one or more different values, found {shortened(values)}")
+            if any(value in values[:index] for index, value in enumerate(values)):
+                raise ValueError(f"grid: {knob} needs different values, found {shortened(values)}")
             if knob in DrafterEntry.model_fields or _holds(self.model_extra or {}, knob):
                 raise ValueError(f"grid: {knob} is set in the entry itself, too; leave it in one of the two")
         return self
@@ -65,11 +81,7 @@ class DrafterEntry(Config):
         """For ``make_drafter``; of an expanded entry, its place in the grid included."""
         options = copy.deepcopy(self.model_extra or {})
         for knob, value in self.knobs.items():
-            *parents, leaf = knob.split(".")
-            group = options
-            for parent in parents:
-                group = group.setdefault(parent, {})
-            group[leaf] = value
+            set_key(options, knob, value, "grid")
         return options
 
     def expand(self) -> list["DrafterEntry"]:
@@ -81,20 +93,30 @@ class DrafterEntry(Config):
         return [self.model_copy(update={"grid": grid}) for grid in grids]
 
 
-def _holds(options: dict[str, Any], knob: str) -> bool:
-    """Whether an option is given, or something that is no group of keys stands in the way of a nested one."""
-    *parents, leaf = knob.split(".")
+def set_key(data: dict[str, Any], key: str, value: Any, what: str) -> None:
+    """Set a dotted key; raises ValueError where a value stands in place of a group."""
+    *parents, leaf = key.split(".")
     for parent in parents:
-        if parent not in options:
-            return False
-        options = options[parent]
-        if not isinstance(options, dict):
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ValueError(f"{what}: {key} cannot be set, {parent!r} holds a value, not a group of keys")
+    data[leaf] = value
+
+
+def _holds(options: dict[str, Any], knob: str) -> bool:
+    """Whether an option is given, or a value stands in place of a group that would hold it."""
+    held: Any = options
+    for part in knob.split("."):
+        if not isinstance(held, dict):
             return True
-    return leaf in options
+        if part not in held:
+            return False
+        held = held[part]
+    return True
 
 
 def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
-    """What can be found out before the target is loaded.
+    """Check what can be checked before the target is loaded.
 
     Args:
         paths: of other models, by their key in the config.
@@ -104,7 +126,7 @@ def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
     """
     named = [(place, "checkpoint", path) for place, path in paths.items()]
     for entry in entries:
-        check_method(entry.drafter)
+        named.append((entry.name, "drafter", entry.drafter))
         named += [(f"{entry.name}: {place}", key, text) for place, key, text in _texts(entry.options, "", "")]
     for _, key, text in named:
         if key == "drafter":
@@ -161,16 +183,3 @@ class StockEntry(Config):
         if self.prompt_lookup_num_tokens is None and self.max_matching_ngram_size is not None:
             raise ValueError(f"{self.label}: max_matching_ngram_size needs prompt_lookup_num_tokens")
         return self
-
-
-def check_folder(out: Path) -> None:
-    """Whether ``out`` is, or can become, a folder to write to; creates nothing.
-
-    Raises:
-        ValueError: a file stands in the way, or writing is not allowed.
-    """
-    there = next((folder for folder in (out, *out.parents) if folder.exists()), Path())
-    if not there.is_dir():
-        raise ValueError(f"out: {out} cannot be a folder, for {there} is a file; choose another out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"out: {there} may not be written to; choose another out or change its permissions")

@@ -1,9 +1,10 @@
 """Prompt files to token ids: held-out ShareGPT dialogues or Spec-Bench questions, told apart by their content."""
 
 import hashlib
+import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,11 +12,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from data_prep.dialogues.json_records import Unreadable, read_records
-from data_prep.dialogues.reader import ReadCounts, read_dialogues
+from data_prep.dialogues.reader import Message, ReadCounts, read_dialogues
 from drafters.config import Config
 
 Format = Literal["sharegpt", "spec-bench"]
-Message = dict[str, str]
 SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the whole text's
 
 
@@ -128,7 +128,7 @@ def load_prompts(
             f"positions, the prompt's included; give at most {max(max_context - 1, 1):,}"
         )
     limit = min(config.max_prompt_tokens or max_context, max_context - max_new_tokens)
-    usable = _Usable(tokenizer, limit, skipped)
+    usable = _usable(tokenizer, limit, skipped)
     draw = _draw if config.per_category is None else _draw_by_category
     measured, spare, requested = draw(config, records, usable, warmup)
     if not measured or len(spare) < warmup:
@@ -139,9 +139,8 @@ def load_prompts(
         )
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
-    digest = files_sha256(config.files)
     shown = ", ".join(dict.fromkeys(formats))
-    return PromptSet(config, shown, digest, measured, spare, skipped, requested)
+    return PromptSet(config, shown, files_sha256(config.files), measured, spare, skipped, requested)
 
 
 def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | None = None) -> list[Prompt]:
@@ -158,40 +157,37 @@ def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | No
     return [prompt for start in rounds for queue in queues for prompt in queue[start : start + consecutive]]
 
 
-class _Usable:
-    """Renders a record's prompt; None, and a count, where it cannot be used."""
+Usable = Callable[[Record], Prompt | None]
 
-    def __init__(self, tokenizer: Any, limit: int, skipped: Counter[str]) -> None:
-        self._tokenizer, self._limit, self._skipped = tokenizer, limit, skipped
-        self._seen: set[tuple[int, ...]] = set()
 
-    def __call__(self, record: Record) -> Prompt | None:
+def _usable(tokenizer: Any, limit: int, skipped: Counter[str]) -> Usable:
+    """What renders a record's prompt, or returns None and counts why it cannot be used."""
+    seen: set[tuple[int, ...]] = set()
+
+    def usable(record: Record) -> Prompt | None:
         id_, category, messages = record
-        ids = render_up_to(self._tokenizer, messages, self._limit)
-        reason = "duplicate" if tuple(ids) in self._seen else "too_long" if len(ids) > self._limit else ""
+        ids = render_up_to(tokenizer, messages, limit)
+        reason = "duplicate" if tuple(ids) in seen else "too_long" if len(ids) > limit else ""
         if reason or not ids:
-            self._skipped[reason or "empty_prompt"] += 1
+            skipped[reason or "empty_prompt"] += 1
             return None
-        self._seen.add(tuple(ids))
+        seen.add(tuple(ids))
         return Prompt(id_, category, ids)
+
+    return usable
 
 
 Drawn = tuple[list[Prompt], list[Prompt], int | None]  # to measure, for warm-up, how many were to be measured
 
 
-def _draw(config: PromptsConfig, records: list[Record], usable: _Usable, warmup: int) -> Drawn:
+def _draw(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
     """``config.count`` prompts in the records' order; the first are for warm-up."""
-    wanted = warmup + config.count if config.count else len(records)
-    found: list[Prompt] = []
-    for record in records:
-        if len(found) == wanted:
-            break
-        if (prompt := usable(record)) is not None:
-            found.append(prompt)
-    return found[warmup:], found[:warmup], config.count
+    found = (prompt for record in records if (prompt := usable(record)) is not None)
+    spare = list(itertools.islice(found, warmup))
+    return list(itertools.islice(found, config.count)), spare, config.count
 
 
-def _draw_by_category(config: PromptsConfig, records: list[Record], usable: _Usable, warmup: int) -> Drawn:
+def _draw_by_category(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
     """``config.per_category`` prompts of every category in the records' order; warm-up takes from what is left."""
     assert config.per_category is not None
     counts = dict.fromkeys((category for _, category, _ in records), 0)
@@ -199,13 +195,9 @@ def _draw_by_category(config: PromptsConfig, records: list[Record], usable: _Usa
     spare: list[Prompt] = []
     for record in records:
         full = counts[record[1]] == config.per_category
-        if (full and len(spare) == warmup) or (prompt := usable(record)) is None:
-            continue
-        if full:
-            spare.append(prompt)
-        else:
-            measured.append(prompt)
-            counts[record[1]] += 1
+        if not (full and len(spare) == warmup) and (prompt := usable(record)) is not None:
+            (spare if full else measured).append(prompt)
+            counts[record[1]] += not full
     return measured, spare, config.per_category * len(counts)
 
 
@@ -213,8 +205,8 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
     found = []
     for file, format_ in zip(config.files, formats, strict=True):
         fallback = file.name.partition(".")[0] if len(config.files) > 1 else None
-        for id_, category, messages in (_spec_bench if format_ == "spec-bench" else _sharegpt)(file, skipped):
-            found.append((id_, category or fallback, messages))
+        read = _spec_bench if format_ == "spec-bench" else _sharegpt
+        found += [(id_, category or fallback, messages) for id_, category, messages in read(file, skipped)]
     return found
 
 
@@ -237,31 +229,24 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
 
 
 def files_sha256(files: list[Path]) -> str:
-    """Of all their bytes, one file after the other."""
-    found = hashlib.sha256()
-    for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest()
+    """SHA-256 of the files' bytes, one file after the other, in hex."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def check_prompt_file(file: Path) -> None:
     """Raise ValueError where there is no such file."""
     if not file.is_file():
-        hint = (
-            f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it" if file.parent.name == "stdlib" else ""
-        )
+        make = f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it"
         raise ValueError(
             f"no prompt file at {file}; give held-out ShareGPT dialogues or questions in Spec-Bench's format "
-            f"(JSONL){hint}"
+            f"(JSONL){make if file.parent.name == 'stdlib' else ''}"
         )
 
 
 def detect_format(file: Path) -> Format:
     """By the first readable record: ``turns`` is Spec-Bench's, anything else is read (and checked) as ShareGPT."""
-    for _, record in read_records(file):
-        if isinstance(record, dict):
-            return "spec-bench" if "turns" in record else "sharegpt"
-    return "sharegpt"
+    first: dict[str, Any] = next((record for _, record in read_records(file) if isinstance(record, dict)), {})
+    return "spec-bench" if "turns" in first else "sharegpt"
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
@@ -271,7 +256,7 @@ def render(tokenizer: Any, messages: list[Message]) -> list[int]:
 
 
 def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[int]:
-    """``render``, but of messages that have more than ``limit`` tokens perhaps only a part, which has more, too.
+    """``render``; of messages with more than ``limit`` tokens perhaps only a part, but one with more than ``limit``.
 
     10 MB take a minute, where their beginning tells at once that they are too long.
     """
@@ -286,7 +271,7 @@ def render_up_to(tokenizer: Any, messages: list[Message], limit: int) -> list[in
 
 
 def _beginning(messages: list[Message], characters: int) -> list[Message]:
-    """So many characters of the messages. Each keeps one, for templates refuse a prompt without the user's."""
+    """The first ``characters`` of the messages; each keeps one, since templates refuse a prompt without the user's."""
     found = []
     for message in messages:
         found.append(message | {"content": message["content"][: max(characters, 1)]})

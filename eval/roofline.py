@@ -11,14 +11,15 @@ Writes docs/results/<machine>/roofline-<shape>.json and .md.
 """
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from data_prep.disk import check_folder
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, from_overrides
 from drafters.program import CommandLine, command, keeping, run_program
-from eval.entries import check_folder
+from eval.entries import Odd
 from eval.rooflines.shapes import check_shape
 
 # EAGLE, Table 1 (Vicuna-7B, MT-bench, greedy): n-alpha of a chain. Its tree has tau 3.94 there.
@@ -37,7 +38,7 @@ class RooflineConfig(Config):
     new_tokens: int = Field(128, ge=2)
     rows: list[int] = Field([1, 2, 4, 8, 16, 26, 32, 60, 64], min_length=1, description="rows of a verification")
     batches: list[int] = Field([1, 4], min_length=1, description="prompts at once, for plain decoding and EAGLE")
-    rounds: int = Field(3, ge=1, description="odd; the median counts")
+    rounds: Odd = Field(3, description="odd; the median counts")
     eagle_profile: list[Rate] = Field(PAPER_ALPHA, min_length=1)
     eagle_tau: float = Field(3.94, ge=1.0, description="the profile's rates are raised to one power to give it")
     kangaroo_profile: list[Rate] = Field([0.6], min_length=1)
@@ -48,12 +49,6 @@ class RooflineConfig(Config):
     threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
     seed: int = 0
     out: Path | None = Field(None, description="folder; None: docs/results/<machine>")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.rounds % 2 == 0:
-            raise ValueError(f"rounds is {self.rounds}, and of an even number none is the median: add or take one")
-        return self
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from data_prep.disk import check_folder
 from drafters import TargetModel
-from drafters.files import replace_json, replace_text
 from drafters.provenance import cpu_cores, environment, load_average, peak_memory_bytes
 from drafters.wording import size_text
-from eval.entries import check_folder
-from eval.report.page import machine_line, number, software_line, table, target_line
+from eval.report.files import write_page
+from eval.report.page import machine_line, software_line, table, target_line
 from eval.roofline import RooflineConfig
 from eval.rooflines import parts
 from eval.rooflines.random_target import random_target
@@ -41,13 +41,9 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
         found |= measure(target, config, status.update)
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     found["environment"] = facts
-    out.mkdir(parents=True, exist_ok=True)
     stem = f"roofline-{shape}{'-' + config.quantize if config.quantize else ''}"
-    files = out / f"{stem}.md", out / f"{stem}.json"
-    replace_json(files[1], found)
-    replace_text(files[0], markdown(found))
     console.print(markdown(found), markup=False, highlight=False)
-    console.print(f"{files[0]}, {files[1]}", markup=False, highlight=False)
+    write_page(found, markdown(found), out, stem, console)
     return found
 
 
@@ -78,16 +74,12 @@ def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], 
 
 
 def median_of(taken: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of dictionaries with the same keys, each number's median (None where it is not known)."""
+    """The median of each number over dictionaries with the same keys (None where it is not known)."""
     failed = next((one for one in taken if "missing" in one), None)
-    if failed is not None:
-        return failed
-    merged: dict[str, Any] = {}
-    for key, value in taken[0].items():
-        values = [one[key] for one in taken]
-        known = isinstance(value, (int, float)) and not isinstance(value, bool)
-        merged[key] = statistics.median(values) if known else value
-    return merged
+    return failed or {
+        key: value if value is None else statistics.median([one[key] for one in taken])
+        for key, value in taken[0].items()
+    }
 
 
 def machine_folder() -> str:
@@ -123,14 +115,10 @@ def markdown(found: dict[str, Any]) -> str:
     lines += [*table(["rows verified", "ms", "against one row"], cells), ""]
     cells = []
     for row in found["rows"]:
-        step = [number(1e3 * row[key], 2) if row.get(key) is not None else "" for key in STEP]
-        shares = [f"{row[key]:.1%}" if row.get(key) is not None else "" for key in ("roofline_share", "limit_share")]
-        over = f"{row['overhead']:.1%}" if row.get("overhead") is not None else ""
-        speedup = f"{row['speedup']:.2f}x" if row.get("speedup") is not None else ""
-        reason = row.get("missing")
-        speed = f"not measured: {reason}" if reason else f"{row['tokens_per_second']:.1f}"
-        tau = f"{row['tau']:.2f}" if row.get("tau") is not None else ""
-        cells.append([row["method"], str(row["batch"]), tau, speed, shares[0], speedup, *step, over, shares[1]])
+        shown = [form.format(row[key]) if row.get(key) is not None else "" for key, form in FIGURES]
+        speed = f"not measured: {row['missing']}" if "missing" in row else f"{row['tokens_per_second']:.1f}"
+        ms = [f"{1e3 * row[key]:.2f}" if row.get(key) is not None else "" for key in STEP]
+        cells.append([row["method"], str(row["batch"]), shown[0], speed, *shown[1:3], *ms, *shown[3:]])
     lines += table(METHODS, cells)
     lines += [
         "",
@@ -145,5 +133,9 @@ def markdown(found: dict[str, Any]) -> str:
 METHODS = (
     "method", "batch", "tau (replayed)", "tokens/s", "of the roofline", "speedup", "draft ms", "verify ms", "commit ms",
     "overhead", "of the formula's limit",
+)  # fmt: skip
+FIGURES = (
+    ("tau", "{:.2f}"), ("roofline_share", "{:.1%}"), ("speedup", "{:.2f}x"), ("overhead", "{:.1%}"),
+    ("limit_share", "{:.1%}"),
 )  # fmt: skip
 STEP = ("draft_seconds", "verify_seconds", "other_seconds")

@@ -9,15 +9,16 @@ commit or machine are never mixed in. ``eval.sweep`` does this for several value
 """
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
+from data_prep.disk import check_folder
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, load_config
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
-from eval.entries import STOCK, DrafterEntry, StockEntry, check_entries, check_folder, paths_of
+from eval.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of
 from eval.prompts import PromptsConfig, check_prompt_file
 
 BASELINE = "autoregressive"
@@ -47,10 +48,10 @@ class SpeedConfig(Config):
     stock_generate: bool = Field(True, description="also measure transformers' own generation, the slowest row of all")
     out: Path
     max_new_tokens: int = Field(128, ge=1)
-    temperatures: list[float] = Field([0.0, 1.0], min_length=1, description="0 is greedy")
+    temperatures: Annotated[list[NonNegativeFloat], DISTINCT] = Field([0.0, 1.0], min_length=1, description="0: greedy")
     top_k: int = Field(0, ge=0, description="of sampled rows; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="of sampled rows; 1 is off")
-    rounds: int = Field(1, ge=1, description="odd; times every method decodes every prompt; the median counts")
+    rounds: Odd = Field(1, description="odd; times every method decodes every prompt; the median counts")
     warmup: int = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
     threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
     seed: int = Field(0, ge=0, description="of sampling, of the methods' order and of the confidence intervals")
@@ -68,13 +69,6 @@ class SpeedConfig(Config):
         methods = {(entry.name, entry.drafter) for entry in self.entries}
         if mixed := sorted({a for a, method in methods for b, other in methods if a == b and method != other}):
             raise ValueError(f"{mixed} name one method at one temperature and another at another; set other labels")
-        if len(set(self.temperatures)) < len(self.temperatures) or min(self.temperatures) < 0:
-            raise ValueError(f"temperatures must be different and none below 0, found {shortened(self.temperatures)}")
-        if self.rounds % 2 == 0:
-            raise ValueError(
-                f"rounds is {self.rounds}, and of an even number none is the median: give {self.rounds - 1} or "
-                f"{self.rounds + 1}"
-            )
         for entry in self.entries:
             if not set(entry.temperatures or []) <= set(self.temperatures):
                 raise ValueError(
@@ -92,7 +86,7 @@ class SpeedConfig(Config):
         return [entry for given in (first, *others) for entry in given.expand()]
 
     def methods(self, temperature: float) -> list[str]:
-        """The labels of all that decodes at a temperature, stock ``generate`` last."""
+        """The labels of everything that decodes at a temperature, stock ``generate`` last."""
         own = [entry.name for entry in self.entries if entry.temperatures is None or temperature in entry.temperatures]
         return [*own, *(entry.label for entry in self.stock), *([STOCK] if self.stock_generate else [])]
 
@@ -104,7 +98,7 @@ class SpeedConfig(Config):
 
 
 def check(config: SpeedConfig) -> None:
-    """What can be found out before the target is loaded.
+    """Check what can be checked before the target is loaded.
 
     Raises:
         ValueError: unknown drafters, files or folders that are not there, or an ``out`` that cannot be written to.

@@ -10,7 +10,6 @@ from transformers.utils.logging import disable_progress_bar
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.progress import Bar
 from drafters import TargetModel
-from drafters.choices import Engine, Quantization
 from drafters.decoding.loop import eos_ids
 from drafters.drafting.draft_model import load_draft_model
 from drafters.program import keeping
@@ -20,7 +19,7 @@ from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
-from eval.measure.runner import Limits, Method, Run, drafter_method, measure
+from eval.measure.runner import Limits, Method, drafter_method, measure
 from eval.measure.stock import stock_method
 from eval.prompts import PromptSet, load_prompts
 from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
@@ -39,15 +38,12 @@ def load_models(chosen: TargetEntry, tokens: int = 0) -> Models:
         ValueError: it cannot be loaded, or there is too little memory.
     """
 
-    def load(engine: Engine | None, quantize: Quantization | None) -> TargetModel:
-        where = chosen.path, chosen.dtype, chosen.device, chosen.revision
-        return TargetModel.from_pretrained(
-            *where, engine, quantize, device_map=chosen.device_map, cache_tokens=(1, tokens)
-        )
-
     disable_progress_bar()  # transformers' own, one for every model loaded
-    target = load(chosen.engine, chosen.quantize)
-    return Models(target, chosen.engine, load("eager", None) if chosen.quantize else target)
+    where = chosen.path, chosen.dtype, chosen.device, chosen.revision
+    more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (1, tokens)}
+    target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize, **more)
+    stock = TargetModel.from_pretrained(*where, "eager", **more) if chosen.quantize else target
+    return Models(target, chosen.engine, stock)
 
 
 def run(config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None) -> dict[str, Any]:
@@ -87,7 +83,7 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
         measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
-        described = lineup.describe()
+        described = dict(lineup.described)
         for entry in config.stock:
             described[entry.label] = {"lossless": True, "stock": True, "entry": entry.label, "grid": None}
         names = described, config.entries[0].name
@@ -112,7 +108,7 @@ def identity(facts: dict[str, Any], prompts: PromptSet) -> Identity:
 
 
 def conditions_of(config: SpeedConfig) -> Identity:
-    """Code, commit, machine and files that it would be measured with now."""
+    """Code, commit, machine and files with which it would be measured now."""
     return conditions(config.paths, config.target.device, config.threads)
 
 
@@ -153,7 +149,7 @@ def measure_all(
     journal: RunJournal,
     meter: EnergyMeter,
 ) -> None:
-    """Run what the journal does not hold yet, showing progress and journalling every run."""
+    """Measure what the journal does not hold yet, with a progress bar; every run goes into the journal."""
     limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
 
     def build(temperature: float) -> Mapping[str, Method]:
@@ -174,9 +170,7 @@ def measure_all(
         def on_run(method: str) -> None:
             bar.set_description(f"{method:<24}", refresh=False)
 
-        def keep(run: Run) -> None:
+        rounds = config.temperatures, config.rounds
+        for run in measure(build, measured, others, *rounds, limits, on_run, meter, done, remembering):
             journal.write(run, measured[run.prompt])
             bar.update()
-
-        rounds = config.temperatures, config.rounds
-        measure(build, measured, others, *rounds, limits, keep, on_run, meter, done, remembering)

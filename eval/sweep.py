@@ -16,23 +16,22 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from data_prep.disk import check_folder
 from drafters.config import load_config, validate
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval import speed
-from eval.entries import check_folder
+from eval.entries import Values, set_key
 
 
 class SweepConfig(speed.SpeedConfig):
     """A speed config, and what varies in it."""
 
-    vary: dict[str, list[Any]] = Field(min_length=1, max_length=1, description="one key, dotted, and its values")
+    vary: dict[str, Values] = Field(min_length=1, max_length=1, description="one key, dotted, and its values")
 
     @model_validator(mode="after")
     def _check_vary(self) -> Self:
         key, values = self.varied
-        if not values:
-            raise ValueError(f"vary: {key} has no values")
         if key.partition(".")[0] in ("out", "vary"):
             raise ValueError(f"vary: {key} cannot vary: every value's folder is named after it")
         names = [folder_name(key, value) for value in values]
@@ -56,7 +55,7 @@ class SweepConfig(speed.SpeedConfig):
         for value in values:
             data = self.model_dump(mode="json", exclude={"vary"}, exclude_unset=True)
             name = folder_name(key, value)
-            _set(data, key, value)
+            set_key(data, key, value, "vary")
             data["out"] = str(self.out / name)
             configs.append(validate(speed.SpeedConfig, data, source=f"vary: {name}"))
         return configs
@@ -68,17 +67,8 @@ def folder_name(key: str, value: Any) -> str:
     return f"{key}={text}".replace("/", "_")
 
 
-def _set(data: dict[str, Any], key: str, value: Any) -> None:
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
-            raise ValueError(f"vary: {key} cannot be set, {parent!r} holds a value, not a group of keys")
-    data[leaf] = value
-
-
 def check(config: SweepConfig) -> None:
-    """What can be found out before the target is loaded, of every value; raises as ``eval.speed.check``."""
+    """Check every value as far as possible before the target is loaded; raises as ``eval.speed.check``."""
     check_folder(config.out)
     for one in config.speed_configs():
         speed.check(one)

@@ -19,16 +19,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from data_prep.disk import check_folder
 from drafters.config import load_config, validate
 from drafters.program import CommandLine, command, keeping, run_program
 from eval import speed
-from eval.entries import check_folder
+from eval.entries import Values
 
 
 class TuneConfig(speed.SpeedConfig):
     """A speed config of one drafter at one temperature, and what to search."""
 
-    knobs: dict[str, list[Any]] = Field(min_length=1, description="options (dots for nested ones) and their values")
+    knobs: dict[str, Values] = Field(min_length=1, description="options (dots for nested ones) and their values")
     start: dict[str, Any] = Field({}, description="values to start from; a knob that is not named gets a drawn one")
     objective: Literal["speed", "perplexity"] = Field(
         "speed", description="what is best: tokens/s, or for lossy methods the outputs' perplexity under the target"
@@ -54,8 +55,6 @@ class TuneConfig(speed.SpeedConfig):
         if alien := sorted(set(self.start) - set(self.knobs)):
             raise ValueError(f"start: {alien} are not among the knobs {sorted(self.knobs)}")
         for knob, values in self.knobs.items():
-            if not values:
-                raise ValueError(f"knobs: {knob} has no values; give two or more")
             if knob in self.start and self.start[knob] not in values:
                 raise ValueError(f"start: {knob}={self.start[knob]} is not among its values {values}")
         return self
@@ -87,7 +86,7 @@ class TuneConfig(speed.SpeedConfig):
 
 
 def check(config: TuneConfig) -> None:
-    """What can be found out before the target is loaded, of every knob; raises as ``eval.speed.check``."""
+    """Check every knob as far as possible before the target is loaded; raises as ``eval.speed.check``."""
     check_folder(config.out)
     for one in config.planned():
         speed.check(one)

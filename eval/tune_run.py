@@ -1,5 +1,6 @@
 """What eval.tune does with its config."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from drafters.files import replace_json, replace_text
 from eval import speed_run
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import MeasurementError
-from eval.report.files import PictureError
+from eval.report.files import REPORT, PictureError
 from eval.report.page import number, run_again, setting, speedup_with_interval, table
 from eval.speed import SpeedConfig
 from eval.sweep_run import finished_report
@@ -97,15 +98,13 @@ def _listed(config: TuneConfig, found: dict[str, Any], file: Path) -> str:
 
 def measured(one: SpeedConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
     """The report of one knob: the one that is there, else measured now."""
-    report = finished_report(one)
-    if report is None:
-        try:
-            return speed_run.run(one, argv, console, models)
-        except PictureError as error:
-            console.print(str(error), markup=False, highlight=False)
-        report = finished_report(one)
-        assert report is not None
-    return report
+    if (report := finished_report(one)) is not None:
+        return report
+    try:
+        return speed_run.run(one, argv, console, models)
+    except PictureError as error:
+        console.print(str(error), markup=False, highlight=False)
+        return json.loads((one.out / REPORT).read_text())
 
 
 def summarise(
@@ -130,9 +129,8 @@ def summarise(
         best = min(usable, key=lambda row: row["perplexity"])
     others = {other: value for other, value in chosen.items() if other != knob}
     # Within each other's intervals: more prompts might choose another one.
-    close = [
-        row["value"] for row in allowed or usable if row is not best and _overlap(row["speedup_ci"], best["speedup_ci"])
-    ]
+    rest = (row for row in allowed or usable if row is not best)
+    close = [row["value"] for row in rest if _overlap(row["speedup_ci"], best["speedup_ci"])]
     return {"knob": knob, "others": others, "values": values, "best": best["value"], "not_told_apart": close,
             "plain_perplexity": plain, "bound": bound, "folder": one.out.name}  # fmt: skip
 

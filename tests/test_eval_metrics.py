@@ -25,7 +25,13 @@ PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
 
 def make_run(prompt: int, tokens: int, seconds: float, commits: tuple[int, ...] = ()) -> Run:
     trace = Trace(steps=[Step(0, 3, 3, commit - 1, commit) for commit in commits])
-    return Run("m", 0.0, 0, prompt, list(range(tokens + 1)), 0.1, seconds, seconds + 0.2, trace)
+    return placed(Outcome(list(range(tokens + 1)), 0.1, seconds, trace), prompt, seconds + 0.2)
+
+
+def placed(made: Outcome, prompt: int, wall_seconds: float, method: str = "m", temperature: float = 0.0) -> Run:
+    """A run of round 0."""
+    where: dict[str, Any] = {"method": method, "temperature": temperature, "round": 0, "prompt": prompt}
+    return Run(**vars(made), **where, wall_seconds=wall_seconds)
 
 
 def trace_of(count: int) -> Trace:
@@ -78,7 +84,7 @@ def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
         builds.append(temperature)
         return {name: method(name) for name in "abc"}
 
-    runs = measure(make, PROMPTS[1:4], PROMPTS[:1], [0.0, 1.0], 2, Limits(8))
+    runs = list(measure(make, PROMPTS[1:4], PROMPTS[:1], [0.0, 1.0], 2, Limits(8)))
     assert builds == [0.0, 0.0, 1.0, 1.0]
     assert len(runs) == 3 * 3 * 4  # warm-up left out
     for start in range(0, len(calls), 3):
@@ -99,7 +105,8 @@ def test_a_failure_names_method_and_prompt_and_keeps_what_was_measured() -> None
 
     kept: list[Run] = []
     with pytest.raises(MeasurementError, match="bad failed at temperature 0 on prompt 'p2'.*out of memory"):
-        measure(lambda _: {"good": fine, "bad": breaks}, PROMPTS[:4], PROMPTS[4:5], [0.0], 1, Limits(8), kept.append)
+        for run in measure(lambda _: {"good": fine, "bad": breaks}, PROMPTS[:4], PROMPTS[4:5], [0.0], 1, Limits(8)):
+            kept.append(run)
     assert {run.prompt for run in kept} >= {0, 1}
     assert not [run for run in kept if run.prompt == 2 and run.method == "bad"]
 
@@ -113,7 +120,7 @@ def test_the_journal_holds_all_of_every_run() -> None:
         "loop": lambda ids, seed: Outcome([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
         "stock": lambda ids, seed: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
     }
-    runs = measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8))
+    runs = list(measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8)))
     runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5)
     lines = [json.dumps(journal_line(run, PROMPTS[run.prompt])) for run in runs]
     assert [run_from_line(json.loads(line)) for line in lines] == runs
@@ -139,7 +146,7 @@ def test_a_rounds_drafters_are_released_before_the_next() -> None:
         assert not alive
         return {"m": Held()}
 
-    assert len(measure(make, PROMPTS[:2], PROMPTS[4:], [0.0, 1.0], 3, Limits(8))) == 2 * 2 * 3
+    assert len(list(measure(make, PROMPTS[:2], PROMPTS[4:], [0.0, 1.0], 3, Limits(8)))) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([4, 1, 5], "after EOS"), ([4] * 9, "9 new tokens"), ([], "0 new")])
@@ -150,22 +157,16 @@ def test_overcounting_is_refused(tokens: list[int], message: str) -> None:
         return Outcome(tokens, 0.0, 0.1)
 
     with pytest.raises(MeasurementError, match=message):
-        measure(lambda _: {"m": decode}, PROMPTS[:1], [], [0.0], 1, Limits(8, eos=frozenset([1])))
+        next(measure(lambda _: {"m": decode}, PROMPTS[:1], [], [0.0], 1, Limits(8, eos=frozenset([1]))))
 
 
 def test_tokens_that_the_prefill_gave_are_not_decoded() -> None:
     """Catches an assisted run credited with tokens that it had before its decoding was timed."""
-    run = Run("m", 0.0, 0, 0, [1, 2, 3, 4, 5], 1.0, 2.0, 3.0, None, first_tokens=3)
+    run = placed(Outcome([1, 2, 3, 4, 5], 1.0, 2.0, first_tokens=3), 0, 3.0)
     assert (run.decoded_tokens, run.seconds_per_token) == (2, 1.0)
     with pytest.raises(MeasurementError, match="cannot have given 4 of 3"):
-        measure(
-            lambda _: {"m": lambda ids, seed: Outcome([1, 2, 3], 0, 1, first_tokens=4)},
-            PROMPTS,
-            [],
-            [0.0],
-            1,
-            Limits(8),
-        )
+        wrong = Outcome([1, 2, 3], 0, 1, first_tokens=4)
+        next(measure(lambda _: {"m": lambda ids, seed: wrong}, PROMPTS, [], [0.0], 1, Limits(8)))
 
 
 def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
@@ -173,16 +174,16 @@ def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:
     baseline = [make_run(0, 20, 4.0), make_run(1, 40, 8.0), make_run(2, 0, 0.0)]
     faster = [make_run(0, 20, 1.0), make_run(1, 40, 3.0), make_run(2, 0, 0.0)]
     speedup = paired_speedup([[run] for run in faster], [[run] for run in baseline])
-    assert speedup.total == pytest.approx(3.0)
-    assert speedup.median == pytest.approx((4 + 8 / 3) / 2)
-    assert speedup.total_interval is not None
-    assert speedup.total_interval[0] == pytest.approx(8 / 3)
-    assert speedup.total_interval[1] == pytest.approx(4.0)
+    assert speedup.speedup == pytest.approx(3.0)
+    assert speedup.speedup_median == pytest.approx((4 + 8 / 3) / 2)
+    assert speedup.speedup_ci is not None
+    assert speedup.speedup_ci[0] == pytest.approx(8 / 3)
+    assert speedup.speedup_ci[1] == pytest.approx(4.0)
     same = paired_speedup([[run] for run in baseline], [[run] for run in baseline])
-    assert (same.total, same.total_interval) == (1.0, (1.0, 1.0))
+    assert (same.speedup, same.speedup_ci) == (1.0, (1.0, 1.0))
     unlike = [[make_run(0, 20, 4.0)], [make_run(1, 40, 1.0)]]  # twice as fast on each, however unlike they are
     twice = paired_speedup([[make_run(0, 20, 2.0)], [make_run(1, 40, 0.5)]], unlike)
-    assert (twice.total, twice.total_interval) == (2.0, (2.0, 2.0))
+    assert (twice.speedup, twice.speedup_ci) == (2.0, (2.0, 2.0))
 
 
 def test_medians_pair_the_rounds() -> None:
@@ -199,8 +200,8 @@ def test_medians_pair_the_rounds() -> None:
     method = [rounds(0, 10, 1.0, 2.0, 9.0), rounds(1, 20, 6.0, 1.0, 2.0)]
     plain = [rounds(0, 10, 2.0, 8.0, 10.0), rounds(1, 20, 6.0, 5.0, 6.0)]
     speedup = paired_speedup(method, plain)
-    assert speedup.total == pytest.approx(8 / 3)
-    assert speedup.median == pytest.approx(2.5)
+    assert speedup.speedup == pytest.approx(8 / 3)
+    assert speedup.speedup_median == pytest.approx(2.5)
     with pytest.raises(AssertionError):
         paired_speedup([method[0][:1]], [plain[0][1:2]])  # of two rounds
 
@@ -214,11 +215,14 @@ def test_the_intervals_are_of_95_percent() -> None:
     """
     plain = [[make_run(prompt, 100, 100.0)] for prompt in range(400)]
     mixed = [[make_run(prompt, 50 + 100 * (prompt % 2), 100.0)] for prompt in range(400)]
-    interval = paired_speedup(mixed, plain).total_interval
+    interval = paired_speedup(mixed, plain).speedup_ci
     assert interval == (pytest.approx(1 - 1.96 * 0.025, abs=0.004), pytest.approx(1 + 1.96 * 0.025, abs=0.004))
     plain = [[make_run(prompt, 10, 1.0)] for prompt in range(401)]
     ranked = [[make_run(prompt, 10, 1 / (1000 + prompt))] for prompt in range(401)]
-    assert paired_speedup(ranked, plain).median_interval == (pytest.approx(1180.4, abs=2), pytest.approx(1219.6, abs=2))
+    assert paired_speedup(ranked, plain).speedup_median_ci == (
+        pytest.approx(1180.4, abs=2),
+        pytest.approx(1219.6, abs=2),
+    )
 
 
 def test_every_figure_of_the_steps_by_hand() -> None:
@@ -228,8 +232,8 @@ def test_every_figure_of_the_steps_by_hand() -> None:
     )
     one = Trace([Step(0, 6, 2, 1, 2, 1)], [0.2], [0.8], [0.06], [0.7], 0.75)
     runs = [
-        Run("m", 0.0, 0, 0, [7] * 5, 0.25, two.decode_seconds, 2.0, two),
-        Run("m", 0.0, 0, 1, [7] * 3, 0.75, one.decode_seconds, 3.0, one),
+        placed(Outcome([7] * 5, 0.25, two.decode_seconds, two), 0, 2.0),
+        placed(Outcome([7] * 3, 0.75, one.decode_seconds, one), 1, 3.0),
     ]
     assert acceptance(runs, set()) == {
         "tau": pytest.approx(6 / 4),  # of forwards, not of steps
@@ -259,7 +263,7 @@ def test_each_row_leaves_its_own_loops_out() -> None:
         made = []
         for index, (tokens, commit) in enumerate(zip(outputs, commits, strict=True)):
             trace = Trace([Step(0, 9, 9, commit - 1, commit)] * 6, [0.1] * 6, [0.1] * 6, [0.1] * 6, [0.1] * 6, 0.1)
-            made.append(Run(method, 1.0, 0, index, tokens, 0.1, 1.0 + index, 2.0 + index, trace))
+            made.append(placed(Outcome(tokens, 0.1, 1.0 + index, trace), index, 2.0 + index, method, 1.0))
         return made
 
     runs = rows("plain", [looped, varied], [1, 1]) + rows("lossy", [varied, looped], [2, 5])
@@ -286,7 +290,7 @@ def test_overhead_is_the_share_of_all_decoding_outside_forward_passes() -> None:
     """Catches a mean of the runs' shares, and the prefill counted in; by hand: 1 - (1 + 2) / (2 + 10)."""
     short = Trace([Step(0, 1, 1, 1, 2)], [0.5], [1.0], [0.5], [1.0], prefill_seconds=7.0)
     long = Trace([Step(0, 1, 1, 1, 2)], [4.0], [5.0], [1.0], [2.0], prefill_seconds=7.0)
-    runs = [Run("m", 0.0, 0, i, [1, 2, 3], 7.0, 1.0, 9.0, trace) for i, trace in enumerate((short, long))]
+    runs = [placed(Outcome([1, 2, 3], 7.0, 1.0, trace), i, 9.0) for i, trace in enumerate((short, long))]
     assert times(runs)["overhead"] == pytest.approx(0.75)
 
 
@@ -311,7 +315,7 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
     best, worst = int(logits.argmax()), int(logits.argmin())
 
     def diverge(token: int) -> tuple[bool, float | None]:
-        plain, other = [[Run("m", 0.0, 0, 0, [t, 7], 0, 1, 1, None)] for t in (best, token)]
+        plain, other = [[placed(Outcome([t, 7], 0, 1), 0, 1)] for t in (best, token)]
         (found,) = find_divergences(target, [ids], ["p"], [other], plain)
         assert found.position == 0
         assert found.margin == pytest.approx((logits.topk(2).values[0] - logits.topk(2).values[1]).item())
@@ -338,7 +342,7 @@ def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
     """Catches a shift by one token, the prompt scored too, and prompts averaged instead of tokens."""
     target = TargetModel(build("llama"))
     ids = [[5, 6, 7], [8, 9, 10, 11]]
-    runs = [Run("m", 0.0, 0, i, tokens, 0, 1, 1, None) for i, tokens in enumerate([[12, 13, 14, 15], [3]])]
+    runs = [placed(Outcome(tokens, 0, 1), i, 1) for i, tokens in enumerate([[12, 13, 14, 15], [3]])]
     log_p = []
     for run in runs:
         logits = target.model(torch.tensor([ids[run.prompt] + run.tokens])).logits[0].float().log_softmax(-1)
@@ -351,7 +355,7 @@ def test_perplexity_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch)
     """Catches hours of measurements lost to the last forwards, or to a NaN that JSON does not hold."""
     target = TargetModel(build("llama"))
     score = OutputPerplexity(target, [[5, 6]])
-    runs = [Run("m", 0.0, 0, 0, [3, 4], 0, 1, 1, None)]
+    runs = [placed(Outcome([3, 4], 0, 1), 0, 1)]
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -33,6 +33,11 @@ class Killed(BaseException):
     """Ends a run where it stands, as kill -9 does: nobody catches it."""
 
 
+def run_of(method: str, prompt: int = 0) -> Run:
+    """Of two tokens, in the first round."""
+    return Run([1, 2], 0.1, 0.1, method=method, temperature=0.0, round=0, prompt=prompt, wall_seconds=0.2)
+
+
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here."""
@@ -169,7 +174,7 @@ def write_prompts(out: Path, identity: dict[str, Any], *prompts: int) -> Path:
     with opened(out, identity) as opening:
         for index in prompts:
             for method in "ab":
-                opening.write(Run(method, 0.0, 0, index, [1, 2], 0.1, 0.1, 0.2, None), Prompt(f"p{index}", None, [3]))
+                opening.write(run_of(method, index), Prompt(f"p{index}", None, [3]))
     return opening.path
 
 
@@ -279,7 +284,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
             opened(tmp_path, {"config": {"seed": 0}}).__enter__()
         second = opened(tmp_path, {"config": {"seed": 1}})
         with second:
-            second.runs.append(Run("a", 0.0, 0, 0, [1], 0.1, 0.1, 0.1, None))
+            second.runs.append(run_of("a"))
             second.finish()
         assert first.exists() and second.path.name == journal.JOURNAL
 
@@ -297,7 +302,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="No space left on device") as raised, opened(tmp_path, {}) as full:
         opening, full._file = full._file, Full()  # type: ignore[assignment]
-        full.write(Run("a", 0.0, 0, 0, [1, 2], 0.1, 0.1, 0.2, None), Prompt("p", None, [3]))
+        full.write(run_of("a"), Prompt("p", None, [3]))
     assert raised.value.filename == str(full.path)
     assert not list(tmp_path.iterdir())
 

@@ -87,7 +87,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     """Catches hours of loading before a wrong name, and memory that runs out half way."""
     cases = [
         (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
-        (["--shape", "llama-5m", "rounds=2"], "rounds is 2"),
+        (["--shape", "llama-5m", "rounds=2"], "rounds: of an even number"),
         (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
         (["--shape", "llama-5m", "eagle_tau=7"], "no scaling of the profile"),
     ]

@@ -326,7 +326,7 @@ def test_a_report_outlives_the_search_for_divergences(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_wrong)
-    monkeypatch.setattr("eval.report.rows.find_divergences", fail)
+    monkeypatch.setattr("eval.figures.divergence.find_divergences", fail)
     assert run(config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1), tmp_path) == 0
     _, wrong = strict((tmp_path / "out" / "report.json").read_text())["rows"]
     assert wrong["exact_match"] == 0.0
@@ -372,7 +372,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(
         monkeypatch.setattr(eval.speed_run, "write_report", full)
     else:
         out.write_text("a file")
-        out, message = out / "speed", f"{out} is a file; choose another out"
+        out, message = out / "speed", f"{out} is a file; give a folder"
     assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")

@@ -54,7 +54,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.roofline": [
         (["--shape", "llama-6b"], "no shape 'llama-6b'; known: .*llama-7b"),
         (["--shape", "llama-5m", "contxt=4"], "did you mean 'context'"),
-        (["--shape", "llama-5m", "rounds=2"], "rounds is 2"),
+        (["--shape", "llama-5m", "rounds=2"], "rounds: of an even number"),
         (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
     ],
     "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],

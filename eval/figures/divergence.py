@@ -68,7 +68,7 @@ def summary(divergences: list[Divergence], prompts: int) -> dict[str, Any]:
 
 
 def unavailable(rounds: list[list[Run]], baseline: list[Run], error: Exception) -> dict[str, Any]:
-    """``summary`` where the target could not be asked: how many there are is known, what explains them is not."""
+    """``summary`` where the target could not be asked: their number is known, what explains them is not."""
     count = sum(any(run.tokens != plain.tokens for run in runs) for runs, plain in zip(rounds, baseline, strict=True))
     unknown: dict[str, Any] = {"unexplained": None, "largest_margin": None, "each": None}
     return {"count": count, "rate": count / len(rounds), **unknown, "unavailable": f"{type(error).__name__}: {error}"}

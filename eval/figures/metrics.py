@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from drafters.decoding.trace import Trace
+from eval.measure.journal import TIME_FIELDS
 from eval.measure.runner import Run
 
 BOOTSTRAP_SAMPLES = 2000
@@ -37,16 +38,11 @@ def typical_run(rounds: list[Run]) -> Run:
 
 
 def merged_trace(runs: Sequence[Run]) -> Trace:
-    """One trace over all runs, so that tau and its kin weigh every step alike."""
+    """One trace over all runs that tell their steps, so that tau and its kin weigh every step alike."""
     merged = Trace()
     for run in runs:
-        assert run.trace is not None
-        merged.steps += run.trace.steps
-        merged.draft_seconds += run.trace.draft_seconds
-        merged.verify_seconds += run.trace.verify_seconds
-        merged.other_seconds += run.trace.other_seconds
-        merged.model_seconds += run.trace.model_seconds
-        merged.prefill_seconds += run.trace.prefill_seconds
+        for name in ("steps", *TIME_FIELDS):
+            getattr(merged, name).extend(getattr(run.trace, name, ()))
     return merged
 
 
@@ -61,10 +57,10 @@ def tokens_per_second(runs: Sequence[Run]) -> float | None:
 class Speedup:
     """Over the baseline, from the same prompts: ratio of totals, and the median prompt's, with 95% intervals."""
 
-    total: float | None
-    total_interval: tuple[float, float] | None
-    median: float | None
-    median_interval: tuple[float, float] | None
+    speedup: float | None
+    speedup_ci: tuple[float, float] | None
+    speedup_median: float | None
+    speedup_median_ci: tuple[float, float] | None
 
 
 Pair = tuple[Run, Run]  # of one prompt in one round: a method's run, and the baseline's
@@ -110,23 +106,18 @@ def _interval(samples: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-ACCEPTANCE = ("tau", "tau_without_loops", "ctar", "n_alpha", "steps", "target_forwards", "drafted_per_step")
-
-
 def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
     """tau over all prompts and without those of ``looping`` (indices of these runs' loops), CTAR(1..) and n-alpha.
 
     All None for stock generate, which tells no steps.
     """
-    if any(run.trace is None for run in runs):
-        return dict.fromkeys(ACCEPTANCE)
     trace = merged_trace(runs)
     rest = merged_trace([run for run in runs if run.prompt not in looping])
     longest = max((step.committed for step in trace.steps), default=1)
     n_alpha: list[float] = []
     while (rate := trace.n_alpha(len(n_alpha))) is not None:
         n_alpha.append(rate)
-    return {
+    figures = {
         "tau": trace.tau,
         "tau_without_loops": rest.tau if rest.steps else None,
         "ctar": [trace.ctar(w) for w in range(1, max(longest, 2))],
@@ -135,6 +126,7 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
         "target_forwards": sum(step.forwards for step in trace.steps),
         "drafted_per_step": _mean([step.drafted for step in trace.steps]),
     }
+    return dict.fromkeys(figures) if any(run.trace is None for run in runs) else figures
 
 
 def times(runs: Sequence[Run]) -> dict[str, Any]:
@@ -142,7 +134,7 @@ def times(runs: Sequence[Run]) -> dict[str, Any]:
 
     What steps would tell is None for stock generate.
     """
-    trace = merged_trace([run for run in runs if run.trace is not None])
+    trace = merged_trace(runs)
     wall = sum(run.wall_seconds for run in runs)
     return {
         "tokens_per_second": tokens_per_second(runs),

@@ -1,5 +1,6 @@
 """How likely the target finds an output: what a lossy method gives up, or gains, shows there."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +21,7 @@ class OutputPerplexity:
     """
 
     def __init__(self, target: TargetModel, prompt_ids: list[list[int]]) -> None:
-        self._target, self._prompt_ids = target, prompt_ids
-        self._known: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._score = functools.cache(lambda prompt, new: negative_log_likelihood(target, prompt_ids[prompt], [*new]))
 
     def describe(self, runs: Sequence[Run]) -> dict[str, Any]:
         """``perplexity`` for the report's row: exp of the mean negative log-likelihood of all new tokens of ``runs``.
@@ -31,19 +31,13 @@ class OutputPerplexity:
         with the reason beside it, where it could not be computed: what was measured is worth more than this figure.
         """
         try:
-            total = sum(self._negative_log_likelihood(run) for run in runs)
+            total = sum(self._score(run.prompt, tuple(run.tokens)) for run in runs)
             perplexity = math.exp(total / sum(len(run.tokens) for run in runs))
             if not math.isfinite(perplexity):
                 raise ValueError(f"the outputs' log-likelihood is {-total}")
         except Exception as error:
             return {"perplexity": None, "perplexity_unavailable": f"{type(error).__name__}: {error}"}
         return {"perplexity": perplexity}
-
-    def _negative_log_likelihood(self, run: Run) -> float:
-        key = run.prompt, tuple(run.tokens)
-        if key not in self._known:
-            self._known[key] = negative_log_likelihood(self._target, self._prompt_ids[run.prompt], run.tokens)
-        return self._known[key]
 
 
 @torch.inference_mode()

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,19 +25,25 @@ class UnavailableError(RuntimeError):
     """There is no such counter here, or it cannot be read; the message is the reason."""
 
 
-class Counter(Protocol):
+class Counter:
     """Measures from ``start`` to ``stop``; ``how`` is a phrase for the report."""
 
     how: str
+    _before: Any = None
 
     def start(self) -> None:
         """From here on."""
+        self._before = self._read()
 
     def stop(self) -> float:
         """Joules since ``start``."""
+        raise NotImplementedError
+
+    def _read(self) -> Any:
+        raise NotImplementedError
 
 
-class Rapl:
+class Rapl(Counter):
     """The energy counters of all CPU packages, in microjoules; they wrap around.
 
     Only packages are read: their sub-domains (cores, memory controllers) are counted in them, and the platform domain
@@ -56,14 +63,11 @@ class Rapl:
             raise UnavailableError(f"this CPU's energy counters (RAPL) are not exposed: no package under {root}")
         self._files = [path / "energy_uj" for path in packages]
         self._ranges = [int(_text(path / "max_energy_range_uj")) for path in packages]
-        self._before = self._read()
+        self.start()
         self.how = (
             f"RAPL counters of {len(packages)} CPU package(s), which advance about once a millisecond, read before and "
             "after every call"
         )
-
-    def start(self) -> None:
-        self._before = self._read()
 
     def stop(self) -> float:
         moved = zip(self._before, self._read(), self._ranges, strict=True)
@@ -84,7 +88,7 @@ def _text(file: Path) -> str:
         raise UnavailableError(f"{file}: {error.strerror or error}") from None
 
 
-class NvmlEnergy:
+class NvmlEnergy(Counter):
     """A GPU's own energy counter, in millijoules.
 
     Raises:
@@ -98,10 +102,7 @@ class NvmlEnergy:
 
     def __init__(self, nvml: ModuleType, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self._before = self._read()
-
-    def start(self) -> None:
-        self._before = self._read()
+        self.start()
 
     def stop(self) -> float:
         return (self._read() - self._before) / 1e3
@@ -110,7 +111,7 @@ class NvmlEnergy:
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
 
 
-class NvmlPower:
+class NvmlPower(Counter):
     """A GPU's power, sampled in a thread and integrated by trapezia, for GPUs without an energy counter.
 
     Raises:
@@ -121,14 +122,14 @@ class NvmlPower:
 
     def __init__(self, nvml: ModuleType, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self._sample()
+        self._read()
         self._samples: list[tuple[float, float]] = []
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._samples, self._error = [self._sample()], None
+        self._samples, self._error = [self._read()], None
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -139,16 +140,16 @@ class NvmlPower:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return integrate([*self._samples, self._sample()])
+        return integrate([*self._samples, self._read()])
 
     def _run(self) -> None:
         try:
             while not self._ended.wait(SAMPLE_SECONDS):
-                self._samples.append(self._sample())
+                self._samples.append(self._read())
         except Exception as error:  # an energy that lacks samples is no measurement
             self._error = error
 
-    def _sample(self) -> tuple[float, float]:
+    def _read(self) -> tuple[float, float]:
         """Seconds and watts."""
         watts = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
         return time.perf_counter(), watts
@@ -200,58 +201,43 @@ class EnergyMeter:
 
     def __init__(self, device: torch.device, powercap: Path = POWERCAP) -> None:
         self._counters: dict[str, Counter] = {}
-        self._reasons: dict[str, str] = {}
+        self._how: dict[str, str] = {}  # by what is measured: how, or why not
         if device.type == "cpu":
             self._open("device", lambda: Rapl(powercap))
         elif device.type == "cuda":
             self._open("device", lambda: gpu_counter(str(torch.cuda.get_device_properties(device).uuid)))
             self._open("host", lambda: Rapl(powercap))
         else:
-            self._reasons["device"] = f"there is no energy counter for devices of type {device.type!r}"
+            self._how["device"] = f"there is no energy counter for devices of type {device.type!r}"
 
     def _open(self, place: str, make: Callable[[], Counter]) -> None:
         try:
             self._counters[place] = make()
+            self._how[place] = self._counters[place].how
         except UnavailableError as error:
-            self._reasons[place] = str(error)
+            self._how[place] = str(error)
         except Exception as error:  # NVML's errors are its own; none of them is worth the measurement of speed
-            self._reasons[place] = f"{type(error).__name__}: {error}"
+            self._how[place] = f"{type(error).__name__}: {error}"
 
     @contextmanager
     def measure(self) -> Iterator[Reading]:
         """Around a call; the reading is filled in when it has ended."""
         reading = Reading()
-        started = [place for place in list(self._counters) if self._start(place)]
+        for place in list(self._counters):
+            self._ask(place, methodcaller("start"))
         try:
             yield reading
         finally:
-            for place in started:
-                self._stop(place, reading)
+            for place in list(self._counters):
+                setattr(reading, place, self._ask(place, methodcaller("stop")))
 
-    def _start(self, place: str) -> bool:
+    def _ask(self, place: str, what: Callable[[Counter], float | None]) -> float | None:
         try:
-            self._counters[place].start()
+            return what(self._counters[place])
         except Exception as error:
-            self._drop(place, error)
-            return False
-        return True
-
-    def _stop(self, place: str, reading: Reading) -> None:
-        try:
-            setattr(reading, place, self._counters[place].stop())
-        except Exception as error:
-            self._drop(place, error)
-
-    def _drop(self, place: str, error: Exception) -> None:
-        self._reasons[place] = f"{self._counters.pop(place).how}: failed ({type(error).__name__}: {error})"
+            self._how[place] = f"{self._counters.pop(place).how}: failed ({type(error).__name__}: {error})"
+            return None
 
     def describe(self) -> dict[str, Any]:
         """For the report: how the energy of the device and (beside a GPU) of the host is measured, or why not."""
-        return {
-            place: {"available": place in self._counters, "how": self._how(place)}
-            for place in ("device", "host")
-            if place in self._counters or place in self._reasons
-        }
-
-    def _how(self, place: str) -> str:
-        return self._counters[place].how if place in self._counters else self._reasons[place]
+        return {place: {"available": place in self._counters, "how": how} for place, how in self._how.items()}

@@ -32,12 +32,13 @@ def conditions(paths: Iterable[str], device: str | None, threads: int | None) ->
         ValueError: there is no such device.
     """
     found = machine(resolve_device(device))
-    kept = ("commit", "cpu", "cpu_cores", "gpu", "platform", "versions")
-    return {name: found[name] for name in kept} | {
+    return {
+        **{name: value for name, value in found.items() if name != "dirty"},  # the code's digest says more
         "threads": threads or found["threads"],
         "code": code_digest(),
-        "host": host_digest(),
-        "files": files_digest(paths),
+        # Tells machines of one kind apart, without their names in a report that is published.
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
+        "files": digest([_state(path) for path in sorted(set(paths))]),
     }
 
 
@@ -49,12 +50,12 @@ def differing(one: Identity, other: Identity) -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """Of anything that JSON can hold: eight hexadecimal digits."""
+    """A hash of anything that JSON can hold, in eight hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def code_digest() -> str:
-    """Of the code that measures, which a commit does not tell while the tree has changes, or outside of git."""
+    """A hash of the code that measures: a commit does not tell it while the tree has changes, or outside of git."""
     found = hashlib.sha256()
     for package in (drafters, data_prep, eval):
         folder = Path(str(package.__file__)).parent
@@ -63,17 +64,8 @@ def code_digest() -> str:
     return found.hexdigest()[:16]
 
 
-def host_digest() -> str:
-    """Tells machines of one kind apart, without their names in a report that is published."""
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-
-
-def files_digest(paths: Iterable[str]) -> str:
-    """Of models and other files by size and time of change (or the Hub's commit): one trained on is another one."""
-    return digest([_state(path) for path in sorted(set(paths))])
-
-
 def _state(path: str) -> list[Any]:
+    """A model or file by size and time of change (or the Hub's commit): trained further, it is another one."""
     here = Path(path)
     if not here.exists():  # a Hub repository; the cached file lies in a folder that is named after the commit
         return [path, str(try_to_load_from_cache(path, "config.json"))]

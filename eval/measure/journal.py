@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from drafters.decoding.trace import Step, Trace
@@ -76,9 +75,7 @@ class RunJournal:
         self.notes += [_about_other(path, self._identity) for path in self._others()]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self._file.close()
         except OSError:  # the same full disk again; the error under way names the file, this one does not
@@ -158,7 +155,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether no other process holds the file; true as well where the file system knows no locks."""
+    """Lock the file: False where another process holds it, True even where the file system knows no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

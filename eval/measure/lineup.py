@@ -28,10 +28,8 @@ class Models:
             ValueError: it cannot be loaded.
         """
         if path not in self._draft_models:
-            loaded = TargetModel.from_pretrained(
-                path, dtype=self.target.dtype, device=self.target.device, engine=self.engine
-            )
-            self._draft_models[path] = loaded
+            place = self.target.dtype, self.target.device
+            self._draft_models[path] = TargetModel.from_pretrained(path, *place, engine=self.engine)
         return self._draft_models[path]
 
 
@@ -43,6 +41,7 @@ class Lineup:
 
     Attributes:
         max_context: positions that every drafter was made for.
+        described: by name, what the report's rows say of each drafter beside what is measured.
         remembering: the names of those that carry something from prompt to prompt.
 
     Raises:
@@ -61,7 +60,10 @@ class Lineup:
         if problems:
             raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
-        self._lossless = [self._unused[place].lossless for place in range(len(entries))]
+        self.described: dict[str, dict[str, Any]] = {
+            e.name: {"lossless": self._unused[place].lossless, "stock": False, "entry": e.base, "grid": e.knobs or None}
+            for place, e in enumerate(entries)
+        }
         self.remembering = {e.name for place, e in enumerate(entries) if self._unused[place].remembers}
 
     def fresh(self, temperature: float) -> dict[str, Drafter]:
@@ -69,13 +71,6 @@ class Lineup:
         numbered = enumerate(self._entries)
         wanted = [(n, e) for n, e in numbered if e.temperatures is None or temperature in e.temperatures]
         return {e.name: self._unused.pop(n) if n in self._unused else self._build(e) for n, e in wanted}
-
-    def describe(self) -> dict[str, dict[str, Any]]:
-        """By name, what the report's rows say of each drafter beside what is measured."""
-        return {
-            e.name: {"lossless": lossless, "stock": False, "entry": e.base, "grid": e.knobs or None}
-            for e, lossless in zip(self._entries, self._lossless, strict=True)
-        }
 
     def _build(self, entry: DrafterEntry) -> Drafter:
         known = drafter_class(entry.drafter).options.model_fields

@@ -4,10 +4,12 @@ No method's prefill, nor the first token, which the prefill gives, counts as dec
 """
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from drafters import Drafter, TargetModel, generate
 from drafters.decoding.trace import Trace
@@ -32,15 +34,29 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One prompt decoded once by one method.
+class Outcome:
+    """What a method made of one prompt.
 
     Attributes:
-        prompt: its index.
         prefill_seconds: until the first new tokens came out. decode_seconds: from there to the end.
         trace: None for stock generate, which tells no steps.
         first_tokens: how many the prefill gave: one, but assisted generation drafts before its first forward and may
             give several at once.
+    """
+
+    tokens: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    trace: Trace | None = None
+    first_tokens: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Outcome):
+    """One prompt decoded once by one method.
+
+    Attributes:
+        prompt: its index.
         energy_joules, host_energy_joules: of the whole call, the device's and, beside a GPU, the CPU's; None where they
             are not available.
     """
@@ -49,12 +65,7 @@ class Run:
     temperature: float
     round: int
     prompt: int
-    tokens: list[int]
-    prefill_seconds: float
-    decode_seconds: float
     wall_seconds: float
-    trace: Trace | None
-    first_tokens: int = 1
     energy_joules: float | None = None
     host_energy_joules: float | None = None
 
@@ -69,17 +80,6 @@ class Run:
         return self.decode_seconds / max(self.decoded_tokens, 1)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a method made of one prompt; see ``Run``."""
-
-    tokens: list[int]
-    prefill_seconds: float
-    decode_seconds: float
-    trace: Trace | None = None
-    first_tokens: int = 1
-
-
 Method = Callable[[list[int], int], Outcome]  # of prompt ids and a seed
 
 
@@ -90,97 +90,77 @@ def measure(
     temperatures: list[float],
     rounds: int,
     limits: Limits,
-    keep: Callable[[Run], None] = lambda run: None,
     on_run: Callable[[str], None] = lambda method: None,
     meter: EnergyMeter | None = None,
     done: Sequence[Run] = (),
     remembering: Collection[str] = (),
-) -> list[Run]:
-    """Run every method on every prompt, ``rounds`` times at each temperature.
+) -> Iterator[Run]:
+    """Run every method on every prompt, ``rounds`` times at each temperature; yields each run as soon as it is done.
 
     Args:
         build: the methods of a temperature by label. Called again for every round, so that a method that remembers
             (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's before are
             released first.
         warmup: decoded first by every method of a round; not measured.
-        keep: gets each run as soon as it is done.
         on_run: called before each run with its method's label.
         meter: of the energy; None measures none.
-        done: what was measured of this before a kill, whole prompts from the first on; the result begins with it.
+        done: what was measured of this before a kill, whole prompts from the first on, and is not measured again.
         remembering: methods that carry something from prompt to prompt. In a round that goes on, they decode the
             prompts before once more, unmeasured, so that each comes to its next prompt as if nothing had happened.
 
     Raises:
         MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
     """
-    runs = list(done)
     for temperature in temperatures:
-        for round_ in range(rounds):
-            before = {run.prompt for run in done if (run.temperature, run.round) == (temperature, round_)}
-            if len(before) == len(prompts):
+        for number in range(rounds):
+            before = len({run.prompt for run in done if (run.temperature, run.round) == (temperature, number)})
+            if before == len(prompts):
                 continue
-            one_round = _Round(build(temperature), limits, temperature, round_, on_run, meter)
-            for run in one_round.runs(prompts, warmup, len(before), remembering):
-                runs.append(run)
-                keep(run)
-            del one_round  # its drafters, before the next round's are built
-    return runs
+            methods = build(temperature)
+            run = functools.partial(_run, methods, limits, temperature, number, on_run, meter)
+            # Warm-up: kernels are chosen, memory pools grow.
+            for place, prompt in enumerate(warmup):
+                for method in methods:
+                    run(method, prompt, -1 - place)
+            # Of a round that was interrupted: what a method remembers of the prompts before.
+            for index, prompt in enumerate(prompts[:before]):
+                for method in methods:
+                    if method in remembering:
+                        run(method, prompt, index)
+            # The measurement: on each prompt every method, in an order that changes.
+            for index, prompt in enumerate(prompts[before:], start=before):
+                for method in method_order(list(methods), index, limits.seed + number):
+                    yield run(method, prompt, index)
+            del methods, run  # the round's drafters, before the next round's are built
 
 
-@dataclass(frozen=True)
-class _Round:
-    methods: Mapping[str, Method]
-    limits: Limits
-    temperature: float
-    number: int
-    on_run: Callable[[str], None]
-    meter: EnergyMeter | None
-
-    def runs(
-        self, prompts: list[Prompt], warmup: list[Prompt], done: int, remembering: Collection[str]
-    ) -> Iterator[Run]:
-        # Warm-up: kernels are chosen, memory pools grow.
-        for number, prompt in enumerate(warmup):
-            for method in self.methods:
-                self._run(method, prompt, -1 - number)
-        # Of a round that was interrupted: what a method remembers of the prompts before.
-        for index, prompt in enumerate(prompts[:done]):
-            for method in self.methods:
-                if method in remembering:
-                    self._run(method, prompt, index)
-        # The measurement: on each prompt every method, in an order that changes.
-        for index, prompt in enumerate(prompts[done:], start=done):
-            for method in method_order(list(self.methods), index, self.limits.seed + self.number):
-                yield self._run(method, prompt, index)
-
-    def _run(self, method: str, prompt: Prompt, index: int) -> Run:
-        self.on_run(method)
-        try:
-            with self.meter.measure() if self.meter else contextlib.nullcontext(Reading()) as joules:
-                start = time.perf_counter()
-                # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
-                made = self.methods[method](prompt.ids, self.limits.seed + index)
-                wall = time.perf_counter() - start
-            _check_tokens(made, self.limits)
-        except Exception as error:
-            raise MeasurementError(
-                f"{method} failed at temperature {self.temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} "
-                f"tokens): {type(error).__name__}: {error}"
-            ) from error
-        return Run(
-            method=method,
-            temperature=self.temperature,
-            round=self.number,
-            prompt=index,
-            tokens=made.tokens,
-            prefill_seconds=made.prefill_seconds,
-            decode_seconds=made.decode_seconds,
-            wall_seconds=wall,
-            trace=made.trace,
-            first_tokens=made.first_tokens,
-            energy_joules=joules.device,
-            host_energy_joules=joules.host,
-        )
+def _run(
+    methods: Mapping[str, Method],
+    limits: Limits,
+    temperature: float,
+    number: int,
+    on_run: Callable[[str], None],
+    meter: EnergyMeter | None,
+    method: str,
+    prompt: Prompt,
+    index: int,
+) -> Run:
+    on_run(method)
+    try:
+        with meter.measure() if meter else contextlib.nullcontext(Reading()) as joules:
+            start = time.perf_counter()
+            # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
+            made = methods[method](prompt.ids, limits.seed + index)
+            wall = time.perf_counter() - start
+        _check_tokens(made, limits)
+    except Exception as error:
+        raise MeasurementError(
+            f"{method} failed at temperature {temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} tokens): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    place: dict[str, Any] = {"method": method, "temperature": temperature, "round": number, "prompt": index}
+    place |= {"energy_joules": joules.device, "host_energy_joules": joules.host}
+    return Run(**vars(made), **place, wall_seconds=wall)
 
 
 def method_order(methods: list[str], index: int, seed: int) -> list[str]:

@@ -52,18 +52,14 @@ def stock_method(
             )
             tokens = output[0, len(ids) :].tolist()  # waits for the device
             end = time.perf_counter()
-        first = streamer.first
-        return Outcome(tokens, first - start, end - first, first_tokens=streamer.first_tokens)
+        return Outcome(tokens, streamer.first - start, end - streamer.first, first_tokens=streamer.first_tokens)
 
     return decode
 
 
 def _settings(temperature: float, limits: Limits, entry: StockEntry | None) -> GenerationConfig:
     warped = {"temperature": temperature, "top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
-    lookup: dict[str, int | None] = {}
-    if entry is not None and entry.prompt_lookup_num_tokens is not None:
-        lookup["prompt_lookup_num_tokens"] = entry.prompt_lookup_num_tokens
-        lookup["max_matching_ngram_size"] = entry.max_matching_ngram_size
+    lookup = entry.model_dump(include={"prompt_lookup_num_tokens", "max_matching_ngram_size"}) if entry else {}
     return GenerationConfig(
         max_new_tokens=limits.max_new_tokens,
         do_sample=temperature > 0,
@@ -81,11 +77,8 @@ def _drafting(tokens: int | None) -> GenerationConfig:
     assistant is less sure than 0.4, a threshold that it may adapt as it goes; these defaults hold where no length is
     given.
     """
-    if tokens is None:
-        return GenerationConfig()
-    return GenerationConfig(
-        num_assistant_tokens=tokens, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
+    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return GenerationConfig(**{} if tokens is None else {"num_assistant_tokens": tokens, **fixed})
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from drafters.files import replace_json, replace_text
 from drafters.program import Failure
 from eval.measure.journal import RunJournal
@@ -16,6 +18,15 @@ REPORT, PAGE, PICTURE = "report.json", "report.md", "speedup.png"
 
 class PictureError(Failure):
     """The picture could not be drawn; the rest of the report is complete."""
+
+
+def write_page(found: dict[str, Any], page: str, out: Path, stem: str, console: Console) -> None:
+    """The figures as strict JSON and as Markdown, and their names on the screen."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = out / f"{stem}.md", out / f"{stem}.json"
+    replace_json(files[1], found)
+    replace_text(files[0], page)
+    console.print(f"{files[0]}, {files[1]}", markup=False, highlight=False)
 
 
 def write_report(report: dict[str, Any], out: Path, journal: RunJournal) -> None:

@@ -1,7 +1,9 @@
 """How a report looks: the Markdown page, and its table on the screen."""
 
+import itertools
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,13 @@ Row = dict[str, Any]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> list[str]:
-    """The lines of a Markdown table; its first ``texts`` columns stand left, numbers right."""
+    """The lines of a Markdown table; its first ``texts`` columns are left-aligned, the others right-aligned."""
     rule = ["---"] * texts + ["---:"] * (len(head) - texts)
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def run_again(argv: list[str]) -> list[str]:
-    """The section with the command."""
+    """The section with the command that makes the report again."""
     return ["## To run it again", "", f"    {shlex.join(argv)}", ""]
 
 
@@ -56,11 +58,6 @@ def speedup_with_interval(row: Row) -> str:
     """``1.87x [1.67, 2.07]``."""
     interval = row["speedup_ci"]
     return number(row["speedup"], 2, "x") + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-
-
-def percent(share: float | None) -> str:
-    """``12.3%``; "-" where there is none."""
-    return "-" if share is None else f"{share:.1%}"
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -79,7 +76,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "draft ms": lambda row: number(row["draft_ms"], 2),
     "verify ms": lambda row: number(row["verify_ms"], 2),
     "other ms": lambda row: number(row["other_ms"], 2),
-    "overhead": lambda row: percent(row["overhead"]),
+    "overhead": lambda row: "-" if row["overhead"] is None else f"{row['overhead']:.1%}",
     "drafted": lambda row: number(row["drafted_per_step"], 1),
 }
 
@@ -88,7 +85,7 @@ NOT_ON_SCREEN = ("median", "other ms")  # the page has them; a terminal is narro
 
 
 def _columns(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
-    """All, but the host's energy only where it was measured, which is beside a GPU."""
+    """All columns, the host's energy only where it was measured, which is beside a GPU."""
     hidden = set() if any(row["host_joules_per_token"] is not None for row in report["rows"]) else {"host J/token"}
     return {name: cell for name, cell in COLUMNS.items() if name not in hidden}
 
@@ -99,12 +96,10 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     shown = {name: cell for name, cell in _columns(report).items() if name not in NOT_ON_SCREEN}
     for index, column in enumerate(shown):
         grid.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
-    last = None
-    for row in report["rows"]:
-        if last is not None and row["temperature"] != last:
-            grid.add_section()
-        last = row["temperature"]
-        grid.add_row(*(cell(row) for cell in shown.values()), style=None if row["lossless"] else "yellow")
+    for _, rows in itertools.groupby(report["rows"], key=itemgetter("temperature")):
+        for row in rows:
+            grid.add_row(*(cell(row) for cell in shown.values()), style=None if row["lossless"] else "yellow")
+        grid.add_section()
     console.print(grid)
     for line in statements(report):
         console.print(line, markup=False, highlight=False)

@@ -22,7 +22,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     groups = [[row for row in report["rows"] if row["temperature"] == b["temperature"]] for b in baselines]
     height = 1.9 + 0.42 * max(len(rows) for rows in groups)
     figure, panels = plt.subplots(1, len(groups), figsize=(6.4 * len(groups), height), squeeze=False)
-    widest = max([row["speedup"] or 0.0 for row in report["rows"]] + [_upper(row) for row in report["rows"]] + [1.0])
+    widest = max([1.0, *(end for row in report["rows"] for end in (row["speedup"] or 0.0, *(row["speedup_ci"] or ())))])
     for panel, rows, baseline in zip(panels[0], groups, baselines, strict=True):
         _panel(panel, rows, baseline, widest)
     facts = report["environment"]
@@ -40,10 +40,6 @@ def save(figure: Figure, path: Path) -> None:
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)
-
-
-def _upper(row: dict[str, Any]) -> float:
-    return row["speedup_ci"][1] if row["speedup_ci"] else 0.0
 
 
 def _panel(panel: Axes, rows: list[dict[str, Any]], baseline: dict[str, Any], widest: float) -> None:

@@ -1,30 +1,16 @@
 """The rows of ``report.json``, and what must be said of them; how they are shown is ``eval.report.page``'s."""
 
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
 from drafters import TargetModel
 from eval.entries import STOCK
-from eval.figures.divergence import TOLERANCE, exact_share, find_divergences, summary, unavailable
-from eval.figures.metrics import (
-    acceptance,
-    ends_in_loop,
-    joules_per_token,
-    paired_speedup,
-    times,
-    tokens_per_second,
-    typical_run,
-)
+from eval.figures import divergence, metrics
+from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
 from eval.figures.perplexity import OutputPerplexity
 from eval.measure.runner import Run
 from eval.prompts import Prompt
-
-ABOUT_STOCK = (
-    "stock_generate_tokens_per_second",
-    "over_stock_generate",
-    "stock_generate_joules_per_token",
-    "stock_generate_exact_match",
-)
 
 
 def make_rows(
@@ -61,67 +47,61 @@ def make_rows(
 def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
     """Plain decoding; of stock generate None where it was not measured."""
     typical = [typical_run(rounds) for rounds in plain]
-    about: dict[str, Any] = dict.fromkeys(ABOUT_STOCK)
-    if stock is not None:
-        about |= {
-            "stock_generate_tokens_per_second": tokens_per_second([typical_run(rounds) for rounds in stock]),
-            "over_stock_generate": paired_speedup(plain, stock).total,
-            "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"],
-            "stock_generate_exact_match": exact_share(stock, typical) if temperature == 0 else None,
-        }
-    own = {"tokens_per_second": tokens_per_second(typical), "loop_share": len(_looping(typical)) / len(typical)}
-    return {"temperature": temperature, **own, **about}
+    exact = divergence.exact_share(stock, typical) if stock and temperature == 0 else None
+    return {
+        "temperature": temperature,
+        "tokens_per_second": metrics.tokens_per_second(typical),
+        "loop_share": len(_looping(typical)) / len(typical),
+        "stock_generate_tokens_per_second": metrics.tokens_per_second([typical_run(each) for each in stock or ()]),
+        "over_stock_generate": paired_speedup(plain, stock).speedup if stock else None,
+        "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"] if stock else None,
+        "stock_generate_exact_match": exact,
+    }
 
 
 def _looping(runs: list[Run]) -> set[int]:
     """The prompts on which these outputs end in a loop: a lossy or a sampled one may where plain decoding does not."""
-    return {run.prompt for run in runs if ends_in_loop(run.tokens)}
+    return {run.prompt for run in runs if metrics.ends_in_loop(run.tokens)}
 
 
 def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt], seed: int) -> dict[str, Any]:
     typical = [typical_run(of_prompt) for of_prompt in rounds]
     looping = _looping(typical)
     steady = [place for place, run in enumerate(typical) if run.prompt not in looping]
-    speedup = paired_speedup(rounds, plain, seed)
-    row = acceptance(typical, looping) | times(typical)
-    row |= joules_per_token(list(chain(*rounds)))
+    row = metrics.acceptance(typical, looping) | metrics.times(typical)
+    row |= joules_per_token(list(chain(*rounds))) | asdict(paired_speedup(rounds, plain, seed))
     row |= {
-        "speedup": speedup.total,
-        "speedup_ci": speedup.total_interval,
-        "speedup_median": speedup.median,
-        "speedup_median_ci": speedup.median_interval,
         "speedup_without_loops": _speedup_on(steady, rounds, plain),
         "loop_share": len(looping) / len(typical),
         "prompts": len(typical),
         "new_tokens": sum(len(run.tokens) for run in typical),
         "decoded_tokens": sum(run.decoded_tokens for run in typical),
     }
-    categories = sorted({prompt.category for prompt in prompts if prompt.category is not None})
-    for name in categories:
+    for name in sorted({prompt.category for prompt in prompts if prompt.category is not None}):
         chosen = [place for place, prompt in enumerate(prompts) if prompt.category == name]
         row.setdefault("categories", {})[name] = {
             "prompts": len(chosen),
-            "tau": acceptance([typical[place] for place in chosen], set())["tau"],
+            "tau": metrics.acceptance([typical[place] for place in chosen], set())["tau"],
             "speedup": _speedup_on(chosen, rounds, plain),
         }
     return row
 
 
 def _speedup_on(places: list[int], rounds: list[list[Run]], plain: list[list[Run]]) -> float | None:
-    """Over these prompts alone."""
-    return paired_speedup([rounds[place] for place in places], [plain[place] for place in places]).total
+    """The speedup over these prompts alone."""
+    return paired_speedup([rounds[place] for place in places], [plain[place] for place in places]).speedup
 
 
 def _exactness(
     rounds: list[list[Run]], baseline: list[list[Run]], prompts: list[Prompt], target: TargetModel
 ) -> dict[str, Any]:
     plain = [typical_run(of_prompt) for of_prompt in baseline]
-    row: dict[str, Any] = {"exact_match": exact_share(rounds, plain)}
+    row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
     try:
-        found = find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
+        found = divergence.find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
     except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
-        return row | {"divergences": unavailable(rounds, plain, error)}
-    return row | {"divergences": summary(found, len(prompts))}
+        return row | {"divergences": divergence.unavailable(rounds, plain, error)}
+    return row | {"divergences": divergence.summary(found, len(prompts))}
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
@@ -155,7 +135,7 @@ def shown_name(row: dict[str, Any]) -> str:
 
 
 def number(value: float | None, digits: int, unit: str = "") -> str:
-    """As text; "-" where there is none."""
+    """A number as text; "-" where there is none."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
@@ -186,16 +166,16 @@ def statements(report: dict[str, Any]) -> list[str]:
 
 def about_energy(energy: dict[str, Any]) -> list[str]:
     """How the joules were measured, or why they were not; ``energy`` is the meter's description."""
-    lines = []
-    for place, name in (("device", "energy"), ("host", "energy of the host")):
-        if place in energy:
-            state = "" if energy[place]["available"] else "not available: "
-            lines.append(f"{name}: {state}{energy[place]['how']}")
-    return lines
+    names = {"device": "energy", "host": "energy of the host"}
+    return [
+        f"{name}: {'' if energy[place]['available'] else 'not available: '}{energy[place]['how']}"
+        for place, name in names.items()
+        if place in energy
+    ]
 
 
 def _without_all_readings(report: dict[str, Any]) -> bool:
-    """Whether the last start measured energy, and a row, of an interrupted report, has no figure all the same."""
+    """Whether, in an interrupted report, the last start measured energy and a row has no figure all the same."""
     measured = report["environment"]["energy"].get("device", {}).get("available", False)
     return measured and any(row["joules_per_token"] is None for row in report["rows"])
 
@@ -228,7 +208,7 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
 def tolerance_note(target: TargetModel) -> dict[str, Any]:
     """What divergence is accepted, for the report."""
     return {
-        "relative_to_largest_logit": TOLERANCE[target.dtype],
+        "relative_to_largest_logit": divergence.TOLERANCE[target.dtype],
         "rule": "accepted where the logits of both tokens lie less than this share of the largest absolute logit below "
         "the best one",
     }

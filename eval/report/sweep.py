@@ -71,7 +71,7 @@ def series(found: dict[str, Any]) -> Series:
 
 
 def _speeds(found: dict[str, Any]) -> list[str]:
-    """Values across, a drafter a line."""
+    """A table with the values across and a drafter in each line."""
     values = [_shown(value["value"]) for value in found["values"]]
     head = ["drafter", "T", *(f"{found['key']} = {value}" for value in values)]
     lines = []
@@ -79,10 +79,8 @@ def _speeds(found: dict[str, Any]) -> list[str]:
         first, *others = rows.values()
         varies = any(row["temperature"] != first["temperature"] for row in others)
         cells = [shown_name(first), "-" if varies else f"{first['temperature']:g}"]
-        for index in range(len(values)):
-            row = rows.get(index)
-            speed = f"{number(row['tokens_per_second'], 1)} ({number(row['speedup'], 2, 'x')})" if row else "-"
-            cells.append(speed)
+        for row in map(rows.get, range(len(values))):
+            cells.append(f"{number(row['tokens_per_second'], 1)} ({number(row['speedup'], 2, 'x')})" if row else "-")
         lines.append(cells)
     return ["## tokens/s (speedup)", "", *table(head, lines), ""]
 
@@ -92,17 +90,10 @@ def _all_figures(found: dict[str, Any]) -> list[str]:
     lines = []
     for rows in series(found).values():
         for index, row in rows.items():
-            cells = [
-                _shown(found["values"][index]["value"]),
-                shown_name(row),
-                f"{row['temperature']:g}",
-                number(row["tokens_per_second"], 1),
-                speedup_with_interval(row),
-                number(row["tau"], 2),
-                number(row["perplexity"], 2),
-                number(row.get("joules_per_token"), 3),
-            ]
-            lines.append(cells)
+            about = [_shown(found["values"][index]["value"]), shown_name(row), f"{row['temperature']:g}"]
+            speed = [number(row["tokens_per_second"], 1), speedup_with_interval(row), number(row["tau"], 2)]
+            more = [number(row["perplexity"], 2), number(row.get("joules_per_token"), 3)]
+            lines.append([*about, *speed, *more])
     return ["## All figures", "", *table(head, lines, texts=2), ""]
 
 

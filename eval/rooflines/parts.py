@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,62 +97,56 @@ def scaled(profile: list[float], depth: int, tau: float) -> list[float]:
 
 
 def methods(target: TargetModel, config: "RooflineConfig") -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is timed, by name: each call decodes once and returns its figures."""
+    """What is timed, by name; each call decodes once and returns its figures."""
     generator = torch.Generator().manual_seed(config.seed)
-    longest = max(config.batches)
+    longest, new = max(config.batches), config.new_tokens
     prompts = torch.randint(target.vocab_size, (longest, config.context), generator=generator).tolist()
     torch.manual_seed(config.seed)
-    plain = make_drafter("autoregressive", target)
     head = EagleHead(target.config)
     chain = EagleDrafter(target, head, EagleOptions(tree="chain"))
     static = EagleDrafter(target, head, EagleOptions(tree="static"))
     profile = scaled(config.eagle_profile, 5, config.eagle_tau)
-    eagle = {  # not the dynamic tree: its shape depends on confidences, and an untrained head's are all alike
-        "EAGLE chain": ReplayDrafter.from_options(target, inner=chain, profile=config.eagle_profile),
-        "EAGLE static tree": ReplayDrafter.from_options(target, inner=static, profile=profile),
+    ours = {  # not the dynamic tree: its shape depends on confidences, and an untrained head's are all alike
+        "plain decoding": make_drafter("autoregressive", target),
+        "EAGLE chain, replay": ReplayDrafter.from_options(target, inner=chain, profile=config.eagle_profile),
+        "EAGLE static tree, replay": ReplayDrafter.from_options(target, inner=static, profile=profile),
     }
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for batch in config.batches:
         label = f", batch {batch}" if batch > 1 else ""
-        found[f"plain decoding{label}"] = _ours(target, plain, prompts[:batch], config.new_tokens)
-        for name, drafter in eagle.items():
-            found[f"{name}, replay{label}"] = _ours(target, drafter, prompts[:batch], config.new_tokens)
+        for name, drafter in ours.items():
+            found[f"{name}{label}"] = partial(_ours, target, drafter, prompts[:batch], new)
     if config.exit_layer < target.num_layers:
         options = KangarooOptions(exit_layer=config.exit_layer, eta=0.0, max_draft_tokens=4)
         adapter = KangarooDrafter(target, KangarooAdapter(target.config), options)
         rates = scaled(config.kangaroo_profile, 4, config.kangaroo_tau)
         replayed = ReplayDrafter.from_options(target, inner=adapter, profile=rates)
-        found[f"Kangaroo, exit {config.exit_layer}, replay"] = _ours(target, replayed, prompts[:1], config.new_tokens)
+        found[f"Kangaroo, exit {config.exit_layer}, replay"] = partial(_ours, target, replayed, prompts[:1], new)
     if config.stock and config.quantize is None:  # which takes the stock layers' weights
-        found["stock generate"] = _stock(target, prompts[0], config.new_tokens, False)
+        found["stock generate"] = partial(_stock, target, prompts[0], new, False)
         if config.compiled or (config.compiled is None and target.device.type == "cuda"):
-            found["stock generate, compiled static cache"] = _stock(target, prompts[0], config.new_tokens, True)
+            found["stock generate, compiled static cache"] = partial(_stock, target, prompts[0], new, True)
     return found
 
 
-def _ours(
-    target: TargetModel, drafter: Drafter, prompts: list[list[int]], new_tokens: int
-) -> Callable[[], dict[str, Any]]:
-    def once() -> dict[str, Any]:
-        trace = generate(target, drafter, prompts, max_new_tokens=new_tokens, eos_token_id=NO_EOS).trace
-        steps = len(trace.verify_seconds)
-        return {
-            "batch": len(prompts),
-            "tau": trace.tau,
-            "tokens_per_second": trace.decoded_tokens / trace.decode_seconds,
-            "step_seconds": trace.decode_seconds / steps,
-            "draft_seconds": sum(trace.draft_seconds) / steps,
-            "verify_seconds": sum(trace.verify_seconds) / steps,
-            "other_seconds": sum(trace.other_seconds) / steps,
-            "forward_seconds": sum(trace.model_seconds) / steps,
-            "overhead": trace.overhead,
-            "prefill_seconds": trace.prefill_seconds,
-        }
-
-    return once
+def _ours(target: TargetModel, drafter: Drafter, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    trace = generate(target, drafter, prompts, max_new_tokens=new_tokens, eos_token_id=NO_EOS).trace
+    steps = len(trace.verify_seconds)
+    return {
+        "batch": len(prompts),
+        "tau": trace.tau,
+        "tokens_per_second": trace.decoded_tokens / trace.decode_seconds,
+        "step_seconds": trace.decode_seconds / steps,
+        "draft_seconds": sum(trace.draft_seconds) / steps,
+        "verify_seconds": sum(trace.verify_seconds) / steps,
+        "other_seconds": sum(trace.other_seconds) / steps,
+        "forward_seconds": sum(trace.model_seconds) / steps,
+        "overhead": trace.overhead,
+        "prefill_seconds": trace.prefill_seconds,
+    }
 
 
-def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool) -> Callable[[], dict[str, Any]]:
+def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool) -> dict[str, Any]:
     """transformers' own decoding of the same tokens; its prefill is taken off by a run of one token."""
     prompt = torch.tensor([ids], device=target.device)
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -169,14 +164,11 @@ def _stock(target: TargetModel, ids: list[int], new_tokens: int, compiled: bool)
         wait(target.device)
         return time.perf_counter() - start
 
-    def once() -> dict[str, Any]:
-        try:
-            both = seconds(1), seconds(new_tokens)
-        except Exception as error:  # a compiler that is missing or gives up must not cost the other figures
-            return {"batch": 1, "missing": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
-        return {"batch": 1, "tokens_per_second": (new_tokens - 1) / (both[1] - both[0])}
-
-    return once
+    try:
+        both = seconds(1), seconds(new_tokens)
+    except Exception as error:  # a compiler that is missing or gives up must not cost the other figures
+        return {"batch": 1, "missing": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+    return {"batch": 1, "tokens_per_second": (new_tokens - 1) / (both[1] - both[0])}
 
 
 def add_ratios(rows: list[dict[str, Any]], floor: float) -> list[dict[str, Any]]:
@@ -196,6 +188,6 @@ def add_ratios(rows: list[dict[str, Any]], floor: float) -> list[dict[str, Any]]
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what was asked of it."""
+    """Wait until the device has done what was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -7,7 +7,7 @@ from drafters import TargetModel
 from drafters.choices import Engine, Quantization
 from drafters.model.files import load_config_only, resolve_device, resolve_dtype
 from drafters.model.loading import check_memory
-from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, check_shape
+from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, SIZES, check_shape
 
 
 def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
@@ -21,17 +21,8 @@ def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
         config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"), may_be_file=True)
         config.max_position_embeddings = max_positions
         return config
-    hidden, intermediate, layers, heads, kv_heads, vocab = LLAMAS[shape]
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocab,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-    )
+    sizes = dict(zip(SIZES, LLAMAS[shape], strict=True))
+    return LlamaConfig(**sizes, max_position_embeddings=max_positions, tie_word_embeddings=False)
 
 
 def random_target(

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-# hidden, intermediate, layers, heads, key/value heads, vocabulary
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"
+)  # fmt: skip
 LLAMAS = {
     "llama-5m": (256, 688, 5, 4, 4, 4096),
     "llama-25m": (512, 1376, 6, 8, 8, 8192),
