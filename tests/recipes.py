@@ -12,7 +12,7 @@ from pathlib import Path
 from drafters.config import load_config
 from train.cli import parse_arguments
 from train.preflight.checks import Report
-from train.preflight.dry_run import Assumptions, dry_run
+from train.preflight.dry_run import dry_run
 from train.task import task_class, trained_methods
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,8 +45,7 @@ def estimate(file: Path) -> tuple[Report, list[str]]:
     arguments = parse_arguments(None, words[2:])
     assert arguments.config == str(file.relative_to(ROOT)), f"{file} names {arguments.config}"
     config = load_config(task_class(file.parent.name).schema, ROOT / arguments.config, arguments.overrides)
-    given = {name: value for name, value in vars(arguments).items() if name in Assumptions.__dataclass_fields__}
-    report = dry_run(config, False, Assumptions(**given))
+    report = dry_run(config, arguments)
     return report, [PREFIX + part for part in report.short.split("; ")]
 
 

@@ -27,7 +27,7 @@ from train.eagle import EagleConfig
 from train.inputs import open_inputs
 from train.kangaroo import KangarooConfig
 from train.preflight.checks import Report
-from train.preflight.dry_run import Assumptions, dry_run
+from train.preflight.dry_run import dry_run
 from train.preflight.estimate import (
     MicroBatch,
     memory_parts,
@@ -49,7 +49,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
 
 
 def report_on(values: dict[str, Any], kind: str = "eagle", **given: Any) -> Report:
-    return dry_run(tiny_run.read(kind, values), False, Assumptions(**given))
+    return dry_run(tiny_run.read(kind, values), tiny_run.arguments(**given))
 
 
 def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
     """Steps of tokens / batch_tokens, which no shuffle of whole dialogues gives."""
     values = {**settings, "steps": None, "epochs": 1}
     config = validate(EagleConfig, values, source="test")
-    data = TrainData(open_inputs(config).train, (), config.batch_tokens)
+    data = TrainData(open_inputs(config).train, config)
     assert f"{data.steps_in(1):,} an epoch" in report_on(values).text()
 
 

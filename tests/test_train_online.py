@@ -28,7 +28,7 @@ from train.data.packing import collate, collate_or_stand_in
 from train.eagle import EagleConfig
 from train.inputs import open_inputs
 from train.kangaroo import KangarooConfig
-from train.preflight.dry_run import Assumptions, dry_run
+from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
 from train.watch import tau
 
@@ -338,7 +338,7 @@ def test_overfit_and_dry_run(
     monkeypatch.setattr(engine, "stop", lambda: None)  # other tests train in this process, too
     values = settings(target, tmp_path / "run", learning_rate=0.003, noise="none", data=data)
     config = validate(EagleConfig, values, source="test")
-    report = dry_run(config, False, Assumptions())
+    report = dry_run(config, tiny_run.arguments())
     assert not report.problems and "features computed while it trains" in report.text()
     weights = sum(weights.numel() for weights in TargetModel.from_pretrained(str(target)).model.parameters())
     assert report.memory["target, for features"] == 4 * weights
@@ -348,7 +348,7 @@ def test_overfit_and_dry_run(
     found = json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())
     assert [finding["sound"] for finding in found] == [True, True]
     missing = validate(EagleConfig, {**values, "data": {**data, "train": "no.jsonl"}}, source="test")
-    assert any("no.jsonl" in problem for problem in dry_run(missing, False, Assumptions()).problems)
+    assert any("no.jsonl" in problem for problem in dry_run(missing, tiny_run.arguments()).problems)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_dry_run_finds_what_the_run_would(
     changed = {**data, **changes.get("data", {})}
     changed["heldout"] = changed["heldout"] or data["train"]
     values = settings(target, tmp_path / "run", **{**changes, "data": changed})
-    report = dry_run(tiny_run.read(kind, values), False, Assumptions())
+    report = dry_run(tiny_run.read(kind, values), tiny_run.arguments())
     assert any(re.search(problem, found) for found in report.problems), report.text()
 
 
@@ -384,7 +384,7 @@ def test_dry_run_knows_the_datas_template_limit_and_epochs(target: Path, data: d
 
     def text(epochs: int) -> str:
         config = validate(EagleConfig, {**values, "epochs": epochs}, source="test")
-        report = dry_run(config, False, Assumptions(device="H200"))
+        report = dry_run(config, tiny_run.arguments(device="H200"))
         assert not report.problems
         return report.text()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from drafters import TargetModel
 from drafters.config import validate
 from drafters.program import leave
 from train import engine
+from train.cli import parse_arguments
 from train.config import TrainConfig
 from train.inputs import open_inputs
 from train.loop import TrainRun
@@ -202,6 +204,11 @@ def partition_small_weights() -> None:
 def without_pictures() -> None:
     """Let no run of this process draw its summary, which takes ten times as long as training a tiny head does."""
     picture.draw = lambda *_: None
+
+
+def arguments(**given: Any) -> Namespace:
+    """A command line of train/<kind>.py, with what is ``given`` in the place of defaults."""
+    return Namespace(**vars(parse_arguments(None, ["--config", "none"])) | given)
 
 
 def read(kind: str, values: dict[str, Any]) -> TrainConfig:

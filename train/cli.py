@@ -20,7 +20,7 @@ def program(method: str) -> None:
 
 
 def main(method: str, argv: list[str] | None = None) -> int:
-    """Read and check everything, then train; or only check it (--dry-run), or overfit (--overfit). The exit status."""
+    """Read and check everything; then train, report (--dry-run) or overfit (--overfit). Returns the exit status."""
     task = task_class(method)
     arguments = parse_arguments(sys.modules[task.__module__].__doc__, argv)
     config = load_config(task.schema, arguments.config, arguments.overrides)
@@ -29,7 +29,8 @@ def main(method: str, argv: list[str] | None = None) -> int:
         if not arguments.overfit:  # which has a folder of its own
             check_run_folder(config, arguments.resume)
 
-    from train.cli_run import dry_run, kept, overfit, train
+    from train.cli_run import dry_run, kept, train
+    from train.preflight.overfit import overfit
 
     run = dry_run if arguments.dry_run else overfit if arguments.overfit else train
     with keeping(lambda: kept(config, arguments)):
@@ -43,9 +44,7 @@ def check(config: TrainConfig) -> None:
         check_source(config.data.train)
         check_source(config.data.heldout)
     elif not Path(config.features).is_dir():
-        raise ValueError(
-            f"features: there is no folder {config.features}; make it with python -m data_prep.features --config F"
-        )
+        raise ValueError(f"features: there is no folder {config.features}; make it with python -m data_prep.features")
 
 
 def parse_arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,9 +52,7 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> a
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in `out` from its last checkpoint")
-    parser.add_argument(
-        "--overfit", type=positive, metavar="N", help="train and evaluate on N dialogues: is the pipeline sound?"
-    )
+    parser.add_argument("--overfit", type=positive, metavar="N", help="train and judge on N dialogues: is all sound?")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     dry = parser.add_argument_group("--dry-run", "check everything, estimate memory, disk and time, and train nothing")

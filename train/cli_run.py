@@ -1,8 +1,7 @@
-"""What the training scripts do with their config: train, check (--dry-run) or overfit."""
+"""The work of train/<method>.py, once its arguments are checked: training, or a dry run."""
 
 import argparse
 import sys
-from typing import Any
 
 from data_prep.ranks import find_rank
 from drafters.program import command
@@ -16,7 +15,7 @@ from train.task import make_task
 
 
 def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    """Train from the start or the last state to the limit; the exit status."""
+    """Train from the start or the last state to the limit. Returns the exit status."""
     runtime.check_devices(config)
     inputs = open_inputs(config)
     if arguments.resume and (step := finished_at(config, inputs.train)) is not None:
@@ -35,7 +34,7 @@ def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 
 def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:
-    """What an interruption leaves, and the command that goes on."""
+    """What an interruption leaves behind, and the command that goes on from there."""
     if arguments.dry_run or arguments.overfit:
         return f"to start again: {command()}"
     return what_is_kept(config.out, command(), command("--resume"))
@@ -43,18 +42,9 @@ def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:
 
 def dry_run(config: TrainConfig, arguments: argparse.Namespace) -> int:
     """--dry-run; 1 if the run could not start."""
-    from train.preflight.dry_run import Assumptions, dry_run
+    from train.preflight.dry_run import dry_run
 
-    names = Assumptions.__dataclass_fields__
-    given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names}
-    report = dry_run(config, arguments.resume, Assumptions(**given))
+    report = dry_run(config, arguments)
     if find_rank(None, None).index == 0:
         print(report.text())
     return 1 if report.problems else 0
-
-
-def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    """--overfit; 1 if the pipeline is not sound."""
-    from train.preflight.overfit import overfit
-
-    return overfit(config, arguments)

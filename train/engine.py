@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.wording import size_text
 from train.config import TrainConfig
-from train.optimizer import buffers_of, restore_buffers
+from train.optimizer import exact_buffers
 from train.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
@@ -33,18 +33,20 @@ def start(config: TrainConfig) -> Ranks:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to find out
     import deepspeed
+    from deepspeed.runtime import bf16_optimizer
 
     deepspeed.utils.logger.setLevel("ERROR")
+    # It prints memory figures when it starts, past the logger, and collects garbage for each.
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
     # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
     # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     deepspeed.init_distributed(verbose=False)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    if not torch.accelerator.is_available():
-        threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
-        if threads:
-            torch.set_num_threads(threads)
+    threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
+    if threads and not torch.accelerator.is_available():
+        torch.set_num_threads(threads)
     return ranks
 
 
@@ -101,28 +103,21 @@ class Engine:
 
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         import deepspeed
-        from deepspeed.runtime import bf16_optimizer
 
         if config.offload != "none":
             _check_host_memory(module, config)
         if config.activation_checkpointing:
             checkpoint_activations(module)
-        buffers = buffers_of(module)
-        # It prints memory figures when it starts, past the logger, and collects garbage for each.
-        loud, bf16_optimizer.see_memory_usage = bf16_optimizer.see_memory_usage, lambda *_, **__: None
-        try:
+        with exact_buffers(module):
             self._engine, *_ = deepspeed.initialize(
                 model=module,
                 model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
                 config=deepspeed_config(config),
                 dist_init_required=False,
             )
-        finally:
-            bf16_optimizer.see_memory_usage = loud
         self.module: nn.Module = module
         self.device: torch.device = self._engine.device
         self._stage: int = self._engine.zero_optimization_stage()
-        restore_buffers(module, buffers, self.device)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
@@ -161,7 +156,7 @@ class Engine:
                 weights[name] = value.detach().to("cpu", copy=True)
         return weights
 
-    def whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+    def gather(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """One whole float32 tensor: the parameter's master weights, or a moment of them. A collective."""
         from deepspeed import utils
 
@@ -171,18 +166,16 @@ class Engine:
             return utils.safe_get_full_fp32_param(parameter)
         return utils.safe_get_full_optimizer_state(parameter, kind)
 
-    def set(self, parameter: Any, kind: str, whole: Tensor) -> None:
-        """The reverse of ``whole``: this rank's part of it."""
+    def scatter(self, parameter: Any, kind: str, whole: Tensor) -> None:
+        """The reverse of ``gather``: take this rank's part of a whole tensor."""
         from deepspeed import utils
 
         if self._stage == 0:
-            (parameter.data if kind == WEIGHTS else self._engine.optimizer.state[parameter][kind]).copy_(whole)
-            return
-        if self._stage == 3:  # parts are rounded up to one size, which DeepSpeed forgets where it cuts a whole tensor
+            self.gather(parameter, kind).copy_(whole)
+        elif self._stage == 3:  # parts are rounded up to one size, which DeepSpeed forgets where it cuts a whole tensor
             size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
-            part = whole.new_zeros(size)
-            mine = whole.flatten()[rank * size : (rank + 1) * size]
-            part[: len(mine)] = mine
+            part = whole.flatten()[rank * size : (rank + 1) * size]
+            part = nn.functional.pad(part, (0, size - len(part)))
             if kind == WEIGHTS:
                 utils.safe_set_local_fp32_param(parameter, part)
             else:
@@ -207,7 +200,7 @@ class Engine:
 
 
 def checkpoint_activations(module: nn.Module) -> None:
-    """Make ``module`` keep its inputs alone for the backward pass, and compute everything between once more then."""
+    """Make ``module`` keep only its inputs for the backward pass, which then computes everything between once more."""
     forward = module.forward
 
     def twice(*arguments: Any, **keywords: Any) -> Any:
@@ -219,7 +212,8 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 
 def _check_host_memory(module: nn.Module, config: TrainConfig) -> None:
-    """Float32 weights, gradients and two moments of Adam; with ``offload: parameters`` the weights once more."""
+    """Raise ValueError unless the offloaded state fits: float32 weights, gradients and two moments; weights twice with
+    ``offload: parameters``."""
     count = sum(parameter.numel() for parameter in module.parameters())
     parts = local_ranks(1) / torch.distributed.get_world_size()  # of the whole state, on this machine
     need = round(count * (20 if config.offload == "parameters" else 16) * parts)

@@ -41,13 +41,13 @@ def soft_cross_entropy_sum(predicted: Tensor, target: Tensor, lm_head: nn.Linear
 def overlap_and_agreement(
     predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Of rows ``[n, H]`` twice, summed: sum_x min(p, q), and whether both put the same token first."""
-    overlap, agree = predicted.new_zeros((), dtype=torch.float32), predicted.new_zeros((), dtype=torch.int64)
+    """Of each pair of rows ``[n, H]``: sum_x min(p, q), and whether both put the same token first; ``[n]`` each."""
+    overlap, agree = [], []
     for ours, theirs in zip(predicted.split(chunk_rows), target.split(chunk_rows), strict=True):
         q, p = lm_head(ours).float(), lm_head(theirs).float()
-        overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum()
-        agree += (p.argmax(-1) == q.argmax(-1)).sum()
-    return overlap, agree
+        overlap.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1))
+        agree.append(p.argmax(-1) == q.argmax(-1))
+    return torch.cat(overlap), torch.cat(agree)
 
 
 def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:

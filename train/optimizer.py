@@ -1,5 +1,7 @@
 """AdamW on float32 masters of a bf16 module, as DeepSpeed does it, for where DeepSpeed is not installed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,19 +10,17 @@ from torch import Tensor, nn
 from train.config import TrainConfig
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copies by name, for ``restore_buffers``.
+@contextmanager
+def exact_buffers(module: nn.Module) -> Iterator[None]:
+    """Let a cast of ``module`` inside leave its buffers as exact as they were; they move with it to another device.
 
-    Casting a module to bf16 casts the rotary frequencies, too, which moves position 500 by several tokens.
+    A cast to bf16 rounds the rotary frequencies, too, which moves position 500 by several tokens.
     """
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-
-def restore_buffers(module: nn.Module, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """Put buffers back as they were before a cast, on ``device``."""
-    for name, buffer in buffers.items():
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    yield
+    for name, buffer in before.items():
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, buffer.to(device))
+        setattr(module.get_submodule(owner), leaf, buffer.to(module.get_buffer(name).device))
 
 
 class MasterAdamW:
@@ -37,12 +37,10 @@ class MasterAdamW:
         self.module, self.config = module, config
         self._weights: list[Tensor] = [weights for weights in module.parameters() if weights.requires_grad]
         self._copied = self._weights[0].dtype != torch.float32
-        self._masters: list[Tensor] = [
-            weights.detach().float().clone() if self._copied else weights for weights in self._weights
-        ]
-        options: dict[str, Any] = {"fused": True} if self._weights[0].is_cuda else {}
+        self._masters = [w.detach().float().clone() if self._copied else w for w in self._weights]
+        decay, fused = config.weight_decay, self._weights[0].is_cuda or None  # None: as torch thinks best
         self._adam = torch.optim.AdamW(
-            self._masters, config.learning_rate, config.betas, weight_decay=config.weight_decay, **options
+            self._masters, config.learning_rate, config.betas, weight_decay=decay, fused=fused
         )
         self._micro_batches = 0
 
@@ -53,13 +51,10 @@ class MasterAdamW:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` over the accumulation steps to those of the masters, in float32."""
         (loss / self.config.gradient_accumulation).backward()
-        if not self._copied:
-            return
         for master, weights in zip(self._masters, self._weights, strict=True):
-            if weights.grad is None:
-                continue
-            gradient, weights.grad = weights.grad.float(), None
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            if self._copied and weights.grad is not None:
+                gradient, weights.grad = weights.grad.float(), None
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,9 +1,9 @@
 """What the loop knows of a drafter's training: a Task. Each method derives its own, in the file that bears its name.
 
-That file (train/eagle.py, say) also holds the configuration, and a mistyped key should not wait for torch. So this
-module and those import torch within functions.
+That file (train/eagle.py, say) also holds the configuration, and a mistyped key should not have to wait for torch: this
+module and those import it within functions.
 
-Sums and counts leave a task, never means: the loop adds them up over micro-batches and ranks before it divides.
+A task returns sums and counts, never means: the loop adds them up over micro-batches and ranks before it divides.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from drafters.methods import drafter_class, method_names
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from drafters.base import LearnedDrafter
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ratio:
-    """A mean that is not divided yet: ``total`` over ``count``, scalars."""
+    """A mean before the division: ``total`` over ``count``, scalars."""
 
     total: Tensor
     count: Tensor
@@ -66,11 +68,11 @@ class Task(ABC):
         use_dialogue_attention(self.module, ends.config)
 
     @abstractmethod
-    def predict(self, module: Any, batch: Batch) -> Tensor:
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """What the drafter gives to the LM head, ``[R, L, H]``."""
 
     def targets(self, batch: Batch) -> Tensor:
-        """What the target gives to it where it speaks of the same tokens, ``[R, L, H]``."""
+        """What the target gives to it for the same tokens, ``[R, L, H]``."""
         return batch.features.roll(1 - self.ahead, dims=1) if self.ahead > 1 else batch.features
 
     def rows(self, batch: Batch) -> Tensor:
@@ -81,7 +83,7 @@ class Task(ABC):
         return batch.shifted(batch.loss_mask, self.ahead).flatten().nonzero().squeeze(1)
 
     def with_noise(self, batch: Batch, seed: int) -> Batch:
-        """What is trained on in the place of ``batch``; held-out text is taken as it is."""
+        """The batch that is trained on in the place of ``batch``; held-out text is taken as it is."""
         return batch
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -89,16 +91,18 @@ class Task(ABC):
         return {"loss": self.cross_entropy(predicted, target)}
 
     def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
-        """Figures of the drafter's quality on held-out text beside the losses, of the rows that ``losses`` gets, too.
+        """How good the drafter is on held-out text, beside the losses and on the same rows.
 
         ``expected_acceptance``: mean of sum_x min(p, q), the acceptance rate of sampled drafting (temperature 1).
         ``top1_agreement``: share of positions where both put the same token first, that of greedy drafting.
         """
+        import torch
+
         from train.losses import overlap_and_agreement
 
         overlap, agree = overlap_and_agreement(predicted, target, self.ends.lm_head, self.chunk_rows)
-        count = agree.new_tensor(len(predicted))
-        return {"expected_acceptance": Ratio(overlap, count), "top1_agreement": Ratio(agree, count)}
+        count = torch.tensor(len(predicted), device=predicted.device)
+        return {"expected_acceptance": Ratio(overlap.sum(), count), "top1_agreement": Ratio(agree.sum(), count)}
 
     def drafter_config(self) -> dict[str, Any]:
         """The ``drafter`` section of the checkpoint's config.json."""
@@ -137,13 +141,13 @@ class Task(ABC):
 
 
 def trained_methods() -> list[str]:
-    """The methods that can be trained: those that have a file in this package, too."""
+    """The methods that can be trained: those with a file in this package, too."""
     folders = import_module(__package__).__path__
     return [name for name in method_names() if any((Path(folder) / f"{name}.py").is_file() for folder in folders)]
 
 
 def task_class(method: str) -> type[Task]:
-    """The task of ``train/<method>.py``, by which also its schema is found."""
+    """The task in ``train/<method>.py``; its ``schema`` is the config's."""
     module = import_module(f"{__package__}.{method}")
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__:
@@ -152,5 +156,5 @@ def task_class(method: str) -> type[Task]:
 
 
 def make_task(config: TrainConfig, ends: FrozenEnds) -> Task:
-    """The task that ``config`` is of, with a new module."""
+    """The task of the method that ``config`` trains, with a new module."""
     return task_class(config.drafter)(config, ends)

@@ -32,11 +32,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandLine("train.throughput", __doc__, overrides="batch_tokens=8192")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--config", help="YAML of a training run with a feature store")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="with --config: our side alone, with and without the checksums of all shards that a round reads",
-    )
+    parser.add_argument("--verify", action="store_true", help="with --config: our side, with and without checksums")
     group.add_argument("--shape", help="hidden=4096,vocab=128256,heads=32,kv_heads=8,intermediate=14336 (the defaults)")
     parser.add_argument("--method", choices=trained_methods(), help="default: by the config's keys, or eagle")
     parser.add_argument("--tokens", type=positive, default=8192, help="with --shape: tokens of an optimiser step")
@@ -77,7 +73,7 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
-    """The run's config; for ``--shape`` one of the paper's numbers and the overrides."""
+    """The run's config; for ``--shape``, one with the paper's numbers and the overrides."""
     if arguments.config:
         schema = task_class(arguments.method or _method_of(Path(arguments.config))).schema
         return load_config(schema, arguments.config, arguments.overrides)
@@ -91,7 +87,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _method_of(config: Path) -> str:
-    """The method most of whose own keys a run's config has."""
+    """The method of a run's config: the one of whose own keys it has the most."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
     found = set(keys) if isinstance(keys, dict) else set()
     own = {name: task_class(name).schema.model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}

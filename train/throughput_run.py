@@ -1,20 +1,18 @@
-"""What train.throughput does with its arguments."""
+"""The work of train.throughput, once its arguments are checked."""
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_prep.progress import Bar
-from drafters.files import replace_text
+from drafters.files import replace_json
 from drafters.provenance import measured_on
 from drafters.wording import size_text
 from train.bench.sides import Side, from_config, from_shape
 from train.config import TrainConfig
+from train.watch.flops import peak_tflops
 
 
 def run(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.Namespace) -> None:
@@ -24,32 +22,34 @@ def run(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.N
         bench, what = from_config(*given, Path(folder)) if shape is None else from_shape(*given, shape)
         with Bar(total=2 * (arguments.rounds + 1), unit="round") as progress:
             sides = bench.run(arguments.rounds, progress)
-    result = report(sides, what, bench.device)
+    result = {"sides": list(sides), **compared(sides, arguments.peak_tflops or peak_tflops(bench.device)), **what}
+    result |= {"config": config.model_dump(mode="json"), "environment": measured_on(bench.device)}
     print(describe(result))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(arguments.out, json.dumps(result, indent=2) + "\n")
+        replace_json(arguments.out, result)
 
 
-def report(sides: dict[str, Side], what: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The result as JSON: medians over the rounds, every round, ratios, and where it was measured."""
+def compared(sides: dict[str, Side], peak: float | None) -> dict[str, Any]:
+    """By side the medians over its rounds and every round, and the ratios of both; ``peak`` in 1e12 FLOP/s."""
     figures: dict[str, Any] = {}
     for name, side in sides.items():
+        rounds = side.rounds
         figures[name] = {
-            "tokens_per_second": _median(side.tokens_per_second),
-            "mfu": _median(side.mfu),
-            "peak_bytes": max(side.peak_bytes, default=None),
-            "padding": 1 - side.tokens / side.positions if side.positions else None,
-            "data_wait": side.waited / side.seconds if side.seconds else None,
+            "tokens_per_second": _median([each.tokens_per_second for each in rounds]),
+            "mfu": _median([each.flops / each.seconds / (peak * 1e12) for each in rounds]) if peak else None,
+            "peak_bytes": max((each.peak_bytes for each in rounds if each.peak_bytes), default=None),
+            "padding": 1 - sum(r.tokens for r in rounds) / sum(r.positions for r in rounds) if rounds else None,
+            "data_wait": sum(r.waited for r in rounds) / sum(r.seconds for r in rounds) if rounds else None,
             "failed": side.failed,
-            "rounds": [round(value, 1) for value in side.tokens_per_second],
+            "rounds": [round(each.tokens_per_second, 1) for each in rounds],
         }
-    first, second = sides.values()
-    pairs = list(zip(first.tokens_per_second, second.tokens_per_second, strict=False))
-    figures["ratio"] = _median([one / other for one, other in pairs])
-    if first.peak_bytes and second.peak_bytes:
-        figures["peak_ratio"] = max(first.peak_bytes) / max(second.peak_bytes)
-    return {"sides": list(sides), **figures, **what, "environment": measured_on(device)}
+    first, second = sides
+    pairs = zip(*(side.rounds for side in sides.values()), strict=False)
+    figures["ratio"] = _median([one.tokens_per_second / other.tokens_per_second for one, other in pairs])
+    if figures[first]["peak_bytes"] and figures[second]["peak_bytes"]:
+        figures["peak_ratio"] = figures[first]["peak_bytes"] / figures[second]["peak_bytes"]
+    return figures
 
 
 def describe(result: dict[str, Any]) -> str:

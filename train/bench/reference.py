@@ -5,8 +5,10 @@ its longest dialogue; the logits of target and drafter over the full vocabulary 
 the LM head. Nothing of it is used in training.
 """
 
+from collections.abc import Generator
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from data_prep.store.reader import FeatureStore, StoredDialogue
-from train.data.packing import Batch, Span
+from train.data.packing import Batch, Span, split_evenly
 from train.task import Task
 
 
@@ -32,7 +34,7 @@ def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> No
 
 
 def sample_file(folder: Path, index: int) -> Path:
-    """Where the dialogue ``index`` lies."""
+    """The file of dialogue ``index``."""
     return folder / f"{index:08d}.safetensors"
 
 
@@ -44,20 +46,28 @@ class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
 
     def __getitem__(self, index: int) -> tuple[int, StoredDialogue]:
         tensors = load_file(sample_file(self.folder, index))
-        taps = {int(name[4:]): tensor for name, tensor in tensors.items() if name.startswith("tap_")}
-        return index, StoredDialogue(tensors["input_ids"], tensors["loss_mask"], tensors["features"], taps)
+        taps = {int(name[4:]): tensors.pop(name) for name in list(tensors) if name.startswith("tap_")}
+        return index, StoredDialogue(**tensors, taps=taps)
+
+
+def plain_batches(
+    plan: list[list[int]], lengths: list[int], micro_batches: int, folder: Path, workers: int, pinned: bool
+) -> Generator[list[Batch], None, None]:
+    """The global batches of ``plan`` as padded micro-batches, which a DataLoader reads from ``folder``."""
+    shares = [share for batch in plan for share in split_evenly(batch, lengths, micro_batches)]
+    files = SampleFiles(folder)
+    loader = DataLoader(files, batch_sampler=shares, collate_fn=pad, num_workers=workers, pin_memory=pinned)
+    loaded = iter(loader)
+    for _ in plan:
+        yield [next(loaded) for _ in range(micro_batches)]
 
 
 def pad(samples: list[tuple[int, StoredDialogue]]) -> Batch:
     """One dialogue a row, padded on the right to the longest of them: ``[B, T]``."""
     items = [item for _, item in samples]
-    length = max(len(item.input_ids) for item in items)
-
-    def padded(tensors: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
+    padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     lengths = torch.tensor([len(item.input_ids) for item in items])
-    positions = torch.arange(length).expand(len(items), -1)
+    positions = torch.arange(int(lengths.max())).expand(len(items), -1)
     return Batch(
         input_ids=padded([item.input_ids for item in items]),
         loss_mask=padded([item.loss_mask for item in items]),

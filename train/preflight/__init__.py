@@ -1,1 +1,1 @@
-"""What is found out before a run: whether it can run, what it takes, whether it learns."""
+"""What can be found out before a run: whether it can start, what it takes, whether it learns."""

@@ -1,12 +1,11 @@
 """What --dry-run looks at: whether all that a run needs is here and fits together, as the run itself would find out."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
@@ -16,7 +15,7 @@ from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import check_source
 from data_prep.features_run import make_headers
 from data_prep.store.reader import FeatureStore
-from drafters.model.files import load_config_only
+from drafters.model.files import load_config_only, weight_map
 from drafters.wording import size_text
 from train.config import OnlineData, TrainConfig
 from train.data.online import OnlineFeatures, as_features_config
@@ -40,8 +39,8 @@ class Report:
         """One line of the table."""
         self.lines.append(f"{name:<24} {text}")
 
-    def check(self, name: str, what: Callable[[], Any], done: str | Callable[[Any], str] = "ok") -> Any:
-        """Do it; its ValueError is a problem, its value is returned. ``done``: the line's text, or what tells it."""
+    def check(self, name: str, what: Callable[[], Found], done: str | Callable[[Found], str] = "ok") -> Found | None:
+        """Call ``what``: its error is a problem, its value is returned. ``done`` is the line's text, or makes it."""
         try:
             value = what()
         except (ValueError, OSError) as error:
@@ -52,14 +51,13 @@ class Report:
         return value
 
     def text(self) -> str:
-        """What is printed."""
+        """The whole report, as it is printed."""
         found = f"{len(self.problems)} problem(s): the run cannot start like this" if self.problems else "can start"
-        lines = [*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"]
-        return "\n".join(lines)
+        return "\n".join([*self.lines, *([f"In short: {self.short}"] if self.short else []), f"Result: {found}"])
 
 
 def check_libraries() -> None:
-    """Raise ValueError where one is missing, which a run would find out at its first use."""
+    """Raise ValueError where a library is missing, which a run would only find out at its first use."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         raise ValueError(f"not installed: {', '.join(missing)}; pip install -e '.[train]'")
@@ -69,21 +67,16 @@ def check_target(report: Report, config: TrainConfig, instead: str | None) -> Pr
     """The target's configuration, or the one given in its place."""
     where = "a folder" if Path(config.target).is_dir() else "in the Hub's cache"
     found = report.check("target", lambda: _target_here(config), f"{config.target}, {where}")
-    if instead:
-        found = report.check(
-            "target's shape", lambda: load_config_only(str(instead), may_be_file=True), f"from {instead}"
-        )
-    return found
+    if not instead:
+        return found
+    return report.check("target's shape", lambda: load_config_only(instead, may_be_file=True), f"from {instead}")
 
 
 def _target_here(config: TrainConfig) -> PretrainedConfig:
     """From a folder or the Hub's cache: a dry run waits for no network."""
     local = here(config)
     if local is None:
-        raise ValueError(
-            f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put the target there (the "
-            "features have to be made with it anyway)"
-        )
+        raise ValueError(f"{config.target!r} is neither a folder nor a repository in the Hub's cache; put it there")
     return load_config_only(local.target, local.revision)
 
 
@@ -108,7 +101,7 @@ def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
         return ""
     folder = Path(local.target)
     index = folder / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    names = set(weight_map(index).values()) if index.is_file() else {"model.safetensors"}
     missing = [] if all((folder / name).is_file() for name in names) else ["weights"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer")
@@ -125,20 +118,14 @@ def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
             f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint})"
         )
 
-    store: FeatureStore | None = report.check(split, lambda: FeatureStore.open(path), described)
-    return store
+    return report.check(split, lambda: FeatureStore.open(path), described)
 
 
-def check_stores_target(report: Report, config: TrainConfig, local: TrainConfig | None, missing: str) -> None:
+def check_stores_target(report: Report, config: TrainConfig, local: TrainConfig, missing: str) -> None:
     """Whether both stores are the target's, as the run finds out; the weights have to be here."""
-    assert local is not None
-    what = "target, tokenizer and exit layer are those of the features"
-    if missing:
-        what = "target and exit layer are those of the features"
+    what = f"target{'' if missing else ', tokenizer'} and exit layer are those of the features"
     report.check(
-        "target and features",
-        lambda: _with_name(config, local, lambda: open_inputs(local, device="meta")),
-        what,
+        "target and features", lambda: _with_name(config, local, lambda: open_inputs(local, device="meta")), what
     )
 
 
@@ -167,16 +154,12 @@ def check_dialogues(report: Report, config: TrainConfig, local: TrainConfig) -> 
         heldout = encode_split(data.heldout, chat, data.max_length, data.limit if config.tau_every else first)
         return OnlineFeatures(heldout, headers["heldout"], data.target_batch_tokens)
 
-    found: OnlineFeatures | None = report.check(
-        "target and dialogues",
-        lambda: _with_name(config, local, read),
-        f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)",
-    )
-    return found
+    suffice = f"tokenizer, context and layers suffice (tried on up to {SAMPLE} dialogues of each split)"
+    return report.check("target and dialogues", lambda: _with_name(config, local, read), suffice)
 
 
 def _with_name(config: TrainConfig, local: TrainConfig, what: Callable[[], Found]) -> Found:
-    """Do it with the target's folder; errors call the target by its name."""
+    """Call ``what``, which reads the target's folder; its errors call the target by its name."""
     try:
         return what()
     except ValueError as error:

@@ -4,6 +4,7 @@ It reads configurations, manifests and file headers, no weights and no features.
 estimates then come from --tokens or --data and --target-config.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,254 +21,188 @@ from drafters.wording import size_text
 from train.config import TrainConfig
 from train.data.packing import Source
 from train.inputs import check_taps
-from train.preflight.checks import (
-    LIBRARIES,
-    Report,
-    check_dialogues,
-    check_libraries,
-    check_sources,
-    check_store,
-    check_stores_target,
-    check_target,
-    here,
-    not_here,
-)
-from train.preflight.estimate import (
-    MicroBatch,
-    memory_parts,
-    meta_ends,
-    meta_task,
-    parameters,
-    pass_memory,
-    target_parameters,
-)
-from train.preflight.microbench import measured_rate
+from train.preflight import checks, estimate
+from train.preflight.checks import Report
 from train.preflight.workload import Workload, estimate_workload, store_workload
 from train.run.files import check_run_disk, check_run_folder, run_folder_bytes
-from train.task import Task
 from train.watch.flops import peak_tflops, training_cost
-from train.watch.tau import held_out_prompts, prompt_room
+from train.watch.tau import tau_prompts
 
 
-@dataclass
-class Assumptions:
-    """What the command line says of things that are not here.
+def dry_run(config: TrainConfig, given: Namespace) -> Report:
+    """Check a run and estimate what it takes; nothing is written, and no process group is started.
 
-    Attributes:
-        tokens, data: size of the training data, or the file to estimate it from.
-        target_config: a Hugging Face config file, in place of the target's.
-        ranks: processes, each with a device of its own.
-        device: a device's name, for its peak; default: the one that is here.
-        tokens_per_second, measure: the speed of training, given or measured here; else ``mfu`` of the peak is assumed.
-        max_length: tokens of the longest dialogue, where there is no store to tell.
+    ``given``: the command line (``train.cli.parse_arguments``), which also says what is to be assumed of things that
+    are not here.
     """
-
-    tokens: int | None = None
-    data: str | None = None
-    target_config: str | None = None
-    ranks: int = 1
-    device: str | None = None
-    tokens_per_second: float | None = None
-    measure: bool = False
-    mfu: float = 0.4
-    max_length: int = 2048
-
-
-def dry_run(config: TrainConfig, resume: bool, given: Assumptions) -> Report:
-    """Check a run and estimate what it takes; nothing is written, and no process group is started."""
     report = Report()
-    report.check("run folder", lambda: check_run_folder(config, resume), f"{config.out} can be used")
-    report.check("libraries", check_libraries, ", ".join(LIBRARIES))
-    target, local = check_target(report, config, given.target_config), here(config)
-    missing = not_here(config, local)
+    report.check("run folder", lambda: check_run_folder(config, given.resume), f"{config.out} can be used")
+    report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
+    target, local = checks.check_target(report, config, given.target_config), checks.here(config)
+    missing = checks.not_here(config, local)
     compared, train = False, None
     heldout: Source | None = None
     if config.data is not None:
-        if check_sources(report, config.data) and local is not None and not missing:
-            compared, heldout = True, check_dialogues(report, config, local)
+        if checks.check_sources(report, config.data) and local is not None and not missing:
+            compared, heldout = True, checks.check_dialogues(report, config, local)
     else:
-        train, heldout = (check_store(report, Path(config.features) / split, split) for split in ("train", "heldout"))
-        compared = local is not None and "weights" not in missing and None not in (train, heldout)
-        if compared:
-            check_stores_target(report, config, local, missing)
+        features = Path(config.features)
+        train, heldout = (checks.check_store(report, features / split, split) for split in ("train", "heldout"))
+        if local is not None and "weights" not in missing and None not in (train, heldout):
+            compared = True
+            checks.check_stores_target(report, config, local, missing)
     if missing:
         report.add("not checked", f"what needs the target's files: {missing} not here")
-    if not compared and config.taps and target is not None:
-        report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers))
-    if config.tau_every and heldout is not None and target is not None:
-        context = getattr(target, "max_position_embeddings", None)
-        report.check(
-            "prompts for tau",
-            lambda: held_out_prompts(heldout, config.tau_prompts, prompt_room(config, context)),
-            "there are",
-        )
     if target is None:
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
         return report
-    workload = _workload(report, local or config, train, given)
-    _estimate(report, config, target, workload, train, given)
+    if not compared and config.taps:
+        report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers))
+    if config.tau_every and heldout is not None:
+        report.check("prompts for tau", lambda: tau_prompts(config, target, heldout), "there are")
+    Estimates(report, config, target, train, _workload(report, local or config, train, given), given).make()
     return report
 
 
 # ------------------------------------------------------------------------------------------- what it will take
 
 
-def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Assumptions) -> Workload | None:
-    if store is not None:
-        counted = store_workload(config, store)
-        report.add("data", counted.describe())
-        return counted
+def _workload(report: Report, config: TrainConfig, store: FeatureStore | None, given: Namespace) -> Workload | None:
     data = given.data or (config.data.train if config.data is not None else None)
-    if given.tokens is None and data is None:
+    if store is None and given.tokens is None and data is None:
         report.add("data", "unknown: give --tokens N or --data FILE for an estimate without features")
         return None
     longest = config.data.max_length if config.data is not None else given.max_length
-    estimated: Workload | None = report.check(
-        "data", lambda: estimate_workload(config, given.tokens, data, longest), Workload.describe
-    )
-    return estimated
+
+    def counted() -> Workload:
+        if store is not None:
+            return store_workload(config, store)
+        return estimate_workload(config, given.tokens, data, longest)
+
+    return report.check("data", counted, Workload.describe)
 
 
-def _estimate(
-    report: Report,
-    config: TrainConfig,
-    target: PretrainedConfig,
-    workload: Workload | None,
-    store: FeatureStore | None,
-    given: Assumptions,
-) -> None:
-    task = meta_task(config, meta_ends(target))
-    count = parameters(task.module)
-    report.add("drafter", f"{type(task.module).__name__}, {count:,} parameters")
-    longest = workload.longest if workload else given.max_length
-    share = -(-config.batch_tokens // (given.ranks * config.gradient_accumulation))
-    micro = MicroBatch(dialogues=max(1, -(-share // longest)), length=longest)
-    if workload:
-        report.add("steps", workload.describe_steps(config))
-    report.add(
-        "micro-batch",
-        f"{config.gradient_accumulation} a step on each of {given.ranks} rank(s): at most {micro.dialogues} dialogues "
-        f"of {micro.length:,} tokens",
-    )
-    memory = _memory(report, config, target, micro, given)
-    run_disk = size_text(run_folder_bytes(count))
-    report.check("disk: run folder", lambda: check_run_disk(config.out, task.module), run_disk)
-    parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
-    parts.append(f"run folder {run_disk}")
-    if workload:
-        parts += _data_disk(report, config, target, workload, store)
-        parts += _time(report, task, config, target, workload, store, micro, given)
-    report.short = "; ".join(parts)
+@dataclass
+class Estimates:
+    """What the run will take, as lines of ``report``."""
 
+    report: Report
+    config: TrainConfig
+    target: PretrainedConfig
+    store: FeatureStore | None
+    workload: Workload | None
+    given: Namespace
 
-def _memory(
-    report: Report,
-    config: TrainConfig,
-    target: PretrainedConfig,
-    micro: MicroBatch,
-    given: Assumptions,
-) -> int:
-    """The table of memory by part; returns the whole of it, bytes a rank."""
-    parts = memory_parts(config, target, given.ranks)
-    on_gpu = given.device is not None or torch.cuda.is_available()
-    passes = pass_memory(config, target, micro, config.activation_checkpointing, on_gpu)
-    less = pass_memory(config, target, micro, checkpointing=True, on_gpu=on_gpu)["pass"]
-    parts["forward and backward"] = passes["pass"]
-    if config.data is not None:
-        width = resolve_dtype(config.data.target_dtype).itemsize
-        parts["target, for features"] = target_parameters(target)[0] * width
-    elif config.tau_every and config.tau_device is None:
-        parts["target, for tau"] = target_parameters(target)[0] * config.dtype.itemsize
-    total = sum(parts.values())
-    report.memory = parts
-    report.add("memory of a rank", f"{size_text(total)}, and the CUDA context (about half a GB)")
-    for name, size in parts.items():
-        report.add(f"  {name}", size_text(size))
-    report.lines[len(report.lines) - len(parts) + list(parts).index("forward and backward")] += (
-        f" (of it the loss's rows of logits {size_text(passes['loss'])}, the batch {size_text(passes['batch'])}; with "
-        f"activation checkpointing {size_text(less)})"
-    )
-    stages = []
-    for stage in (0, 1, 2, 3):
-        changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
-        other = memory_parts(changed, target, given.ranks)
-        stages.append(f"{stage}: {size_text(total + sum(other.values()) - sum(parts[name] for name in other))}")
-    report.add("  by ZeRO stage", ", ".join(stages))
-    device = resolve_device()
-    if given.device is None and total > free_memory(device):
-        report.problems.append(f"memory: {size_text(total)} needed, {size_text(free_memory(device))} free on {device}")
-        report.add(
-            "  PROBLEM", f"{size_text(free_memory(device))} free on {device}; lower batch_tokens or loss_chunk_rows"
-        )
-    return total
+    def __post_init__(self) -> None:
+        self.task = estimate.meta_task(self.config, estimate.meta_ends(self.target))
+        longest = self.workload.longest if self.workload else self.given.max_length
+        share = -(-self.config.batch_tokens // (self.given.ranks * self.config.gradient_accumulation))
+        self.micro = estimate.MicroBatch(dialogues=max(1, -(-share // longest)), length=longest)
 
+    def make(self) -> None:
+        """Add all estimates, and the line that sums them up."""
+        report, config, micro, ranks = self.report, self.config, self.micro, self.given.ranks
+        count = estimate.parameters(self.task.module)
+        report.add("drafter", f"{type(self.task.module).__name__}, {count:,} parameters")
+        if self.workload:
+            report.add("steps", self.workload.describe_steps(config))
+        size = f"at most {micro.dialogues} dialogues of {micro.length:,} tokens"
+        report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {ranks} rank(s): {size}")
+        memory, run_disk = self.memory(), size_text(run_folder_bytes(count))
+        report.check("disk: run folder", lambda: check_run_disk(config.out, self.task.module), run_disk)
+        parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
+        parts.append(f"run folder {run_disk}")
+        if self.workload:
+            parts += [self.features_disk(self.workload), *self.time(self.workload)]
+        report.short = "; ".join(parts)
 
-def _data_disk(
-    report: Report,
-    config: TrainConfig,
-    target: PretrainedConfig,
-    workload: Workload,
-    store: FeatureStore | None,
-) -> list[str]:
-    if store is not None:
-        size = sum(shard.bytes for shard in store.manifest.shards)
-        report.add("disk: features", f"{size_text(size)}, there already")
-        return [f"features {size_text(size)}"]
-    if isinstance(config.features, str):
-        report.add("disk: features", "none: features: online")
-        return ["no features on disk"]
-    sizes = [workload.tokens * token_bytes(target.hidden_size, len(config.taps), kind) for kind in ("bfloat16", "int8")]
-    text = f"{size_text(sizes[0])} in bf16, {size_text(sizes[1])} in int8"
-    folder = config.features
-    fix = "give `features` a folder on another disk"
-    report.check("disk: features", lambda: check_room(folder, sizes[1], "the folder of features in int8", fix), text)
-    return [f"features {text}"]
+    def memory(self) -> int:
+        """Add the table of memory by part; returns the sum, in bytes a rank."""
+        report, config, target, given = self.report, self.config, self.target, self.given
+        on_gpu = given.device is not None or torch.cuda.is_available()
+        passes = estimate.pass_memory(config, target, self.micro, config.activation_checkpointing, on_gpu)
+        less = estimate.pass_memory(config, target, self.micro, checkpointing=True, on_gpu=on_gpu)["pass"]
+        parts = estimate.memory_parts(config, target, given.ranks) | {"forward and backward": passes["pass"]}
+        if config.data is not None:
+            width = resolve_dtype(config.data.target_dtype).itemsize
+            parts["target, for features"] = estimate.target_parameters(target)[0] * width
+        elif config.tau_every and config.tau_device is None:
+            parts["target, for tau"] = estimate.target_parameters(target)[0] * config.dtype.itemsize
+        total, report.memory = sum(parts.values()), parts
+        report.add("memory of a rank", f"{size_text(total)}, and the CUDA context (about half a GB)")
+        for name, size in parts.items():
+            text = size_text(size)
+            if name == "forward and backward":
+                text += f" (of it the loss's rows of logits {size_text(passes['loss'])}, "
+                text += f"the batch {size_text(passes['batch'])}; with activation checkpointing {size_text(less)})"
+            report.add(f"  {name}", text)
+        stages = []
+        for stage in (0, 1, 2, 3):
+            changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
+            whole = sum((parts | estimate.memory_parts(changed, target, given.ranks)).values())
+            stages.append(f"{stage}: {size_text(whole)}")
+        report.add("  by ZeRO stage", ", ".join(stages))
+        device = resolve_device()
+        free = free_memory(device)
+        if given.device is None and total > free:
+            report.problems.append(f"memory: {size_text(total)} needed, {size_text(free)} free on {device}")
+            report.add("  PROBLEM", f"{size_text(free)} free on {device}; lower batch_tokens or loss_chunk_rows")
+        return total
 
+    def features_disk(self, workload: Workload) -> str:
+        """What the features take on disk: those there, or those yet to be made."""
+        report, config = self.report, self.config
+        if self.store is not None:
+            text = size_text(self.store.manifest.size)
+            report.add("disk: features", f"{text}, there already")
+            return f"features {text}"
+        if isinstance(config.features, str):
+            report.add("disk: features", "none: features: online")
+            return "no features on disk"
+        hidden, taps, folder = self.target.hidden_size, len(config.taps), config.features
+        bf16, int8 = (workload.tokens * token_bytes(hidden, taps, kind) for kind in ("bfloat16", "int8"))
+        text = f"{size_text(bf16)} in bf16, {size_text(int8)} in int8"
+        fix = "give `features` a folder on another disk"
+        report.check("disk: features", lambda: check_room(folder, int8, "the folder of features in int8", fix), text)
+        return f"features {text}"
 
-def _time(
-    report: Report,
-    task: Task,
-    config: TrainConfig,
-    target: PretrainedConfig,
-    workload: Workload,
-    store: FeatureStore | None,
-    micro: MicroBatch,
-    given: Assumptions,
-) -> list[str]:
-    """Hours of training and, where there are no features yet, of the target's pass over the data; online, of all."""
-    cost = training_cost(task)
-    lengths = workload.lengths or [micro.length]
-    flops = cost.of(lengths, 0) / sum(lengths) + cost.row * (workload.trained / workload.tokens)
-    device: Any = given.device or resolve_device()
-    peak = config.peak_tflops or peak_tflops(device)
-    if given.tokens_per_second:
-        rate, how = given.tokens_per_second, "as given"
-    elif given.measure:
-        rate, how = measured_rate(config, target, micro) * given.ranks, "measured here without DeepSpeed"
-    elif peak:
-        rate = peak * 1e12 * given.mfu * given.ranks / flops
-        how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
-    else:
-        report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
-        return []
-    tokens = workload.total(config)
-    hours = [tokens / rate / 3600] if tokens else []
-    hours += [config.minutes / 60] if config.minutes else []
-    text = f"{_hours(min(hours))} of training at {rate:,.0f} tokens/s"
-    report.add("time", f"{text} ({how}; {flops / 1e9:.2f} GFLOP a token)")
-    found = [f"{text} ({how})"]
-    if store is None and peak:
-        active = target_parameters(target)[1]
-        width = target.num_attention_heads * head_sizes(target)[1]
-        forward = 2 * active + 2 * width * micro.length * target.num_hidden_layers
-        passes, share = "one pass of the target over the data", "at the same share of the peak"
-        count = workload.tokens
-        if config.data is not None and tokens:  # every epoch anew
-            count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
-        text = _hours(count * forward / (peak * 1e12 * given.mfu * given.ranks) / 3600)
-        report.add("time: features", f"{text} of {passes}, {share}")
-        found.append(f"{text} for the features")
-    return found
+    def time(self, workload: Workload) -> list[str]:
+        """Hours of training and, where there is no store yet, of the target's pass over the data."""
+        report, config, target, given = self.report, self.config, self.target, self.given
+        cost = training_cost(self.task)
+        lengths = workload.lengths or [self.micro.length]
+        flops = cost.of(lengths, 0) / sum(lengths) + cost.row * (workload.trained / workload.tokens)
+        device: Any = given.device or resolve_device()
+        peak = config.peak_tflops or peak_tflops(device)
+        assumed = (peak or 0.0) * 1e12 * given.mfu * given.ranks  # FLOP/s
+        if given.tokens_per_second:
+            rate, how = given.tokens_per_second, "as given"
+        elif given.measure:
+            rate = estimate.measured_rate(config, target, self.micro) * given.ranks
+            how = "measured here without DeepSpeed"
+        elif peak:
+            rate = assumed / flops
+            how = f"assuming an MFU of {given.mfu:.0%} of {peak:g} TFLOP/s on {given.ranks} device(s)"
+        else:
+            report.add("time", f"unknown on {device}: give --tokens-per-second, --measure, or --device (as H200)")
+            return []
+        tokens = workload.total(config)
+        hours = [tokens / rate / 3600] if tokens else []
+        hours += [config.minutes / 60] if config.minutes else []
+        text = f"{_hours(min(hours))} of training at {rate:,.0f} tokens/s"
+        report.add("time", f"{text} ({how}; {flops / 1e9:.2f} GFLOP a token)")
+        found = [f"{text} ({how})"]
+        if self.store is None and peak:
+            width = target.num_attention_heads * head_sizes(target)[1]
+            forward = 2 * estimate.target_parameters(target)[1]
+            forward += 2 * width * self.micro.length * target.num_hidden_layers
+            count, passes = workload.tokens, "one pass of the target over the data"
+            if config.data is not None and tokens:  # every epoch anew
+                count, passes = tokens, f"the target's pass over each of {tokens:,} tokens"
+            text = _hours(count * forward / assumed / 3600)
+            report.add("time: features", f"{text} of {passes}, at the same share of the peak")
+            found.append(f"{text} for the features")
+        return found
 
 
 def _hours(hours: float) -> str:

@@ -4,6 +4,7 @@ Memory of the forward and backward pass is not a formula but a trace: the run's 
 tensors without contents (torch's fake tensors), and every tensor that is made and let go is counted.
 """
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +19,17 @@ from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 
 from drafters.model.ends import FrozenEnds
+from drafters.model.files import resolve_device
 from drafters.model.loading import meta_model
 from train.attention import as_if_on
 from train.config import TrainConfig
 from train.data.packing import Batch, Span
 from train.engine import checkpoint_activations, deepspeed_config
 from train.losses import default_chunk_rows
+from train.optimizer import exact_buffers
 from train.task import Task, make_task
+
+MEASURED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,8 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Of all of them; there is no padding."""
+        """Of all dialogues; there is no padding."""
         return self.dialogues * self.length
-
-    @property
-    def spans(self) -> list[Span]:
-        """One row, as train.data.packing packs them."""
-        return [Span(0, number * self.length, self.length, number) for number in range(self.dialogues)]
 
 
 def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> FrozenEnds:
@@ -56,7 +56,7 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
 
 
 def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig) -> Batch:
-    """A micro-batch of random tokens and features, every position trained."""
+    """A micro-batch of random tokens and features in one row, as training packs it; every position trained."""
     shape = (1, size.tokens)
 
     def states() -> Tensor:
@@ -69,18 +69,18 @@ def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig
         taps={layer: states() for layer in config.taps},
         position_ids=torch.arange(size.length).repeat(size.dialogues)[None],
         segments=torch.arange(size.dialogues).repeat_interleave(size.length)[None],
-        spans=size.spans,
+        spans=[Span(0, number * size.length, size.length, number) for number in range(size.dialogues)],
     )
 
 
 def meta_task(config: TrainConfig, ends: FrozenEnds) -> Task:
-    """The task with a module without contents."""
+    """The task, its module without contents."""
     with torch.device("meta"):
         return make_task(config, ends)
 
 
 def parameters(module: nn.Module) -> int:
-    """How many numbers are trained."""
+    """The number of weights."""
     return sum(weights.numel() for weights in module.parameters())
 
 
@@ -116,20 +116,17 @@ def memory_parts(config: TrainConfig, target: PretrainedConfig, ranks: int) -> d
     stage = int(settings["stage"])
     width = config.dtype.itemsize
     part = count // ranks if stage >= 1 else count
-    gradients = (width if stage <= 1 else 0) * count
-    if stage >= 1:
-        gradients += 4 * (count if stage == 1 else part)
-    if stage == 2:  # those on their way into the sums
-        gradients += 4 * largest
-    if stage == 3:
-        gradients += 4 * int(settings["reduce_bucket_size"])
-    weights_kept = width * (part if stage == 3 else count)
-    masters = 4 * part if stage >= 1 else 0
+    gradients = {
+        0: width * count,
+        1: (width + 4) * count,
+        2: 4 * (part + largest),  # one weight's is on its way into the sums
+        3: 4 * (part + int(settings["reduce_bucket_size"])),
+    }[stage]
     on_host = config.offload != "none"
     ends_count = sum(weights.numel() for weights in {ends.embed.weight, ends.lm_head.weight})
     return {
-        "weights": 0 if config.offload == "parameters" else weights_kept,
-        "float32 masters": 0 if on_host else masters,
+        "weights": 0 if config.offload == "parameters" else width * (part if stage == 3 else count),
+        "float32 masters": 0 if on_host or stage == 0 else 4 * part,
         "Adam's moments": 0 if on_host else 8 * part,
         "gradients": gradients - (4 * part if on_host and stage >= 2 else 0),
         "embedding and LM head": width * ends_count,
@@ -137,11 +134,7 @@ def memory_parts(config: TrainConfig, target: PretrainedConfig, ranks: int) -> d
 
 
 def pass_memory(
-    config: TrainConfig,
-    target: PretrainedConfig,
-    batch: MicroBatch,
-    checkpointing: bool = False,
-    on_gpu: bool = False,
+    config: TrainConfig, target: PretrainedConfig, batch: MicroBatch, checkpointing: bool = False, on_gpu: bool = False
 ) -> dict[str, int]:
     """Most bytes that a forward and backward pass holds at once beside weights and gradients, and what is in it.
 
@@ -175,7 +168,7 @@ def pass_memory(
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of the tensors made inside: ``now`` and at most (``peak``)."""
+    """Counts the bytes of the tensors made inside: ``now``, and at most so far (``peak``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,16 +182,14 @@ class PeakMemory(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
+        if storage not in self._known:
+            self._known.add(storage)
+            self._count(storage.nbytes())
+            weakref.finalize(storage, self._count, -storage.nbytes())
+
+    def _count(self, size: int) -> None:
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._let_go, size)
-
-    def _let_go(self, size: int) -> None:
-        self.now -= size
 
 
 def _drop_gradient(weights: Tensor) -> None:
@@ -215,3 +206,35 @@ def _fake(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatch) -> float:
+    """Tokens/s of one rank here: forward, backward and AdamW on random micro-batches, after one of warm-up.
+
+    Without DeepSpeed, the reading of data and the exchange between ranks.
+    """
+    device = resolve_device()
+    task = make_task(config, meta_ends(target, device=str(device), dtype=config.dtype))
+    with exact_buffers(task.module):
+        module = task.module.to(device, config.dtype)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
+    batch = random_batch(config, size, target).to(device, config.dtype)
+    rows = task.rows(batch)
+    began = 0.0
+    for step in range(MEASURED_STEPS + 1):
+        if step == 1:
+            began = _now(device)
+        loss = task.loss_sums(module, batch, rows, noise_seed=step)["loss"]
+        (loss / len(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return MEASURED_STEPS * size.tokens / (_now(device) - began)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

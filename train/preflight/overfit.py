@@ -6,7 +6,6 @@ The first and the last answer do not go through the training's own mask and shif
 """
 
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -19,13 +18,14 @@ from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
 from drafters.config import validate
-from drafters.files import replace_text
+from drafters.files import replace_json
 from drafters.model.target import TargetModel
 from train import engine, runtime
 from train.config import TrainConfig
 from train.data.packing import Batch, collate, complete
 from train.inputs import Inputs, open_inputs
 from train.loop import TrainingDiverged, TrainRun
+from train.losses import overlap_and_agreement
 from train.task import make_task
 from train.watch.positions import answer_positions
 
@@ -63,13 +63,13 @@ class Finding:
     look_at: str
 
     def text(self) -> str:
-        """A line or two."""
+        """As it is printed: a line or two."""
         mark = "ok  " if self.sound else "FAIL"
         return f"{mark} {self.question}: {self.answer}" + ("" if self.sound else f"\n     look at: {self.look_at}")
 
 
 def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    """Run it; 0 if sound, else 1. Everything goes into ``<out>-overfit``, which an earlier run of this may fill."""
+    """The command; returns 0 if all is sound, else 1. Writes into ``<out>-overfit``, in the place of an earlier run."""
     chosen = any(override.partition("=")[0] == "steps" for override in arguments.overrides)
     runtime.check_devices(config)
     config = overfit_config(config, config.steps if chosen and config.steps else STEPS)
@@ -84,7 +84,7 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
     if ranks.is_first:
         print("sound: the drafter learns these dialogues" if sound else "NOT sound: see above")
         config.out.mkdir(parents=True, exist_ok=True)
-        replace_text(config.out / RESULT, json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+        replace_json(config.out / RESULT, [vars(finding) for finding in findings])
     engine.stop()
     return 0 if sound else 1
 
@@ -164,6 +164,7 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
     return findings
 
 
+@torch.no_grad()
 def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ...]) -> Finding:
     """Run the target itself over the dialogues and compare: by the cosine, of the worst token in a hundred.
 
@@ -184,8 +185,7 @@ def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ..
         return Finding(question, True, f"not checked, the target cannot be loaded ({error})", look_at)
     cosines: list[Tensor] = []
     for dialogue in store:
-        with torch.no_grad():
-            output = target.features(dialogue.input_ids[None].to(target.device), taps=taps)
+        output = target.features(dialogue.input_ids[None].to(target.device), taps=taps)
         pairs = [(dialogue.features, output.features[0]), *((dialogue.taps[k], output.taps[k][0]) for k in taps)]
         cosines += [torch.cosine_similarity(a.float(), b.float().cpu(), dim=-1) for a, b in pairs]
     worst = float(torch.cat(cosines).quantile(0.01))
@@ -193,7 +193,7 @@ def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ..
 
 
 def _damage(store: FeatureStore, taps: tuple[int, ...]) -> str | None:
-    """What no target can have given, of the first dialogue that has such; None if there is none."""
+    """What no target can have given, in the first dialogue that has any of it; None if none has."""
     vocab = store.manifest.vocab_size
     for index, dialogue in enumerate(store):
         ids = dialogue.input_ids
@@ -230,21 +230,19 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
     Token t of an answer is predicted at index t - ``task.ahead``, and should be what the target's feature t - 1 says.
     (The rate of greedy drafting would hang on ties, which a target of flat distributions has many of.)
     """
-    task, module, head = run.task, run.engine.module, run.task.ends.lm_head
+    task, module = run.task, run.engine.module
     module.eval()
     shared: dict[str, list[float]] = {kind: [] for kind in DESCRIPTION}
     for packed in batches:
         batch = packed.to(run.engine.device, run.config.dtype)
-        predicted = task.predict(module, batch)
+        predicted = task.predict(module, batch)[0]
         place = answer_positions(batch.loss_mask, batch.segments)[0]
-        last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0]
-        for t in place.ge(0).nonzero().squeeze(1).tolist():
-            if t < task.ahead:
-                continue
-            kind = "first" if int(place[t]) == 0 else "last" if bool(last[t]) else "others"
-            ours = head(predicted[0, t - task.ahead]).float().softmax(-1)
-            theirs = head(batch.features[0, t - 1]).float().softmax(-1)
-            shared[kind].append(float(torch.minimum(ours, theirs).sum()))
+        last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0] & (place > 0)
+        t = place[task.ahead :].ge(0).nonzero()[:, 0] + task.ahead
+        ours, theirs = predicted[t - task.ahead], batch.features[0, t - 1]
+        overlap, _ = overlap_and_agreement(ours, theirs, task.ends.lm_head, task.chunk_rows)
+        for kind, chosen in (("first", place == 0), ("last", last), ("others", (place > 0) & ~last)):
+            shared[kind] += overlap[chosen[t]].tolist()
     module.train()
     return {kind: sum(values) / len(values) for kind, values in shared.items() if values}
 

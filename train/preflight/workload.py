@@ -1,6 +1,6 @@
 """How much there is to train on: counted in a feature store, or estimated before there is one."""
 
-import sys
+from collections import deque
 from dataclasses import dataclass, field
 
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
@@ -45,19 +45,17 @@ class Workload:
         return f"{self.steps:,} an epoch of at most {config.batch_tokens:,} tokens{filled}, {limit}"
 
     def total_steps(self, config: TrainConfig) -> int | None:
-        """Up to the limit that comes first; None if there is only one of time."""
-        limits = [config.steps] if config.steps else []
-        limits += [self.steps * config.epochs] if config.epochs else []
-        return min(limits) if limits else None
+        """Steps up to the limit that comes first; None if only the clock limits them."""
+        return config.last_step(lambda epochs: epochs * self.steps)
 
     def total(self, config: TrainConfig) -> int | None:
-        """Tokens of all steps; None if there is only a limit of time."""
+        """Tokens of all steps; None if only the clock limits them."""
         steps = self.total_steps(config)
         return round(steps / self.steps * self.tokens) if steps else None
 
 
 def store_workload(config: TrainConfig, store: FeatureStore) -> Workload:
-    """Counted; the steps are those of the first epoch's shuffle."""
+    """Counted in the store; the steps are those of the first epoch's shuffle."""
     lengths = store.lengths.tolist()
     steps = len(epoch_batches(lengths, config.batch_tokens, config.seed, 0))
     manifest = store.manifest
@@ -72,22 +70,20 @@ def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None,
     Raises:
         ValueError: unreadable data, or no tokenizer to count with.
     """
-    trained, source = tokens, "as given; all taken as trained, an upper bound"
+    trained, source = tokens or 0, "as given; all taken as trained, an upper bound"
     if tokens is None:
         assert data is not None
+        template, limit = (config.data.chat_template, config.data.limit) if config.data else (None, None)
         try:
-            chat = load_tokenizer(config.target, config.revision, config.data.chat_template if config.data else None)
+            chat = load_tokenizer(config.target, config.revision, template)
         except ValueError as error:
             raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
-        limit = (config.data.limit if config.data else None) or sys.maxsize
-        sample = encode_split(data, chat, max_length, min(SAMPLE, limit))
+        sample = encode_split(data, chat, max_length, min(SAMPLE, limit or SAMPLE))
         counts = ReadCounts()
-        for _ in read_dialogues(data, counts):
-            pass
-        kept = min(counts.kept, limit)
+        deque(read_dialogues(data, counts), maxlen=0)
+        kept = min(counts.kept, limit or counts.kept)
         scale = kept / len(sample.dialogues)
         tokens = round(sample.tokens * scale)
         trained = round(sum(int(dialogue.loss_mask.sum()) for dialogue in sample.dialogues) * scale)
         source = f"{kept:,} dialogues of {data}, by the first {len(sample.dialogues)}"
-    assert trained is not None
     return Workload(tokens, trained, max_length, max(1, tokens // config.batch_tokens), source)

@@ -59,10 +59,9 @@ def training_cost(task: Task) -> TrainingCost:
     """The cost of a task's module, by the shapes of its weights: on whatever device (meta, too), but not partitioned by
     ZeRO-3 yet."""
     config, head = task.ends.config, task.ends.lm_head
-    token = 0
-    for name, weights in task.module.named_parameters():
-        if weights.dim() == 2:  # a constant input has no gradient
-            token += (4 if name in task.constant_inputs else 6) * weights.numel()
+    matrices = {name: weights for name, weights in task.module.named_parameters() if weights.dim() == 2}
+    # 2 FLOPs for each of three products: the forward one, the weights' gradient and the input's (of a constant, none).
+    token = sum((4 if name in task.constant_inputs else 6) * weights.numel() for name, weights in matrices.items())
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     width = config.num_attention_heads * head_sizes(config)[1]
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -19,17 +20,16 @@ class Meter:
     data is split evenly by tokens, so the first rank, which logs, stands for all.
     """
 
-    def __init__(self, task: Task, cost: TrainingCost, device: torch.device, peak: float | None) -> None:
+    def __init__(self, task: Task, cost: TrainingCost, device: torch.device) -> None:
         self.task, self.cost, self.device = task, cost, device
-        self.peak = peak or peak_tflops(device)
-        self._began = 0.0
-        self._tokens_before = 0
+        self.peak = task.config.peak_tflops or peak_tflops(device)
+        self._began, self._tokens_before = 0.0, 0
         self._clear()
 
     def watch(self, steps: Generator[StepData, None, None], tokens: int) -> Generator[StepData, None, None]:
         """The same steps, with the wait for each and its work noted. ``tokens``: trained on so far, over all ranks."""
         self._tokens_before = tokens
-        try:
+        with closing(steps):
             while True:
                 self._began = time.monotonic()
                 data = next(steps)
@@ -37,8 +37,6 @@ class Meter:
                 rows = sum(len(self.task.rows(batch)) for batch in data.batches)
                 self._flops += self.cost.of([span.length for batch in data.batches for span in batch.spans], rows)
                 yield data
-        finally:
-            steps.close()
 
     def step_done(self) -> None:
         """The step that ``watch`` gave last has ended."""

@@ -5,7 +5,8 @@ import time
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
+from transformers import PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import LearnedDrafter
 from drafters.decoding.loop import generate
@@ -20,20 +21,19 @@ CTAR_WIDTHS = range(1, 6)
 MOST_SECONDS = 480.0
 
 
-def prompt_room(config: TrainConfig, context: int | None) -> int:
-    """Tokens that a prompt may have where an answer of ``tau_new_tokens`` follows it, in a target of ``context``.
+def tau_prompts(config: TrainConfig, target: PretrainedConfig, store: Source) -> list[list[int]]:
+    """``tau_prompts`` of the store's prompts, which leave room for an answer of ``tau_new_tokens``.
 
     Raises:
-        ValueError: none.
+        ValueError: the target has no room for any beside such an answer, or the store none that fits.
     """
-    limit = context or 1 << 30
-    room = limit - config.tau_new_tokens
-    if room < 1:
+    limit = getattr(target, "max_position_embeddings", None) or 1 << 30
+    if limit <= config.tau_new_tokens:
         raise ValueError(
             f"tau_new_tokens is {config.tau_new_tokens:,}, and the target was made for {limit:,} tokens, prompt "
             "included; lower it, or set tau_every: null"
         )
-    return room
+    return held_out_prompts(store, config.tau_prompts, limit - config.tau_new_tokens)
 
 
 def held_out_prompts(store: Source, count: int, longest: int) -> list[list[int]]:
@@ -72,18 +72,10 @@ class HeldoutTau:
         ValueError: the held-out store has no prompt that fits.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        task: Task,
-        store: Source,
-        device: torch.device,
-        target: TargetModel | None = None,
-    ) -> None:
-        self.config, self.task = config, task
+    def __init__(self, task: Task, store: Source, device: torch.device, target: TargetModel | None = None) -> None:
+        self.task, self.config = task, (config := task.config)
         self.device = torch.device(config.tau_device) if config.tau_device else device
-        longest = prompt_room(config, getattr(task.ends.config, "max_position_embeddings", None))
-        self.prompts = held_out_prompts(store, config.tau_prompts, longest)
+        self.prompts = tau_prompts(config, task.ends.config, store)
         self._target, self._given = target, target is not None
 
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
@@ -126,15 +118,9 @@ class HeldoutTau:
 
     def _load(self) -> TargetModel:
         if self._target is None:
-            shown = logging.is_progress_bar_enabled()
-            logging.disable_progress_bar()  # there is one already, the training's
-            try:
-                self._target = TargetModel.from_pretrained(
-                    self.config.target, dtype=self.config.dtype, device=self.device, revision=self.config.revision
-                )
-            finally:
-                if shown:
-                    logging.enable_progress_bar()
+            disable_progress_bar()  # transformers' own: there is one already, the training's
+            config = self.config
+            self._target = TargetModel.from_pretrained(config.target, config.dtype, self.device, config.revision)
         return self._target
 
     def _release(self) -> None:
