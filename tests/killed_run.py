@@ -32,16 +32,16 @@ def arm(point: str) -> None:
     if name == "seconds":
         threading.Timer(float(value), die).start()
     elif name == "file":  # in the middle of the n-th file of states
-        written, left = state._written, [int(value)]
+        save, left = state.save_tensors, [int(value)]
 
-        def dying(path: Path, tensors: Any) -> Any:
+        def dying(tensors: Any, path: Path) -> None:
             left[0] -= 1
             if left[0] == 0:
                 path.write_bytes(b"\0" * 1000)
                 die()
-            return written(path, tensors)
+            save(tensors, path)
 
-        state._written = dying
+        state.save_tensors = dying  # type: ignore[attr-defined]
     elif name in ("unnamed", "named"):  # just before, or just after, `latest` names the second state
         replace: Callable[[Path, str], None] = run_files.replace_text
 

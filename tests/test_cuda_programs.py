@@ -110,7 +110,7 @@ def test_a_training_step(kind: str, target: TargetModel, features: Path, tmp_pat
     ]
     assert reads == STEPS and not others, in_steps
     uploads = gpu.places("upload")
-    assert sum(count for where, count in uploads.items() if "_tensor" in where) == STEPS
+    assert sum(count for where, count in uploads.items() if "_total" in where) == STEPS
     assert not [where for where in uploads if where.endswith(("in _loss", "in _step"))], uploads
 
 

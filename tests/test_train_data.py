@@ -23,8 +23,10 @@ from train.data.packing import (
     shift,
     split_evenly,
 )
+from train.runtime import Ranks
 
 LENGTHS = tiny_run.LENGTHS["train"]
+CONFIG = tiny_run.read("eagle", tiny_run.settings("none", Path("none"), Path("none")))  # of 64 tokens a batch
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_training_rows_have_no_padding(store: FeatureStore) -> None:
     for number, lengths in enumerate(attention.lengths):
         _, counts = rows.segments[number][rows.segments[number] >= 0].unique_consecutive(return_counts=True)
         assert lengths == counts.tolist()
-    stream = TrainData(store, (), 64).steps(Position())
+    stream = TrainData(store, CONFIG).steps(Position())
     assert all(batch.input_ids.numel() == batch.tokens for batch in next(stream).batches)
     stream.close()
 
@@ -173,7 +175,7 @@ def dialogues_of(data: TrainData, position: Position, steps: int) -> list[list[l
 
 def test_steps_resume_at_any_position(store: FeatureStore) -> None:
     """A resumed run that repeats or skips a batch, also at the border of two epochs."""
-    data = TrainData(store, (), batch_tokens=64)
+    data = TrainData(store, CONFIG)
     stream = data.steps(Position())
     whole = [next(stream) for _ in range(9)]
     stream.close()
@@ -186,10 +188,10 @@ def test_steps_resume_at_any_position(store: FeatureStore) -> None:
 
 def test_steps_keep_their_order_with_several_readers(store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in the order in which threads finish, or threads that read a shard that another one is opening."""
-    expected = dialogues_of(TrainData(store, (), 64), Position(), 12)
+    expected = dialogues_of(TrainData(store, CONFIG), Position(), 12)
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)  # page-locked memory needs a GPU
     fresh = FeatureStore.open(store.path)
-    data = TrainData(fresh, (), 64, pin=True)
+    data = TrainData(fresh, CONFIG, pin=True)
     read = data._read
 
     def slow_at_first(dialogues: list[int], epoch: int, following: Position) -> StepData:
@@ -202,8 +204,9 @@ def test_steps_keep_their_order_with_several_readers(store: FeatureStore, monkey
 
 def test_ranks_share_the_global_batches(store: FeatureStore) -> None:
     """Two ranks that train on the same dialogues, or on other global batches than one rank would."""
-    alone = dialogues_of(TrainData(store, (), 64), Position(), 6)
-    pair = [dialogues_of(TrainData(store, (), 64, 2, rank=rank, ranks=2), Position(), 6) for rank in range(2)]
+    alone = dialogues_of(TrainData(store, CONFIG), Position(), 6)
+    halves = CONFIG.model_copy(update={"gradient_accumulation": 2})
+    pair = [dialogues_of(TrainData(store, halves, Ranks(rank, 2)), Position(), 6) for rank in range(2)]
     for step in range(6):
         together = [index for rank in range(2) for batch in pair[rank][step] for index in batch]
         assert sorted(together) == sorted(alone[step][0])

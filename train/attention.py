@@ -24,7 +24,7 @@ BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs
 
 @dataclass(frozen=True)
 class Dialogues:
-    """In the place of a mask: the ``lengths`` of each row's dialogues, from its beginning; what is left is padding."""
+    """Takes the place of a mask: the ``lengths`` of each row's dialogues, from its beginning; the rest is padding."""
 
     lengths: list[list[int]]
 
@@ -46,7 +46,7 @@ def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _check_dialogues(head: Any, config: PretrainedConfig) -> None:
-    """Whether two dialogues in a row give what each gives alone: what a head is trained as and what it drafts as."""
+    """Raise ValueError unless two dialogues in a row give what each gives alone, as which it will be drafted with."""
     half = PROBE // 2
     states, positions = probe_states(head, config.hidden_size), torch.arange(half)[None]
     training = head.training
@@ -69,18 +69,15 @@ def dialogue_attention(
     Returns ``[R, L, heads, d]``, zeros in the padding.
     """
     if not isinstance(attention_mask, Dialogues):
-        attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return attended, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
     rows = []
     for row, lengths in enumerate(attention_mask.lengths):
-        padding = query.shape[2] - sum(lengths)
-        sizes = [*lengths, padding] if padding else lengths
+        sizes = [*lengths, query.shape[2] - sum(lengths)]
         parts = zip(*(states[row : row + 1].split(sizes, dim=2) for states in (query, key, value)), strict=True)
         done = [attend(module, *part, **options) for _, part in zip(lengths, parts, strict=False)]
-        if padding:
-            done.append(query.new_zeros(1, padding, query.shape[1], query.shape[3]))
-        rows.append(torch.cat(done, dim=1))
+        padding = query.new_zeros(1, sizes[-1], query.shape[1], query.shape[3])
+        rows.append(torch.cat([*done, padding], dim=1))
     return torch.cat(rows), None
 
 
@@ -100,8 +97,7 @@ def as_if_on(device: str) -> Iterator[None]:
 
 def fused_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Causal attention ``[1, heads, T, d]`` -> ``[1, T, heads, d]`` by PyTorch's kernels, without a mask."""
-    attended: Tensor = sdpa_attention_forward(module, query, key, value, None, **options)[0]
-    return attended
+    return sdpa_attention_forward(module, query, key, value, None, **options)[0]
 
 
 def blocked_attention(

@@ -1,6 +1,7 @@
 """What the configurations of all training runs have in common; each method adds its own in train/<method>.py."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -21,13 +22,11 @@ class OnlineData(Config):
     limit: int | None = Field(None, ge=1, description="dialogues of each split, the first ones; default: all")
     chat_template: str | None = Field(None, description="file with a Jinja template, in place of the tokenizer's own")
     target_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="in which the target runs")
-    target_device_map: Literal["auto"] | None = Field(
-        None, description="auto: spread a target over all GPUs; only for a run of one process"
-    )
+    target_device_map: Literal["auto"] | None = Field(None, description="auto: over all GPUs, in a run of one process")
     target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
 
 
-DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:\d+)?"  # as torch.device knows them
+DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -48,9 +47,7 @@ class TrainConfig(Config):
 
     steps: int | None = Field(None, ge=1, description="optimiser steps; the run ends at whichever limit comes first")
     epochs: int | None = Field(None, ge=1, description="passes over the training store")
-    minutes: float | None = Field(
-        None, gt=0, description="wall-clock limit; the schedule then follows the clock, which no two runs do alike"
-    )
+    minutes: float | None = Field(None, gt=0, description="wall-clock limit, which the schedule follows, too")
 
     batch_tokens: int = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches a rank takes one after another in a step")
@@ -65,17 +62,10 @@ class TrainConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
     activation_checkpointing: bool = Field(False, description="compute the drafter's activations twice, keep none")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, or the cores shared out"
-    )
-    loss_chunk_rows: int | None = Field(
-        None, ge=1, description="rows of [rows, vocabulary] logits that exist at once; default: by the device's memory"
-    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, or its cores")
+    loss_chunk_rows: int | None = Field(None, ge=1, description="rows of logits at once; default: by the device")
     seed: int = 0
-    verify: bool = Field(
-        True,
-        description="compare each shard's SHA-256 when it is first read, beside the training; a broken one ends it",
-    )
+    verify: bool = Field(True, description="check each shard's SHA-256 once, beside the training; a broken one ends it")
 
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
     eval_every: int = Field(1000, ge=1, description="steps between held-out evaluations; there is one at the end, too")
@@ -83,19 +73,15 @@ class TrainConfig(Config):
     save_every: int = Field(1000, ge=1, description="steps between resumable checkpoints; the last two are kept")
     export_every: int = Field(1000, ge=1, description="steps between exports of the drafter; the last is at the end")
 
+    # Its time counts neither into tokens/s nor into `minutes`. There is one before the first step and one at the end.
     tau_every: int | None = Field(
-        None,
-        ge=0,
-        description="steps between runs of the real decoding loop on held-out prompts (one before and one at the end, "
-        "too); null or 0: never. Their time counts neither into tokens/s nor into `minutes`, nor into its schedule",
+        None, ge=0, description="steps between runs of the real decoding loop on held-out prompts; null or 0: never"
     )
     tau_prompts: int = Field(16, ge=1, description="held-out dialogues whose first question is answered for tau")
     tau_new_tokens: int = Field(64, ge=2, description="most tokens of such an answer")
     tau_device: str | None = Field(None, description="where the target runs for tau; default: where rank 0 trains")
     tau_keep_target: bool = Field(False, description="keep the target in memory from one tau to the next")
-    peak_tflops: float | None = Field(
-        None, gt=0, description="bf16 peak of one device in 1e12 FLOP/s, for MFU; default: of the GPUs that we know"
-    )
+    peak_tflops: float | None = Field(None, gt=0, description="bf16 peak of one device, 1e12 FLOP/s; default: if known")
 
     @field_validator("tau_device")
     @classmethod
@@ -106,71 +92,48 @@ class TrainConfig(Config):
 
     @property
     def dtype(self) -> "torch.dtype":
-        """In which the drafter computes."""
+        """What the drafter computes in."""
         import torch
 
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
+    def last_step(self, steps_in: Callable[[int], int]) -> int | None:
+        """The step after which ``steps`` or ``epochs`` end the run, whichever comes first; None: only the clock does.
+
+        ``steps_in``: how many steps so many epochs have.
+        """
+        limits = [self.steps] if self.steps else []
+        limits += [steps_in(self.epochs)] if self.epochs else []
+        return min(limits, default=None)
+
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers whose hidden states the drafter reads beside the features, by the number of layers before."""
+        """The layers after which the drafter reads hidden states, beside the features: 2 is after the second."""
         return ()
 
     @model_validator(mode="after")
-    def _has_a_limit(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no limit given: set steps, epochs or minutes")
-        return self
-
-    @model_validator(mode="after")
-    def _data_is_for_online(self) -> Self:
         if self.features == "online" and self.data is None:
-            raise ValueError(
-                "features: online computes the features while it trains, so it needs dialogues: set data.train and "
-                "data.heldout, or give a folder of features"
-            )
+            raise ValueError("features: online needs dialogues: set data.train and data.heldout, or give a folder")
         if self.features != "online" and self.data is not None:
             raise ValueError(
                 f"data is only read with features: online, and features is {str(self.features)!r}: set features=online "
                 "or leave data out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_offload(self) -> Self:
-        if self.offload == "optimizer" and self.zero_stage == 0:
+        stage = self.zero_stage
+        if self.offload == "optimizer" and stage == 0:
             raise ValueError("offload: optimizer needs zero_stage: 1, 2 or 3 (it is 0); set one, or offload: none")
-        if self.offload == "parameters" and self.zero_stage != 3:
-            raise ValueError(
-                f"offload: parameters needs zero_stage: 3 (it is {self.zero_stage}); set it, or offload: optimizer"
-            )
+        if self.offload == "parameters" and stage != 3:
+            raise ValueError(f"offload: parameters needs zero_stage: 3 (it is {stage}); set it, or offload: optimizer")
         return self
 
 
 # Changing these between a run and its --resume leaves what was trained so far valid; any other change does not.
-FREE_ON_RESUME = {
-    "out",
-    "steps",
-    "epochs",
-    "minutes",
-    "threads",
-    "gradient_accumulation",
-    "zero_stage",
-    "offload",
-    "activation_checkpointing",
-    "loss_chunk_rows",
-    "log_every",
-    "eval_every",
-    "heldout_tokens",
-    "save_every",
-    "export_every",
-    "tau_every",
-    "tau_prompts",
-    "tau_new_tokens",
-    "tau_device",
-    "tau_keep_target",
-    "peak_tflops",
-    "verify",
-    "data.target_batch_tokens",
-    "data.target_device_map",
-}
+LIMITS = {"steps", "epochs", "minutes"}
+MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpointing", "loss_chunk_rows", "threads"}
+MACHINE |= {"data.target_batch_tokens", "data.target_device_map"}
+WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
+WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}
+FREE_ON_RESUME = {"out"} | LIMITS | MACHINE | WATCHING

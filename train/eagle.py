@@ -25,6 +25,8 @@ from train.config import TrainConfig
 from train.task import Ratio, Task
 
 if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from train.data.packing import Batch, Span
@@ -32,18 +34,17 @@ if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
 NOISE_WIDTH = 0.1  # e: U(-0.1, 0.1)
 CHAIN_DEPTH = 5  # 0-alpha to 4-alpha, as the paper reports
 
-MaskAlignment = Literal["shifted", "paper-code"]
 Noise = Literal["paper", "code", "none"]
 
 
 class EagleConfig(TrainConfig):
-    """What a run has beside what all have."""
+    """The keys of an EAGLE run beside those of every run."""
 
     drafter: ClassVar[str] = "eagle"
 
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
     noise: Noise = "paper"
-    mask_alignment: MaskAlignment = "shifted"
+    mask_alignment: Literal["shifted", "paper-code"] = "shifted"
 
 
 class EagleTask(Task):
@@ -82,10 +83,9 @@ class EagleTask(Task):
         noise = feature_noise(batch.features, batch.spans, self.config.noise, seed)
         return replace(batch, features=batch.features + noise)
 
-    def predict(self, module: Any, batch: Batch) -> Tensor:
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         following = self.ends.embed(batch.input_ids.roll(-1, dims=1))  # the last one of a dialogue is never trained
-        predicted: Tensor = module(batch.features, following, batch.position_ids, batch.attention())
-        return predicted
+        return module(batch.features, following, batch.position_ids, batch.attention())
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         from train.losses import regression_sum

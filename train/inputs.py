@@ -1,5 +1,6 @@
-"""Open and check everything a run reads, before an hour is spent on it."""
+"""Open and check everything that a run reads, before an hour is spent on it."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,41 +64,32 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
         check_batch_tokens(config, texts[0])
         return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
     check_splits(config.features)
-    train = FeatureStore.open(config.features / "train")
-    heldout = FeatureStore.open(config.features / "heldout")
+    train, heldout = (FeatureStore.open(config.features / split) for split in ("train", "heldout"))
     ends = load_frozen_ends(config.target, dtype=config.dtype, device=device, revision=config.revision)
     target = target_identity(config, ends)
     for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
         check_store(config, split, manifest, target)
-    for key in ("tokenizer_hash", "template_hash"):
-        here, there = getattr(train.manifest, key), getattr(heldout.manifest, key)
-        if here != there:
-            raise ValueError(
-                f"{config.features}: train/ and heldout/ were made with different {key.removesuffix('_hash')}s "
-                f"({here} and {there}); make both again with one data_prep.features config"
-            )
-    check_tokenizer(config, train.manifest)
+    check_tokenizer(config, train.manifest, heldout.manifest)
     check_batch_tokens(config, train)
     return Inputs(ends, train, heldout)
 
 
 def check_batch_tokens(config: TrainConfig, train: Source) -> None:
-    """Raise ValueError where a batch of one dialogue can be larger than ``batch_tokens`` says."""
+    """Raise ValueError where the longest dialogue alone is more than a batch may hold."""
     longest = int(train.lengths.max())
-    if longest > config.batch_tokens:
-        raise ValueError(
-            f"batch_tokens is {config.batch_tokens:,}, and the longest training dialogue has {longest:,} tokens; set "
-            f"batch_tokens={longest} or more, or a smaller max_length where the dialogues are read"
-        )
-    if config.data is not None and longest > config.data.target_batch_tokens:
-        raise ValueError(
-            f"data.target_batch_tokens is {config.data.target_batch_tokens:,}, and the longest training dialogue has "
-            f"{longest:,} tokens; set data.target_batch_tokens={longest} or more, or a smaller data.max_length"
-        )
+    limits = [("batch_tokens", config.batch_tokens, "max_length where the dialogues are read")]
+    if config.data is not None:
+        limits.append(("data.target_batch_tokens", config.data.target_batch_tokens, "data.max_length"))
+    for key, most, cut in limits:
+        if longest > most:
+            raise ValueError(
+                f"{key} is {most:,}, and the longest training dialogue has {longest:,} tokens; set {key}={longest} or "
+                f"more, or a smaller {cut}"
+            )
 
 
 def check_splits(features: Path) -> None:
-    """Raise ValueError where the features have splits of other names than training looks for."""
+    """Raise ValueError where the features' splits have other names than training looks for."""
     found = sorted(manifest.parent.name for manifest in features.glob(f"*/{MANIFEST}"))
     missing = [split for split in ("train", "heldout") if split not in found]
     if found and missing:
@@ -107,23 +99,23 @@ def check_splits(features: Path) -> None:
         )
 
 
-def check_tokenizer(config: TrainConfig, manifest: StoreManifest) -> None:
-    """Raise ValueError if the target's tokenizer or chat template changed since the features were made.
+def check_tokenizer(config: TrainConfig, train: StoreManifest, heldout: StoreManifest) -> None:
+    """Raise ValueError if the target's tokenizer or chat template is another than one of the stores was made with.
 
     A target whose tokenizer lies elsewhere cannot be compared, and is not.
     """
-    try:
-        chat = load_tokenizer(config.target, config.revision, manifest.chat_template)
-    except ValueError:
-        return
-    now = {"tokenizer": tokenizer_hash(chat.tokenizer), "chat template": template_hash(chat.template)}
-    then = {"tokenizer": manifest.tokenizer_hash, "chat template": manifest.template_hash}
-    for what, value in now.items():
-        if value != then[what]:
-            raise ValueError(
-                f"{config.features} was made with another {what} ({then[what]}) than {config.target!r} has now "
-                f"({value}); restore it, or make the features again"
-            )
+    made_with = {"tokenizer": train.tokenizer_hash, "chat template": train.template_hash}
+    others = {"heldout/": (heldout.tokenizer_hash, heldout.template_hash)}
+    with suppress(ValueError):
+        chat = load_tokenizer(config.target, config.revision, train.chat_template)
+        others[repr(config.target)] = tokenizer_hash(chat.tokenizer), template_hash(chat.template)
+    for name, hashes in others.items():
+        for (what, then), now in zip(made_with.items(), hashes, strict=True):
+            if then != now:
+                raise ValueError(
+                    f"{config.features}: train/ was made with another {what} ({then}) than {name} has ({now}); restore "
+                    "it, or make the features again with one data_prep.features config"
+                )
 
 
 def check_store(config: TrainConfig, split: str, manifest: StoreManifest, target: TargetIdentity) -> None:

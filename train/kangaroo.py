@@ -22,13 +22,15 @@ from train.config import TrainConfig
 from train.task import Task
 
 if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from train.data.packing import Batch
 
 
 class KangarooConfig(TrainConfig):
-    """What a run has beside what all have."""
+    """The keys of a Kangaroo run beside those of every run."""
 
     drafter: ClassVar[str] = "kangaroo"
 
@@ -48,10 +50,8 @@ class KangarooTask(Task):
     config: KangarooConfig
     ahead = 1
 
-    def predict(self, module: Any, batch: Batch) -> Tensor:
-        states = batch.taps[self.config.exit_layer]
-        predicted: Tensor = module(states, batch.position_ids, batch.attention())
-        return predicted
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        return module(batch.taps[self.config.exit_layer], batch.position_ids, batch.attention())
 
     def drafter_config(self) -> dict[str, Any]:
         return {"exit_layer": self.config.exit_layer}

@@ -1,16 +1,16 @@
-"""The training loop of every drafter: batches -> loss -> DeepSpeed step -> logs, checkpoints, exports.
+"""The training loop of every drafter: batches -> losses -> DeepSpeed's step -> logs, checkpoints, exports.
 
 Resuming is exact: what a step does follows from the weights, the optimiser's state and the step's position in the data
 alone. The order of the data, the noise and dropout are drawn from the seed and that position, so a checkpoint holds no
 generator's state.
 """
 
-import json
 import math
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
-from drafters.files import replace_text
+from drafters.files import replace_json
 from drafters.program import Failure
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.engine import Engine
 from train.inputs import Inputs, target_identity
-from train.run.endings import step_limit
 from train.run.files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
 from train.run.state import SavedState, save_state
 from train.runtime import Ranks, seed_step
@@ -37,8 +36,6 @@ from train.watch.meter import Meter
 from train.watch.tau import HeldoutTau
 
 EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
-
-
 TAU_FIX = "if the target does not fit beside the training, set tau_device: cpu; or set tau_every: null"
 
 
@@ -48,7 +45,7 @@ class TrainingDiverged(Failure):
 
 @dataclass
 class Progress:
-    """What a state remembers beside weights and Adam's moments."""
+    """What a saved state holds beside weights and Adam's moments."""
 
     step: int = 0
     epoch: int = 0
@@ -68,49 +65,38 @@ class TrainRun:
     def __init__(self, task: Task, inputs: Inputs, ranks: Ranks, resume: bool, arguments: list[str]) -> None:
         self.task, self.inputs, self.ranks, self.config = task, inputs, ranks, task.config
         self.states = StateFolder(self.config.out)
-        saved = SavedState(self.states.path / str(self.states.latest())) if resume else None
+        saved = SavedState(self.states.newest() or self.states.path) if resume else None
         if saved:
             saved.load_weights(task.module)
         cost = training_cost(task)
         self.engine = Engine(task.module, self.config)
         task.ends.to(self.engine.device)
         inputs.load_target(self.config, self.engine.device)
-        self.meter = Meter(task, cost, self.engine.device, self.config.peak_tflops)
+        self.meter = Meter(task, cost, self.engine.device)
         stores = [inputs.train, inputs.heldout] if self.config.verify else []
         self.check = ShardCheck(stores, ranks, self.engine.device)
-        self.data = TrainData(
-            inputs.train,
-            self.config.taps,
-            self.config.batch_tokens,
-            self.config.gradient_accumulation,
-            self.config.seed,
-            ranks.rank,
-            ranks.count,
-            pin=self.engine.device.type == "cuda",
-            check=self.check,
-        )
+        self.data = TrainData(inputs.train, self.config, ranks, pin=self.engine.device.type == "cuda")
+        self.data.check = self.check
         self.heldout = Heldout(inputs.heldout, self.config.heldout_tokens, ranks)
         whole = bool(self.config.tau_every)  # its prompts are spread over the store
         self.check.first_read(inputs.heldout, range(len(inputs.heldout)) if whole else self.heldout.dialogues)
-        self.tau: HeldoutTau | None = None
-        if self.config.tau_every and ranks.is_first:
-            self.tau = HeldoutTau(self.config, task, inputs.heldout, self.engine.device, inputs.target)
-        self.last_step = step_limit(self.config, self.data)
-        self.progress = Progress()
+        tau = HeldoutTau(task, inputs.heldout, self.engine.device, inputs.target) if whole and ranks.is_first else None
+        self.tau: HeldoutTau | None = tau
+        self.last_step = self.config.last_step(self.data.steps_in)
+        self.progress = Progress(**saved.progress) if saved else Progress()
         self._clock = time.monotonic()
         data = {"train": describe_data(inputs.train.manifest)}
-        self.info = describe_run(self.config, arguments, ranks.count)
-        self.info |= {"data": data, "loss_chunk_rows": task.chunk_rows}
+        more = {"data": data, "loss_chunk_rows": task.chunk_rows}
+        self.info = describe_run(self.config, arguments, ranks.count) | more
         if saved:
             check_same_data(self.config.out, data)
-            self._load(saved)
+            saved.load_optimizer(self.engine, self.progress.step)
         self.metrics: Metrics | None = None
         if ranks.is_first:
             self.config.out.mkdir(parents=True, exist_ok=True)
             if not saved:
                 clear_dead_run(self.config.out)
-            text = json.dumps({**self.info, "resumed_at_step": self.progress.step}, indent=2)
-            replace_text(self.config.out / "run.json", text + "\n")
+            replace_json(self.config.out / "run.json", {**self.info, "resumed_at_step": self.progress.step})
             self.metrics = Metrics(self.config.out, self.progress.step)
 
     def train(self) -> None:
@@ -134,21 +120,25 @@ class TrainRun:
             self._evaluate(bar)  # what does not fit into memory, or is not there, fails now
             self._measure_tau(bar)
         ended = "finished"
+
+        def due(every: int | None) -> bool:
+            return finished or bool(every and progress.step % every == 0)
+
         try:
             while not finished:
                 self._step(steps, bar)
                 finished = self._finished()
-                if finished or progress.step % config.eval_every == 0:
+                if due(config.eval_every):
                     self._evaluate(bar)
-                if finished or (config.tau_every and progress.step % config.tau_every == 0):
+                if due(config.tau_every):
                     self._measure_tau(bar)
-                if finished or progress.step % config.save_every == 0 or progress.step % config.export_every == 0:
+                if due(config.save_every) or due(config.export_every):
                     self.check.wait(bar.write)
                     self._check_shards()
                 # The state comes before the export: a full disk must not cost what was trained.
-                if finished or progress.step % config.save_every == 0:
+                if due(config.save_every):
                     self._save()
-                if finished or progress.step % config.export_every == 0:
+                if due(config.export_every):
                     self._export()
         except KeyboardInterrupt:
             ended = f"interrupted after step {progress.step}"
@@ -167,23 +157,28 @@ class TrainRun:
     # ------------------------------------------------------------------------------------------- one step
 
     def _step(self, steps: Iterator[StepData], bar: Any) -> None:
+        """One optimiser step. What it does follows from the weights, the optimiser's state and the step's number alone.
+
+        Micro-batches and ranks differ in how many positions they train on, so losses are summed, and divided once by
+        the positions of all of them.
+        """
+        # The data, the random numbers and the learning rate of this step.
         began = time.monotonic()
         data = next(steps)
-        config, progress, engine = self.config, self.progress, self.engine
-        seed_step(config.seed, progress.step, self.ranks)
+        progress, engine = self.progress, self.engine
+        seed_step(self.config.seed, progress.step, self.ranks)
         rate = self._learning_rate()
 
-        # Over how many positions the mean is taken is known before the first of them is computed.
+        # The trained positions: counted before the first loss, so that its gradient has the right scale at once.
         rows = [self.task.rows(batch) for batch in data.batches]
         if self.data.pin:  # copied from other memory, they would wait for the micro-batch before
             rows = [part.pin_memory() for part in rows]
         tokens = sum(batch.tokens for batch in data.batches)
-        known = [sum(len(part) for part in rows), tokens, self.check.broken]
-        counts = self.ranks.total(self._tensor(known)).double()
+        counts = self._total([sum(len(part) for part in rows), tokens, self.check.broken])
         # DeepSpeed averages over ranks and micro-batches; the mean wanted is over the positions of all of them.
         share = (self.ranks.count * len(data.batches) / (counts[0] + EPSILON)).float()
 
-        # Forward and backward, micro-batch by micro-batch.
+        # Forward and backward, micro-batch by micro-batch. The losses' sums stay on the device.
         sums: dict[str, Tensor] = {}
         for number, (batch, part) in enumerate(zip(data.batches, rows, strict=True)):
             if number:
@@ -193,15 +188,18 @@ class TrainRun:
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value.detach()
 
-        # The update, and the one copy to the host of a step. What is not finite has reached the weights by now, but no
-        # saved state.
+        # The update, and the step's one copy to the host.
         totals = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
         norm = engine.update(rate)
         *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
+
+        # What is not finite, or came from a broken shard, has reached the weights by now, but no saved state.
         if broken:
             self._check_shards()
         losses = dict(zip(sums, means, strict=True))
         self._check_finite({**losses, "grad_norm": norm})
+
+        # Only now is the step done: a state saved after it goes on with the next batch.
         progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
         progress.epoch, progress.batch = data.following.epoch, data.following.batch
         progress.seconds = time.monotonic() - self._clock
@@ -223,30 +221,26 @@ class TrainRun:
         return config.learning_rate * left
 
     def _fraction_done(self) -> float:
-        by_step = 0.0
+        by_step, warmup = 0.0, self.config.warmup_steps
         if self.last_step is not None:
-            warmup = self.config.warmup_steps
             by_step = (self.progress.step - warmup) / max(1, self.last_step - warmup)
         by_clock = self.progress.seconds / (60 * self.config.minutes) if self.config.minutes else 0.0
         if self.config.minutes and self.ranks.count > 1:
-            by_clock = float(self.ranks.total(self._tensor([by_clock], torch.float64))[0]) / self.ranks.count
+            by_clock = float(self._total([by_clock])) / self.ranks.count
         return min(1.0, max(0.0, by_step, by_clock))
 
     def _of_limit(self) -> str:
-        """Of how many steps or minutes, as far as that is known."""
-        steps = f" of {self.last_step:,}" if self.last_step is not None else ""
-        minutes = (
-            f", {self.progress.seconds / 60:.1f} of {self.config.minutes:g} minutes" if self.config.minutes else ""
-        )
-        return steps + minutes
+        """Out of how many steps and minutes, as far as they are limited."""
+        steps, minutes = f" of {self.last_step:,}" if self.last_step is not None else "", self.config.minutes
+        return steps + (f", {self.progress.seconds / 60:.1f} of {minutes:g} minutes" if minutes else "")
 
     def _finished(self) -> bool:
         if self.last_step is not None and self.progress.step >= self.last_step:
             return True
         if self.config.minutes is None:
             return False
-        late = self._tensor([float(time.monotonic() - self._clock >= 60 * self.config.minutes)])
-        ended = bool(self.ranks.total(late)[0] > 0)  # one rank's clock decides for all
+        late = time.monotonic() - self._clock >= 60 * self.config.minutes
+        ended = bool(self._total([late]) > 0)  # one rank's clock decides for all
         if ended:  # as the state has to say, or a resumed run would take one step more
             self.progress.seconds = max(self.progress.seconds, 60 * self.config.minutes)
         return ended
@@ -266,14 +260,13 @@ class TrainRun:
             self.metrics.add(step, {**losses, **more, "tokens": self.progress.tokens})
 
     def _time_left(self) -> str:
-        """By the limit that comes first."""
+        """Until the limit that comes first."""
         progress, left = self.progress, []
         if self.last_step is not None and progress.step:
             left.append(progress.seconds / progress.step * (self.last_step - progress.step))
         if self.config.minutes:
             left.append(60 * self.config.minutes - progress.seconds)
-        minutes, seconds = divmod(int(max(0, min(left))), 60)
-        return f"{minutes}:{seconds:02d}"
+        return str(tqdm.format_interval(max(0, min(left))))
 
     def _sum_up(self, ended: str) -> None:
         """The run's summary; what hinders it (a full disk) must not hide what ended the run."""
@@ -315,7 +308,7 @@ class TrainRun:
                 bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
                 self.tau = None  # no reason to lose a run
         spent = time.monotonic() - began if self.ranks.is_first else 0.0
-        self._clock += float(self.ranks.total(self._tensor([spent], torch.float64))[0])
+        self._clock += float(self._total([spent]))
 
     def _check_finite(self, values: dict[str, float]) -> None:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
@@ -323,52 +316,38 @@ class TrainRun:
             return
         self.check.wait(tqdm.write)
         self._check_shards()
-        what = ", ".join(f"{name} = {value}" for name, value in bad.items())
+        what, other = ", ".join(f"{name} = {value}" for name, value in bad.items()), ""
+        if not self.progress.step and isinstance(self.config.features, Path):
+            command = f"python -m data_prep.inspect {self.config.features / 'train'} --verify"
+            other = f"; at the first step the features may be damaged, too: {command}"
         raise TrainingDiverged(
-            f"step {self.progress.step + 1}: {what}; stopped, {self._kept()}. Usually a smaller learning_rate (now "
-            f"{self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps}) helps"
-            f"{self._other_cause()}"
+            f"step {self.progress.step + 1}: {what}; stopped, {self.states.kept()}. Usually a smaller learning_rate "
+            f"(now {self.config.learning_rate}) or a longer warmup_steps (now {self.config.warmup_steps}) helps{other}"
         )
 
     def _check_shards(self) -> None:
         """Raise ValueError if a shard that was read is found to be broken: no checkpoint may come from it."""
         if problems := self.check.problems():
             raise ValueError(
-                f"stopped at step {self.progress.step}, {self._kept()}: {problems}; then go on with --resume, or start "
-                "anew. With verify: false it would be trained on as it is"
+                f"stopped at step {self.progress.step}, {self.states.kept()}: {problems}; then go on with --resume, or "
+                "start anew. With verify: false it would be trained on as it is"
             )
 
-    def _kept(self) -> str:
-        latest = self.states.latest()
-        return f"the last good state is {self.states.path / latest}" if latest else "no checkpoint was written yet"
-
-    def _other_cause(self) -> str:
-        """What a first step that is not finite may come from, too."""
-        if self.progress.step or isinstance(self.config.features, str):
-            return ""
-        return (
-            f"; at the first step the features may be damaged, too: python -m data_prep.inspect "
-            f"{self.config.features / 'train'} --verify"
-        )
-
-    def _tensor(self, values: list[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.engine.device)
+    def _total(self, values: list[float]) -> Tensor:
+        """The sums of ``values`` over all ranks, float64, on the device."""
+        return self.ranks.total(torch.tensor(values, dtype=torch.float64, device=self.engine.device))
 
     # ------------------------------------------------------------------------------------------- files
 
     def _save(self) -> None:
         save_state(self.engine, self.states, self.progress.step, dict(vars(self.progress)), self.ranks)
 
-    def _load(self, saved: SavedState) -> None:
-        self.progress = Progress(**saved.progress)
-        saved.load_optimizer(self.engine, self.progress.step)
-
     def _export(self) -> None:
-        """The drafter as it is now, into the run folder's top."""
+        """Write the drafter as it is now into the top of the run folder."""
         weights = self.engine.weights()
         if not self.ranks.is_first:
             return
-        manifest, info = self.inputs.train.manifest, self.info
+        manifest = self.inputs.train.manifest
         training = {
             "data": manifest.source,
             "features": "online" if self.config.features == "online" else "store",
@@ -378,10 +357,7 @@ class TrainRun:
             "tokens": self.progress.tokens,
             "epochs": self.progress.epoch,
             "minutes": round(self.progress.seconds / 60, 2),
-            "config": info["config"],
-            "ranks": info["ranks"],
-            "versions": info["versions"],
-            "commit": info["commit"],
+            **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
         }
         config = {
             "drafter_type": self.config.drafter,

@@ -1,4 +1,4 @@
-"""One process or many, CPU or GPU: what has to be in place before DeepSpeed starts."""
+"""Ranks, devices and threads: what has to be in place before DeepSpeed starts."""
 
 import os
 import re
@@ -33,8 +33,11 @@ class Ranks:
         return values
 
 
+ALONE = Ranks(0, 1)
+
+
 def local_ranks(otherwise: int) -> int:
-    """How many of the ranks run on this machine: torchrun and Slurm say, DeepSpeed's launcher in its own variable."""
+    """How many of the ranks run on this machine, which torchrun, Slurm and DeepSpeed's launcher tell in variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", otherwise)))
 
 
@@ -56,10 +59,7 @@ def check_devices(config: TrainConfig) -> None:
     """Raise ValueError where the config names a device that this machine lacks."""
     if config.tau_device is None:
         return
-    try:
-        wanted, found = torch.device(config.tau_device), ["cpu"]
-    except RuntimeError:
-        raise ValueError(f"tau_device: {config.tau_device!r} is no device that torch knows") from None
+    wanted, found = torch.device(config.tau_device), ["cpu"]
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
         found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
@@ -117,7 +117,7 @@ def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, 
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's compressed node list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
+    """The first host of Slurm's compressed node list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
@@ -128,8 +128,6 @@ def take_device(environment: MutableMapping[str, str]) -> None:
     if count == 1 and slurm_step(environment):  # --gpus-per-task=1
         local = 0
     if local >= count:
-        raise ValueError(
-            f"process {local + 1} of this machine has no GPU, there are {count}: start at most {count} processes here"
-        )
+        raise ValueError(f"process {local + 1} of this machine has no GPU, there are {count}: start no more than that")
     environment["LOCAL_RANK"] = str(local)
     torch.accelerator.set_device_index(local)

@@ -5,14 +5,13 @@
 A run writes them when it ends, is interrupted or diverges; this makes them again, for example after a kill.
 """
 
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafters.files import replace_text
+from drafters.files import replace_json
 from drafters.program import CommandLine, run_program
-from train.run.files import StateFolder, read_metrics
+from train.run.files import StateFolder, read_metrics, read_object
 
 SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
 
@@ -27,7 +26,7 @@ def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         ValueError: the folder holds no run, or one that logged nothing.
     """
     summary = make_summary(run, ended)
-    replace_text(run / "summary.json", json.dumps(summary, indent=2) + "\n")
+    replace_json(run / "summary.json", summary)
     from train.run.picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
 
     draw(summary, read_metrics(run), run / "summary.png")
@@ -40,16 +39,16 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the folder holds no run, or one that logged nothing.
     """
-    info_file, rows = run / "run.json", read_metrics(run)
-    if not info_file.is_file() or not rows:
-        missing = "run.json" if not info_file.is_file() else "figures in metrics.jsonl"
+    info, rows = read_object(run / "run.json"), read_metrics(run)
+    if not info or not rows:
+        missing = "figures in metrics.jsonl" if info else "run.json"
         raise ValueError(f"no training run to sum up in {run}: it has no {missing}; give the `out` of a config")
-    info = json.loads(info_file.read_text())
     steps = [row for row in rows if "loss" in row]
     last = steps[-1] if steps else {}
-    if ended is None:
-        ended = _ended_before(run, last.get("step", 0))
-    latest = StateFolder(run).latest()
+    before = read_object(run / "summary.json")
+    if ended is None and before.get("steps") == last.get("step", 0):  # otherwise killed, or still running
+        ended = before.get("ended")
+    newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
     seconds = [row["seconds"] for row in rows if "seconds" in row]
     return {
         "run": str(run),
@@ -58,22 +57,16 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "steps": int(last.get("step", 0)),
         "tokens": int(last.get("tokens", 0)),
         "minutes": round(seconds[-1] / 60, 2) if seconds else None,
-        "last_good_state": str(StateFolder(run).path / latest) if latest else None,
+        "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
-        "heldout": {name: _course(name, rows) for name in _names(rows)},
+        "heldout": {name: _course(name, rows) for name in names if name.startswith("heldout_")},
         "speed": {
-            "tokens_per_second": _mean(steps, "tokens_per_second"),
-            "mfu": _mean(steps, "mfu"),
-            "data_wait": _mean(steps, "data_wait"),
+            **{name: _mean(steps, name) for name in ("tokens_per_second", "mfu", "data_wait")},
             "peak_memory_gb": max((row["peak_memory_gb"] for row in steps if "peak_memory_gb" in row), default=None),
             "tau_seconds": sum(row.get("tau_seconds", 0.0) for row in rows),
         },
         **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
     }
-
-
-def _names(rows: list[dict[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row if name.startswith("heldout_")))
 
 
 def _course(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
@@ -85,17 +78,10 @@ def _course(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _mean(steps: list[dict[str, float]], name: str) -> float | None:
-    """Over the log lines but the first, which has the start in it."""
+    """The mean over all log lines but the first, which includes the start."""
     values = [row[name] for row in steps if name in row]
     values = values[1:] or values
     return round(sum(values) / len(values), 4) if values else None
-
-
-def _ended_before(run: Path, step: float) -> str | None:
-    """What an earlier summary says, if it is of this step; None: killed, or still running."""
-    file = run / "summary.json"
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    return before.get("ended") if before.get("steps") == step else None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ their features stay on the device.
 
 import itertools
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,26 +24,32 @@ from data_prep.store.reader import StoredDialogue, StoreManifest
 from drafters.config import validate
 from drafters.model.files import resolve_dtype
 from drafters.model.rows import Rows
-from drafters.model.target import FeatureOutput, TargetModel
+from drafters.model.target import TargetModel
 from train.config import OnlineData, TrainConfig
-from train.data.packing import Batch, LiveFeatures, Span, dialogue_mask, pack
+from train.data.packing import Batch, Span, dialogue_mask, pack
 
 States = dict[int | None, Tensor]  # None: the features; else the hidden states after so many layers
 
 
-class OnlineFeatures(LiveFeatures):
-    """One split's dialogues in memory (5 bytes a token) and, once ``target`` is set, their features.
+class OnlineFeatures:
+    """One split's dialogues in memory (5 bytes a token): read like a FeatureStore, they come without their features
+    (``[T, 0]``), which ``complete`` computes.
 
     Args:
         split: tokens and masks.
         header: the manifest that a store of this split would begin with; its counts are filled in.
         batch_tokens: tokens of one forward of the target, padding included.
+
+    Attributes:
+        target: has to be set before the first batch is completed.
     """
+
+    target: TargetModel
 
     def __init__(self, split: EncodedSplit, header: StoreManifest, batch_tokens: int) -> None:
         self.ids, self.batch_tokens = split.ids, batch_tokens
-        self._lengths = torch.tensor([len(dialogue.input_ids) for dialogue in split.dialogues])
-        self._starts = [0, *itertools.accumulate(self._lengths.tolist())]
+        self.lengths = torch.tensor([len(dialogue.input_ids) for dialogue in split.dialogues])
+        self._starts = [0, *itertools.accumulate(self.lengths.tolist())]
         self._tokens = torch.cat([torch.from_numpy(one.input_ids).int() for one in split.dialogues])
         self._mask = torch.cat([torch.from_numpy(one.loss_mask) for one in split.dialogues])
         self.manifest = header.model_copy(
@@ -56,19 +63,14 @@ class OnlineFeatures(LiveFeatures):
                 "complete": True,
             }
         )
-        self.target: TargetModel | None = None
         self.left_out: set[int] = set()  # dialogues whose features were not finite
 
-    @property
-    def lengths(self) -> Tensor:
-        return self._lengths
-
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> StoredDialogue:
         rows = slice(*self._starts[index : index + 2])
-        none = torch.empty(int(self._lengths[index]), 0, dtype=resolve_dtype(self.manifest.dtype))
+        none = torch.empty(int(self.lengths[index]), 0, dtype=resolve_dtype(self.manifest.dtype))
         return StoredDialogue(
             self._tokens[rows].long(), self._mask[rows], none, dict.fromkeys(self.manifest.taps, none)
         )
@@ -80,37 +82,28 @@ class OnlineFeatures(LiveFeatures):
         A dialogue whose features are not all finite (fp16 overflows in some targets) is reported once and gets an empty
         loss mask: a store would have left it out.
         """
-        target = self._loaded()
-        shape = (*batch.input_ids.shape, target.hidden_size)
+        shape, device = (*batch.input_ids.shape, self.target.hidden_size), self.target.device
         dtype = resolve_dtype(self.manifest.dtype)
         keys: list[int | None] = [None, *taps]
-        states = {key: torch.zeros(shape, dtype=dtype, device=target.device) for key in keys}
-        places = self._places(batch)
-        rows = pack([span.length for span in places])
-        rows.sort(key=len)  # those of one dialogue first: causal attention does for them what a mask would
-        length = max(span.length for span in places)
-        alone = sum(len(row) == 1 for row in rows)
-        at_once = max(1, self.batch_tokens // length)
-        for begin, end in ((0, alone), (alone, len(rows))):
-            for first in range(begin, end, at_once):
-                members = [[places[index] for index in row] for row in rows[first : min(first + at_once, end)]]
-                self._forward(batch, members, states, masked=begin == alone)
-        bad = torch.stack([~states[key].isfinite().all(-1) for key in keys]).any(0).any()
+        states = {key: torch.zeros(shape, dtype=dtype, device=device) for key in keys}
+        # Where the dialogues lie; a stand-in's, which counts as none, is the whole of its batch.
+        places = batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
+        rows = sorted(([places[index] for index in row] for row in pack([span.length for span in places])), key=len)
+        at_once = max(1, self.batch_tokens // max(span.length for span in places))
+        # Rows of one dialogue by themselves: causal attention does for them what a mask would.
+        for alike in ([row for row in rows if len(row) == 1], [row for row in rows if len(row) > 1]):
+            for first in range(0, len(alike), at_once):
+                self._forward(batch, alike[first : first + at_once], states)
+        bad = torch.stack([~states[key].isfinite().all(-1) for key in keys]).any()
         loss_mask = self._leave_out(batch, places, states) if bool(bad) else batch.loss_mask
-        tapped = {layer: states[layer] for layer in taps}
-        return Batch(batch.input_ids, loss_mask, states[None], tapped, batch.position_ids, batch.segments, batch.spans)
+        return replace(batch, loss_mask=loss_mask, features=states[None], taps={key: states[key] for key in taps})
 
-    @staticmethod
-    def _places(batch: Batch) -> list[Span]:
-        """Where the dialogues lie; a stand-in's, which counts as none, is the whole of its batch."""
-        return batch.spans or [Span(0, 0, batch.input_ids.shape[1], -1)]
-
-    def _forward(self, batch: Batch, rows: list[list[Span]], states: States, masked: bool) -> None:
+    def _forward(self, batch: Batch, rows: list[list[Span]], states: States) -> None:
         """Run the target on ``rows`` of dialogues, padded on the right, and write into ``states`` where they lie."""
-        target = self._loaded()
+        target = self.target
         ids = pad_sequence([torch.cat([_cut(batch.input_ids, span) for span in row]) for row in rows], batch_first=True)
         taps = tuple(key for key in states if key is not None)
-        if masked:
+        if any(len(row) > 1 for row in rows):
             positions = [torch.cat([_cut(batch.position_ids, span) for span in row]) for row in rows]
             depths = pad_sequence(positions, batch_first=True).to(target.device)
             numbers = [torch.cat([torch.full((span.length,), i) for i, span in enumerate(row)]) for row in rows]
@@ -118,7 +111,7 @@ class OnlineFeatures(LiveFeatures):
             output = target.run(ids.to(target.device), None, Rows(see, depths), taps=taps)
         else:
             output = target.features(ids.to(target.device), taps=taps)
-        for key, found in _states(output):
+        for key, found in [(None, output.features), *output.taps.items()]:
             for row, members in enumerate(rows):
                 start = 0
                 for span in members:
@@ -132,7 +125,7 @@ class OnlineFeatures(LiveFeatures):
         """
         loss_mask = batch.loss_mask.clone()
         for span in places:
-            self._forward(batch, [[span]], states, masked=False)
+            self._forward(batch, [[span]], states)
             parts = [_cut(each, span) for each in states.values()]
             if all(bool(part.isfinite().all()) for part in parts):
                 continue
@@ -146,18 +139,10 @@ class OnlineFeatures(LiveFeatures):
                 tqdm.write(f"{text} ({len(self.left_out)} of {len(self)} so far)", file=sys.stderr)
         return loss_mask
 
-    def _loaded(self) -> TargetModel:
-        assert self.target is not None, "load_target comes before the first batch"
-        return self.target
-
 
 def _cut(values: Tensor, span: Span) -> Tensor:
     """A dialogue's part ``[T, ...]`` of values ``[R, L, ...]``: a view."""
     return values[span.row, span.start : span.start + span.length]
-
-
-def _states(output: FeatureOutput) -> list[tuple[int | None, Tensor]]:
-    return [(None, output.features), *output.taps.items()]
 
 
 def open_online(config: TrainConfig) -> tuple[OnlineFeatures, OnlineFeatures]:
@@ -207,9 +192,7 @@ def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
     data = config.data
     assert data is not None
     quiet_in_log_files()
-    place: dict[str, Any] = {"device": device}
-    if data.target_device_map:
-        place = {"device_map": data.target_device_map}
+    place: dict[str, Any] = {"device_map": data.target_device_map} if data.target_device_map else {"device": device}
     return TargetModel.from_pretrained(
         config.target, data.target_dtype, revision=config.revision, engine="eager", **place
     )

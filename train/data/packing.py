@@ -8,20 +8,28 @@ mask is needed (held-out chains), rows are as long as the longest dialogue and s
 mask's square small.
 """
 
+from __future__ import annotations
+
 import bisect
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from data_prep.store.reader import FeatureStore, StoredDialogue, StoreManifest
+from data_prep.store.reader import FeatureStore
 from train.attention import Dialogues
+from train.config import TrainConfig
 from train.data.shard_check import ShardCheck
+from train.runtime import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from train.data.online import OnlineFeatures
+
+Source: TypeAlias = "FeatureStore | OnlineFeatures"
 
 # For a GPU a step's features (64 MB at 8,192 tokens of 4,096 values) are copied twice: out of the file, then into
 # page-locked memory. One thread may not do that as fast as the GPU takes steps.
@@ -84,12 +92,12 @@ class Batch:
             lengths[span.row].append(span.length)
         return Dialogues(lengths)
 
-    def pin_memory(self) -> "Batch":
+    def pin_memory(self) -> Batch:
         """A copy in page-locked memory."""
         return self._each(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
-        """Copy to ``device``, the floating point tensors as ``dtype``."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """A copy on ``device``, its floating point tensors in ``dtype``."""
 
         def moved(tensor: Tensor) -> Tensor:
             there = tensor.to(device, non_blocking=True)
@@ -97,44 +105,15 @@ class Batch:
 
         return self._each(moved)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """A copy with ``change`` of each tensor."""
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """A copy with ``change`` applied to each tensor."""
         tensors: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)}
         return replace(self, **tensors, taps={layer: change(tap) for layer, tap in self.taps.items()})
 
 
-class LiveFeatures(ABC):
-    """Dialogues whose features are on no disk: read like a FeatureStore, they come without them (``[T, 0]``).
-
-    ``complete`` computes the features of a packed batch as a whole, where the target is.
-    """
-
-    manifest: StoreManifest
-
-    @property
-    @abstractmethod
-    def lengths(self) -> Tensor:
-        """Tokens of each dialogue, int64 [dialogues]."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Dialogues."""
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> StoredDialogue:
-        """Tokens and mask of a dialogue."""
-
-    @abstractmethod
-    def complete(self, batch: Batch, taps: tuple[int, ...]) -> Batch:
-        """``batch`` with its features and ``taps``, on the target's device."""
-
-
-Source = FeatureStore | LiveFeatures
-
-
 def complete(store: Source, batch: Batch, taps: tuple[int, ...]) -> Batch:
-    """``batch`` with its features: they are there already unless the source computes them."""
-    return store.complete(batch, taps) if isinstance(store, LiveFeatures) else batch
+    """``batch`` with its features: they are there already unless the target has yet to compute them."""
+    return batch if isinstance(store, FeatureStore) else store.complete(batch, taps)
 
 
 def dialogue_mask(segments: Tensor) -> Tensor:
@@ -308,44 +287,33 @@ class TrainData:
 
     Args:
         store: the training features, or dialogues whose features are computed.
-        taps: layers whose hidden states are wanted beside the features.
-        batch_tokens: tokens of a global batch.
-        micro_batches: micro-batches a rank takes per step.
-        rank, ranks: this process and how many there are.
+        config: the run's.
+        ranks: this process among its peers.
         pin: the reader copies into page-locked memory, which a GPU fetches from while the host goes on.
+
+    Attributes:
         check: is told what is read, by any rank.
     """
 
-    def __init__(
-        self,
-        store: Source,
-        taps: tuple[int, ...],
-        batch_tokens: int,
-        micro_batches: int = 1,
-        seed: int = 0,
-        rank: int = 0,
-        ranks: int = 1,
-        pin: bool = False,
-        check: ShardCheck | None = None,
-    ) -> None:
-        self.store, self.taps, self.batch_tokens, self.seed = store, taps, batch_tokens, seed
-        self.micro_batches, self.rank, self.ranks, self.pin = micro_batches, rank, ranks, pin
-        self.check = check
+    check: ShardCheck | None = None
+
+    def __init__(self, store: Source, config: TrainConfig, ranks: Ranks = ALONE, pin: bool = False) -> None:
+        self.store, self.config, self.ranks, self.pin = store, config, ranks, pin
         self.lengths: list[int] = store.lengths.tolist()
 
     def epoch(self, number: int) -> list[list[int]]:
         """The global batches of an epoch, as store indices."""
-        return epoch_batches(self.lengths, self.batch_tokens, self.seed, number)
+        return epoch_batches(self.lengths, self.config.batch_tokens, self.config.seed, number)
 
     def steps_in(self, epochs: int) -> int:
         """Optimiser steps in the first ``epochs`` epochs (each shuffle fills its batches a little differently)."""
         return sum(len(self.epoch(number)) for number in range(epochs))
 
     def steps(self, position: Position) -> Generator[StepData, None, None]:
-        """Steps from ``position`` on; the next ones are read by threads while the current one is trained on.
+        """Steps from ``position`` on; threads read the next ones while the current one is trained on.
 
-        Features that a target computes are computed here, in the caller's thread: target and head share the device, so
-        that side by side neither would be faster, and a step's memory would be needed twice.
+        Features that the target computes are computed here, in the caller's thread: target and head share the device,
+        so side by side neither would be faster, and a step's memory would be needed twice.
         """
         ahead = READERS if self.pin else 1
         with ThreadPoolExecutor(ahead) as readers:
@@ -355,7 +323,7 @@ class TrainData:
                 current = waiting.popleft()
                 waiting.append(readers.submit(self._read, *next(plan)))
                 data = current.result()
-                data.batches = [complete(self.store, batch, self.taps) for batch in data.batches]
+                data.batches = [complete(self.store, batch, self.config.taps) for batch in data.batches]
                 yield data
 
     def _plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
@@ -370,7 +338,8 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         if self.check is not None:
             self.check.first_read(self.store, dialogues)
-        shares = split_evenly(dialogues, self.lengths, self.ranks * self.micro_batches)
-        mine = shares[self.rank * self.micro_batches : (self.rank + 1) * self.micro_batches]
-        batches = [collate_or_stand_in(self.store, share, dialogues, self.taps, one_row=True) for share in mine]
+        count, taps = self.config.gradient_accumulation, self.config.taps
+        shares = split_evenly(dialogues, self.lengths, self.ranks.count * count)
+        mine = shares[self.ranks.rank * count : (self.ranks.rank + 1) * count]
+        batches = [collate_or_stand_in(self.store, share, dialogues, taps, one_row=True) for share in mine]
         return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

@@ -43,7 +43,7 @@ class ShardCheck:
         self._running: list[Future[None]] = []
 
     def first_read(self, store: object, dialogues: Iterable[int]) -> None:
-        """Dialogues of ``store`` are about to be read: check their shards, where that was not begun."""
+        """Begin to check the shards of ``dialogues``, which are about to be read, unless that was begun before."""
         if not isinstance(store, FeatureStore) or str(store.path) not in self._begin:
             return
         numbers = {self._begin[str(store.path)] + shard for shard in store.shards_of(dialogues)}
@@ -55,11 +55,11 @@ class ShardCheck:
 
     @property
     def broken(self) -> int:
-        """How many shards this rank has found to be broken so far."""
+        """How many shards this rank has found broken so far."""
         return len(self._broken)
 
     def wait(self, say: Callable[[str], object]) -> None:
-        """Until all shards read so far are checked; ``say`` is told if that takes long."""
+        """Wait until all shards read so far are checked; ``say`` is told if that takes long."""
         with self._lock:  # what the readers, who are ahead, begin meanwhile is for the next to wait for
             running, self._running = self._running, []
         _, left = wait(running, timeout=QUIET)

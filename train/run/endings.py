@@ -1,4 +1,4 @@
-"""What a run says at its ends: where the drafter lies and what measures it, what a kill left, that it is finished."""
+"""What a run says when it ends: where the drafter lies, what measures it, what a kill left, that it is finished."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from drafters.model.ends import FrozenEnds
 from train.config import TrainConfig
 from train.data.packing import Source, TrainData
-from train.run.files import StateFolder
+from train.run.files import StateFolder, read_object
 from train.run.state import PROGRESS
 
 SPEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "speed.yaml"
@@ -18,37 +18,21 @@ UNTRAINED = ("prompt_lookup", "lookahead")  # what a drafter has to beat: method
 ANSWER = 96  # most new tokens; of a target with a short context, a quarter of it
 
 
-def step_limit(config: TrainConfig, data: TrainData) -> int | None:
-    """The step after which ``steps`` or ``epochs`` end a run, whichever comes first."""
-    limits = [config.steps] if config.steps else []
-    if config.epochs:
-        limits.append(data.steps_in(config.epochs))
-    return min(limits) if limits else None
-
-
 def finished_at(config: TrainConfig, train: Source) -> int | None:
-    """The step at which the run in ``out`` has ended, with all that it leaves behind; None where something is to do."""
-    states = StateFolder(config.out)
-    progress = _read(states.path / str(states.latest()) / PROGRESS)
+    """The step at which the run in ``out`` has ended, all its files written; None where something is left to do."""
+    state = StateFolder(config.out).newest()
+    progress = read_object(state / PROGRESS) if state else {}
     step, seconds = progress.get("step"), progress.get("seconds")
     if not isinstance(step, int) or not isinstance(seconds, int | float):
         return None
-    last = step_limit(config, TrainData(train, (), config.batch_tokens, seed=config.seed))
-    if not (last is not None and step >= last) and not (config.minutes and seconds >= 60 * config.minutes):
+    last = config.last_step(TrainData(train, config).steps_in)
+    by_step, by_clock = last is not None and step >= last, config.minutes and seconds >= 60 * config.minutes
+    if not by_step and not by_clock:
         return None
-    exported = _read(config.out / CONFIG_FILE).get("training", {}).get("steps")
-    summary = _read(config.out / "summary.json")
+    exported = read_object(config.out / CONFIG_FILE).get("training", {}).get("steps")
+    summary = read_object(config.out / "summary.json")
     whole = exported == step and (config.out / WEIGHTS_FILE).is_file()
     return step if whole and summary.get("ended") == "finished" and summary.get("steps") == step else None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, already: bool = False) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from data_prep.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
+from drafters.config import Config
 from drafters.files import naming, replace_text, sync_folder
 from drafters.provenance import changes, git_commit, hardware, library_versions
 from train.config import FREE_ON_RESUME, TrainConfig
@@ -48,6 +49,16 @@ class StateFolder:
         """The tag of the newest whole state, or None. An empty one if ``latest`` was damaged: see ``check``."""
         return self._latest.read_text(errors="replace").strip() if self._latest.is_file() else None
 
+    def newest(self) -> Path | None:
+        """The newest whole state."""
+        latest = self.latest()
+        return self.path / latest if latest else None
+
+    def kept(self) -> str:
+        """What of the run is safe, for the message of an error that ends it."""
+        newest = self.newest()
+        return f"the last good state is {newest}" if newest else "no checkpoint was written yet"
+
     def check(self) -> None:
         """Raise ValueError if ``latest`` names no state, or is missing though there are states."""
         named = self.latest()
@@ -57,7 +68,7 @@ class StateFolder:
             raise ValueError(f"{self._latest} is damaged, it says {named!r}: {self.advice()}")
 
     def advice(self, damaged: str | None = None) -> str:
-        """How to go on from another state than ``damaged``."""
+        """How to go on from a state other than ``damaged``."""
         tags = [tag for tag in self._tags() if tag != damaged]
         if not tags:
             return "there is no other state; start anew with another out="
@@ -74,17 +85,15 @@ class StateFolder:
     def begin(self, tag: str) -> Path:
         """An empty folder to write ``tag`` into; what killed runs left half-written goes."""
         latest = self.latest() or ""
-        for leftover in self.path.glob(".step-*"):
-            shutil.rmtree(leftover)
-        for unnamed in self.path.glob("step-*"):
-            if unnamed.name > latest:
-                shutil.rmtree(unnamed)
+        for leftover in self.path.glob("*step-*"):
+            if leftover.name.startswith(".") or leftover.name > latest:
+                shutil.rmtree(leftover)
         folder = self.path / f".{tag}"
         folder.mkdir(parents=True)
         return folder
 
     def publish(self, tag: str) -> None:
-        """Give what ``begin`` made its name, name it as the newest, and delete all but the newest two."""
+        """Give the folder of ``begin`` its name, make it the latest state, and delete all but the newest two."""
         folder = self.path / f".{tag}"
         sync_folder(folder)
         folder.rename(self.path / tag)
@@ -111,16 +120,14 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
         raise ValueError(f"another process is training in {run}: wait until it ends, or give another out=")
     if run.exists() and not run.is_dir():
         raise ValueError(f"out: {run} is a file; give a folder")
-    if not resume:
-        if not run.exists() or not any(run.iterdir()) or _is_dead(run):
-            return
-        _check_drafter(config)
-        if states.latest() is None or not (run / "run.json").is_file():
-            states.check()
-            raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
-        raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
+    if not resume and (not run.exists() or not any(run.iterdir()) or _is_dead(run)):
+        return
     _check_drafter(config)
+    if not resume and states.latest() is not None and (run / "run.json").is_file():
+        raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
     states.check()
+    if not resume:
+        raise ValueError(f"{run} is not empty and holds no state to resume: empty it, or give another out=")
     if states.latest() is None:
         raise ValueError(f"--resume: {_nothing_to_resume(run)}")
     now = _by_key(config.model_dump(mode="json"))
@@ -168,9 +175,8 @@ def _nothing_to_resume(run: Path) -> str:
         return f"there is no run at {run}; start without --resume"
     if not (run / "run.json").is_file():
         return f"{run} holds no training run; start without --resume, with an out= that is new or empty"
-    if _is_dead(run):
-        return f"the run in {run} ended before its first state was saved; start it again without --resume"
-    return f"the run in {run} ended before its first state was saved; empty the folder and start without --resume"
+    fix = "start it again" if _is_dead(run) else "empty the folder and start"
+    return f"the run in {run} ended before its first state was saved; {fix} without --resume"
 
 
 def clear_dead_run(run: Path) -> None:
@@ -181,7 +187,7 @@ def clear_dead_run(run: Path) -> None:
 
 
 def _is_dead(run: Path) -> bool:
-    """True if all in the folder is a run's own, and none of it what training has brought about."""
+    """True if the folder holds nothing but a run's own files, and nothing that training has achieved."""
     own = {*FIGURES, *(f".{name}.tmp" for name in FIGURES)}
     names = {path.name for path in run.iterdir()}
     half = all(path.name.startswith(".") for path in (run / "state").glob("*"))
@@ -190,24 +196,21 @@ def _is_dead(run: Path) -> bool:
 
 def _is_held(metrics: Path) -> bool:
     """True if a live process has these metrics open, on this machine or, where the file system has locks, on others."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # there are none, or no locks
         return is_locked(metrics)
-    except (OSError, ValueError):  # there are none, or no locks
-        return False
+    return False
 
 
 def _by_key(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of a group by their dotted names."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat.update(
-            {f"{key}.{leaf}": each for leaf, each in value.items()} if isinstance(value, dict) else {key: value}
-        )
+        flat |= {f"{key}.{leaf}": each for leaf, each in value.items()} if isinstance(value, dict) else {key: value}
     return flat
 
 
 def describe_data(manifest: StoreManifest) -> dict[str, Any]:
-    """What tells a run's dialogues from others: the data file's hash, and how many of it were taken."""
+    """What tells a run's dialogues from others: the data file's hash, and how many were taken."""
     return {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
 
 
@@ -219,9 +222,8 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
     info = read_info(run)
     if info.get("packing", 1) != PACKING:
         raise ValueError(
-            f"--resume: the run in {run} was begun by a version that put the dialogues into other batches, so its "
-            f"place in the data would be another; finish it with that version (commit {info.get('commit')}), or train "
-            "anew with another out="
+            f"--resume: the run in {run} was begun by a version that put the dialogues into other batches; finish it "
+            f"with that version (commit {info.get('commit')}), or train anew with another out="
         )
     before = info.get("data", {})
     for split, now in data.items():
@@ -232,20 +234,23 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
-    """What it takes to run it again."""
-    import torch  # here: checking a run folder does not need it
-
+def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict[str, Any]:
+    """What it takes to run a training program again; ``libraries``: whose versions matter beside torch's."""
     return {
-        "drafter": config.drafter,
         "config": config.model_dump(mode="json"),
         "arguments": arguments,
-        "packing": PACKING,
-        "ranks": ranks,
-        "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "commit": git_commit(Path(__file__).resolve().parent),
-        "versions": library_versions("torch", "transformers", "deepspeed", "safetensors"),
+        "versions": library_versions("torch", "transformers", *libraries),
     }
+
+
+def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
+    """What it takes to run it again, and what it ran on."""
+    import torch  # here: checking a run folder does not need it
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks, "hardware": hardware(device)}
+    return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
 
 
 def run_folder_bytes(count: int) -> int:
@@ -296,6 +301,14 @@ class Metrics:
         """Flush TensorBoard's events, and let go of the file."""
         self._file.close()
         self.board.close()
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The picture of a run: small multiples over the steps."""
+"""The picture of a run: small plots over the steps."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     for axis, (title, lines, scale) in zip(axes.flat, plots, strict=True):
         _panel(axis, title, lines, rows, scale)
-    config = summary["config"] or {}
-    speed = summary["speed"]
+    config, speed = summary["config"] or {}, summary["speed"]
     facts = [f"{summary['steps']:,} steps, {summary['tokens']:,} tokens"]
     facts += [f"{speed['tokens_per_second']:,.0f} tokens/s"] if speed["tokens_per_second"] else []
     facts += [f"MFU {speed['mfu']:.0%}"] if speed["mfu"] else []
@@ -40,16 +39,12 @@ def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
 
 def panels(rows: Rows) -> list[tuple[str, list[Line], str]]:
     """Title, lines and scale of the y axis of each of the six panels."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    alphas: list[Line] = [(name, name.removeprefix("heldout_")) for name in names if name.endswith("-alpha")]
-    acceptance: list[Line] = [
-        ("heldout_expected_acceptance", "expected acceptance, sampled"),
-        ("heldout_top1_agreement", "top-1 agreement"),
-    ]
-    places: list[Line] = [
-        (name, name.removeprefix("heldout_top1_at_")) for name in names if name.startswith("heldout_top1_at_")
-    ]
-    tau: list[Line] = [("heldout_tau", "chain"), ("heldout_tau_tree", "tree")]
+    names, place = dict.fromkeys(name for row in rows for name in row), "heldout_top1_at_"
+    alphas = [(name, name.removeprefix("heldout_")) for name in names if name.endswith("-alpha")]
+    places = [(name, name.removeprefix(place)) for name in names if name.startswith(place)]
+    tau = [("heldout_tau", "chain"), ("heldout_tau_tree", "tree")]
+    acceptance = [("heldout_expected_acceptance", "expected acceptance, sampled")]
+    acceptance += [("heldout_top1_agreement", "top-1 agreement")]
     return [
         ("loss", [("loss", "training"), ("heldout_loss", "held out, no noise")], "log"),
         ("acceptance on held-out text", alphas or acceptance, "share"),
@@ -66,15 +61,11 @@ def _panel(axis: Axes, title: str, lines: list[Line], rows: Rows, scale: str) ->
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    drawn = False
     for color, (name, label) in zip(COLORS * 3, lines, strict=False):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if not points:
-            continue
-        few = len(points) < 40
-        axis.plot(*zip(*points, strict=True), color=color, label=label, marker="o" if few else "", ms=3, lw=1.4)
-        drawn = True
-    if not drawn:
+        if points := [(row["step"], row[name]) for row in rows if name in row]:
+            marker = "o" if len(points) < 40 else ""
+            axis.plot(*zip(*points, strict=True), color=color, label=label, marker=marker, ms=3, lw=1.4)
+    if not axis.lines:
         axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color=COLORS[-1])
         axis.set_yticks([])
         return

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from data_prep.store.reader import file_sha256
-from drafters.files import replace_text, save_tensors
+from drafters.files import replace_json, save_tensors
 from drafters.paths import readable
 from train.engine import MOMENTS, WEIGHTS, Engine
 from train.run.files import StateFolder
@@ -49,11 +49,8 @@ class SavedState:
             self._files = {kind: safe_open(folder / f"{kind}.safetensors", "pt") for kind in (WEIGHTS, *MOMENTS)}
         except (TypeError, ValueError, OSError, SafetensorError) as error:
             raise ValueError(f"{folder} is damaged ({error}): {self._advice()}") from error
-        wrong = [name for name, digest in found.items() if written.get(name) != digest]
-        if wrong:
-            raise ValueError(
-                f"{folder} is damaged ({', '.join(wrong)} differ from the checksums in {PROGRESS}): {self._advice()}"
-            )
+        if wrong := ", ".join(name for name, digest in found.items() if written.get(name) != digest):
+            raise ValueError(f"{folder} is damaged ({wrong} differ from the checksums in {PROGRESS}): {self._advice()}")
 
     def load_weights(self, module: nn.Module) -> None:
         """Give the module its weights, before an engine takes them apart.
@@ -65,27 +62,25 @@ class SavedState:
         file = self._files[WEIGHTS]
         theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         if ours != theirs:
-            differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-            raise ValueError(
-                f"{self.folder} is of another drafter: {', '.join(differing)} differ in shape or are missing"
-            )
+            names = ", ".join(sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)))
+            raise ValueError(f"{self.folder} is of another drafter: {names} differ in shape or are missing")
         with torch.no_grad():
             for name, value in _trained(module):
                 value.copy_(file.get_tensor(name))
 
     def load_optimizer(self, engine: Engine, steps: int) -> None:
-        """Set the engine's float32 weights and Adam's state after so many steps; its module has its weights."""
+        """Set the engine's float32 weights and Adam's state after ``steps``; its module has its weights already."""
         engine.make_moments(steps)
         for name, parameter in _trained(engine.module):
             for kind, file in self._files.items():
-                engine.set(parameter, kind, file.get_tensor(name))
+                engine.scatter(parameter, kind, file.get_tensor(name))
 
     def _advice(self) -> str:
         return StateFolder(self.folder.parent.parent).advice(self.folder.name)
 
 
 def checksums(folder: Path, progress: dict[str, Any]) -> dict[str, str]:
-    """The SHA-256 of a state's files, by their names; ``progress`` is what stands in progress.json beside them."""
+    """The SHA-256 of a state's files by name; ``progress`` is what progress.json holds beside them."""
     found = {name: file_sha256(folder / name) for name in (f"{kind}.safetensors" for kind in (WEIGHTS, *MOMENTS))}
     return {**found, PROGRESS: hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()}
 
@@ -103,15 +98,17 @@ def save_state(engine: Engine, states: StateFolder, step: int, progress: dict[st
     for kind in (WEIGHTS, *MOMENTS):
         tensors = {}
         for name, parameter in _trained(engine.module):
-            whole = engine.whole(parameter, kind)  # a collective, also after a failure
+            whole = engine.gather(parameter, kind)  # a collective, also after a failure
             if ranks.is_first and failure is None:
                 tensors[name] = whole.to("cpu", torch.float32)
         if ranks.is_first and failure is None:
-            failure = _written(folder / f"{kind}.safetensors", tensors)
+            try:
+                save_tensors(tensors, folder / f"{kind}.safetensors")
+            except OSError as error:
+                failure = error
     if ranks.is_first and failure is None:
         try:
-            whole_progress = {**progress, "sha256": checksums(folder, progress)}
-            replace_text(folder / PROGRESS, json.dumps(whole_progress, indent=2) + "\n")
+            replace_json(folder / PROGRESS, {**progress, "sha256": checksums(folder, progress)})
             states.publish(tag)
         except OSError as error:
             failure = error
@@ -119,18 +116,8 @@ def save_state(engine: Engine, states: StateFolder, step: int, progress: dict[st
     if int(failed):
         if ranks.is_first:
             states.abandon(tag)
-        latest = states.latest()
-        kept = f"the last good state is {states.path / latest}" if latest else "there is no earlier one"
-        raise OSError(f"{states.path / tag} could not be written ({failure or 'on rank 0'}); {kept}") from failure
-
-
-def _written(path: Path, tensors: dict[str, Tensor]) -> OSError | None:
-    """Write a file; what went wrong, if anything did."""
-    try:
-        save_tensors(tensors, path)
-    except OSError as error:
-        return error
-    return None
+        what = f"{states.path / tag} could not be written ({failure or 'on rank 0'})"
+        raise OSError(f"{what}; {states.kept()}") from failure
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
