@@ -17,7 +17,7 @@ from train.target.config import TargetConfig
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line; see the module's docstring."""
+    """The command line in the module's docstring."""
     parser = CommandLine("train.target", __doc__, "YAML of the run", "steps=2600")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     args = parser.parse(argv)
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(config: TargetConfig) -> None:
-    """Raise ValueError where the dialogues are not there."""
+    """Raise ValueError where the corpus is missing."""
     for split in ("train", "heldout"):
         if not (file := config.corpus / f"{split}.jsonl").is_file():
             raise ValueError(f"corpus: no file {file}; make it with python -m data_prep.stdlib_corpus --out F")

@@ -11,7 +11,7 @@ from drafters.config import Config
 
 
 class ModelShape(Config):
-    """Shape of the Llama model."""
+    """Shape of the model, a Llama."""
 
     vocab_size: int = Field(default=4096, ge=300)
     hidden_size: int = Field(default=256, ge=8)

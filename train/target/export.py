@@ -45,23 +45,21 @@ def sample_continuations(folder: Path, prompts: list[str], new_tokens: int = 120
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     samples = []
     for prompt in prompts:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        question = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         output = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)
         samples.append((prompt, tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=False)))
     return samples
 
 
 def write_card(folder: Path, config: TargetConfig, info: dict[str, Any], progress: TargetProgress, facts: dict) -> None:
-    """The model card, from the numbers of this very run."""
+    """Write the model card, from this run's own numbers."""
     shape, rows = config.model, [row for row in facts["rows"] if "heldout_loss" in row]
     every = max(1, len(rows) // 20)
     shown = [row for i, row in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
     curve = "\n".join(f"| {row['step']:,} | {row['tokens']:,} | {row['heldout_loss']:.4f} |" for row in shown)
     samples = "\n".join(f"**{prompt}**\n\n~~~text\n{answer}\n~~~\n" for prompt, answer in facts["samples"])
-    loss, data = rows[-1]["heldout_loss"], facts["data"]
+    loss = rows[-1]["heldout_loss"]
     folder.joinpath("README.md").write_text(f"""---
 license: apache-2.0
 language: [en]
@@ -80,11 +78,12 @@ useful assistant: it writes plausible Python and docstrings, and it invents fact
 | parameters | {facts["parameters"]:,} ({2 * facts["parameters"]:,} bytes in bf16) |
 | shape | {shape.layers} layers, hidden {shape.hidden_size}, {shape.heads} heads ({shape.kv_heads} kv), \
 intermediate {shape.intermediate_size}, vocabulary {shape.vocab_size}, tied embeddings |
-| data | {data["dialogues"]:,} dialogues, {data["tokens"]:,} tokens, from Python {data["python"]}'s standard library |
+| data | {facts["dialogues"]:,} dialogues, {facts["tokens"]:,} tokens, \
+from Python {facts["python"]}'s standard library |
 | trained on | {progress.tokens:,} tokens in {progress.step:,} steps ({progress.position.epoch + 1} epochs begun), \
 sequences of {config.seq_len} |
 | training time | {progress.seconds / 60:.1f} minutes, {config.threads} CPU threads, {platform.machine()} |
-| held-out loss | {loss:.4f} nats per token (perplexity {math.exp(loss):.2f}), {data["heldout_tokens"]:,} tokens |
+| held-out loss | {loss:.4f} nats per token (perplexity {math.exp(loss):.2f}), {facts["heldout_tokens"]:,} tokens |
 | optimiser | Muon (lr {config.muon_lr}) and AdamW (lr {config.embed_lr}), warm-up, constant, linear decay |
 | versions | Python {info["versions"]["python"]}, torch {info["versions"]["torch"]}, \
 transformers {info["versions"]["transformers"]} |

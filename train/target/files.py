@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from drafters.files import save_tensors
-from drafters.provenance import git_commit, library_versions
-from train.target.config import TargetConfig
 
 if TYPE_CHECKING:
     from train.target.model import Optimizer
@@ -35,7 +33,7 @@ def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
 
 @dataclasses.dataclass
 class DataPosition:
-    """Where the run is in its data; the order follows from the seed and the epoch alone."""
+    """The run's place in its data, whose order follows from the seed and the epoch alone."""
 
     epoch: int = 0
     cursor: int = 0
@@ -43,7 +41,7 @@ class DataPosition:
 
 @dataclasses.dataclass
 class TargetProgress:
-    """What a checkpoint remembers beside tensors."""
+    """What a checkpoint holds beside tensors."""
 
     step: int = 0
     tokens: int = 0
@@ -65,8 +63,7 @@ def save_target_state(run_dir: Path, optimizer: Optimizer, progress: TargetProgr
         return
     replace_folder(target, write)
     for folder in older:
-        if folder != target:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -94,13 +91,3 @@ def load_target_state(run_dir: Path, optimizer: Optimizer) -> TargetProgress:
     optimizer.publish()
     raw = json.loads((found[-1] / "progress.json").read_text())
     return TargetProgress(**{**raw, "position": DataPosition(**raw["position"])})
-
-
-def run_info(config: TargetConfig, arguments: list[str]) -> dict[str, Any]:
-    """What is needed to run it again: config, arguments, commit, versions."""
-    return {
-        "config": config.model_dump(mode="json"),
-        "arguments": arguments,
-        "commit": git_commit(Path(__file__).resolve().parent),
-        "versions": library_versions("torch", "transformers"),
-    }

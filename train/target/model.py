@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,11 +58,8 @@ class Optimizer:
         adam = torch.optim.AdamW(adam_groups, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
         # Muon orthogonalises matrix by matrix, a fifth of a step's time: the workers share the matrices.
         shares = [matrices[i :: config.threads] for i in range(config.threads)]
-        self.parts: list[torch.optim.Optimizer] = [adam]
-        for share in filter(None, shares):
-            self.parts.append(
-                torch.optim.Muon(share, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95)
-            )
+        muon = partial(torch.optim.Muon, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95)
+        self.parts: list[torch.optim.Optimizer] = [adam, *(muon(share) for share in shares if share)]
         self.base = [[group["lr"] for group in part.param_groups] for part in self.parts]
 
     def step(self, gradients: list[Tensor], scale: float) -> float:

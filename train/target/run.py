@@ -1,8 +1,7 @@
-"""What train.target does with its config."""
+"""The work of train.target, once its config is checked."""
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -14,13 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.progress import Bar
+from drafters.files import replace_json
 from drafters.program import command
 from train.attention import CAUSAL
-from train.run.files import Metrics, read_metrics
+from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
 from train.target.config import TargetConfig
 from train.target.data import batches, encode, get_tokenizer, pack_rows, read_messages
 from train.target.export import export, sample_continuations, write_card
-from train.target.files import TargetProgress, checkpoints, load_target_state, run_info, save_target_state
+from train.target.files import TargetProgress, checkpoints, load_target_state, save_target_state
 from train.target.model import Optimizer, build_model, lr_scale, next_token_loss
 
 
@@ -35,7 +35,7 @@ class TargetRun:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         if not resume and checkpoints(config.run_dir):
             raise ValueError(f"{config.run_dir} already holds a run: pass --resume or another run_dir=")
-        self.config, self.info, self.stop_asked = config, run_info(config, arguments), False
+        self.config, self.info, self.stop_asked = config, how_to_repeat(config, arguments), False
         self.tokenizer = get_tokenizer(config)
         self.heldout = read_messages(config.corpus / "heldout.jsonl")
         self.documents = encode(self.tokenizer, read_messages(config.corpus / "train.jsonl"))
@@ -47,19 +47,15 @@ class TargetRun:
         self.optimizer = Optimizer(self.model, config, self.pool)
         self.progress = load_target_state(config.run_dir, self.optimizer) if resume else TargetProgress()
         self.log = Metrics(config.run_dir, self.progress.step)
-        text = json.dumps({**self.info, "resumed_at": self.progress.step}, indent=2)
-        config.run_dir.joinpath("run.json").write_text(text + "\n")
-        with config.run_dir.joinpath("launches.jsonl").open("a") as file:
-            file.write(json.dumps({**self.info, "resumed_at": self.progress.step}) + "\n")
+        replace_json(config.run_dir / "run.json", {**self.info, "resumed_at": self.progress.step})
 
     def evaluate(self) -> float:
-        """Held-out loss, logged."""
+        """Log the held-out loss, and return it."""
         parts = self.heldout_rows.split(self.config.micro_rows)
         value = sum(self.pool.map(self.part_loss, parts)) / len(self.heldout_rows)
-        step = self.progress.step
-        seconds = round(self.progress.seconds, 1)
-        self.log.add(step, {"heldout_loss": value, "tokens": self.progress.tokens, "seconds": seconds})
-        tqdm.write(f"step {step}: held-out loss {value:.4f} after {self.progress.tokens:,} tokens")
+        step, tokens, seconds = self.progress.step, self.progress.tokens, round(self.progress.seconds, 1)
+        self.log.add(step, {"heldout_loss": value, "tokens": tokens, "seconds": seconds})
+        tqdm.write(f"step {step}: held-out loss {value:.4f} after {tokens:,} tokens")
         return value
 
     @torch.no_grad()
@@ -95,16 +91,14 @@ class TargetRun:
         saved = exported = time.monotonic()
         source = batches(self.documents, config, progress.position)
         for _ in Bar(range(progress.step, config.steps), initial=progress.step, total=config.steps):
-            began = time.monotonic()
+            began, scale = time.monotonic(), lr_scale(progress.step, config)
             batch, progress.position = next(source)
             loss, norm = self.train_step(batch)
             seconds, tokens = time.monotonic() - began, batch[:, 1:].numel()
             progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
             progress.seconds += seconds
-            rate = round(tokens / seconds, 1)
-            scale = lr_scale(progress.step - 1, config)
-            figures = {"loss": loss, "grad_norm": norm, "lr_scale": scale, "tokens_per_second": rate}
-            self.log.add(progress.step, figures)
+            figures = {"loss": loss, "grad_norm": norm, "lr_scale": scale}
+            self.log.add(progress.step, {**figures, "tokens_per_second": round(tokens / seconds, 1)})
             if progress.step % config.eval_every == 0 and progress.step < config.steps:
                 self.evaluate()
             if self.stop_asked:
@@ -125,18 +119,14 @@ class TargetRun:
         for folder in (config.run_dir / "export", config.final_dir):
             export(folder, self.optimizer, self.tokenizer, config)
         prompts = [dialogue[0]["content"] for dialogue in self.heldout[:5]]
-        manifest = config.corpus / "manifest.json"
-        data = {
-            "dialogues": len(self.documents),
-            "tokens": sum(map(len, self.documents)),
-            "heldout_tokens": self.heldout_rows[:, 1:].numel(),
-            "python": json.loads(manifest.read_text())["python"] if manifest.exists() else "(unknown)",
-        }
         facts = {
             "rows": read_metrics(config.run_dir),
             "samples": sample_continuations(config.final_dir, prompts, new_tokens),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "data": data,
+            "dialogues": len(self.documents),
+            "tokens": sum(map(len, self.documents)),
+            "heldout_tokens": self.heldout_rows[:, 1:].numel(),
+            "python": read_object(config.corpus / "manifest.json").get("python", "(unknown)"),
             "new_tokens": new_tokens,
         }
         write_card(config.final_dir, config, self.info, self.progress, facts)
