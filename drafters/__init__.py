@@ -18,17 +18,14 @@ if TYPE_CHECKING:
     from .model.target import FeatureOutput, TargetModel
 else:
     # torch takes seconds to import. A program that only reads its config, to find a mistyped key, must not wait for it.
-    _MODULES = {
-        "Drafter": "base",
-        "LearnedDrafter": "base",
-        "FrozenEnds": "model.ends",
-        "load_frozen_ends": "model.ends",
-        "GenerateResult": "decoding.loop",
-        "generate": "decoding.loop",
-        "Sampling": "decoding.sampling",
-        "FeatureOutput": "model.target",
-        "TargetModel": "model.target",
+    _NAMES = {
+        "base": ("Drafter", "LearnedDrafter"),
+        "decoding.loop": ("GenerateResult", "generate"),
+        "decoding.sampling": ("Sampling",),
+        "model.ends": ("FrozenEnds", "load_frozen_ends"),
+        "model.target": ("FeatureOutput", "TargetModel"),
     }
+    _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
     def __getattr__(name):
         """Import what is asked for (PEP 562)."""

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
@@ -33,7 +33,10 @@ from drafters.files import replacing, save_tensors, sync
 from drafters.hub import look_up
 from drafters.model_card import model_card
 from drafters.paths import check_loadable
-from drafters.wording import shortened, with_article
+from drafters.wording import dtype_name, shortened, with_article
+
+if TYPE_CHECKING:
+    from drafters.model.target import TargetModel
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -63,24 +66,8 @@ class CheckpointConfig(Config):
     training: dict[str, Any] = {}
 
 
-class Target(Protocol):
-    """What is asked of a target here (``drafters.TargetModel`` has it)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    def fingerprint(self) -> str: ...
-
-
 def make_config(
-    drafter_type: str, drafter: Mapping[str, Any], target: Target, training: Mapping[str, Any] | None = None
+    drafter_type: str, drafter: Mapping[str, Any], target: "TargetModel", training: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The ``config.json`` of a drafter of ``target``: its own options ``drafter``, its provenance ``training``."""
     return {
@@ -200,37 +187,33 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
             point, or those holding NaN.
     """
     own = module.state_dict()
-    missing = sorted(own.keys() - state.keys())
-    unexpected = sorted(state.keys() - own.keys())
-    shapes = [
-        f"{name}: {list(state[name].shape)} in {source}, {list(own[name].shape)} in the drafter"
-        for name in sorted(own.keys() & state.keys())
-        if state[name].shape != own[name].shape
-    ]
-    kinds = [
-        f"{name}: {_dtype(state[name])} in {source}, {_dtype(own[name])} in the drafter"
-        for name in sorted(own.keys() & state.keys())
-        if state[name].is_floating_point() != own[name].is_floating_point()
-    ]
-    problems = []
-    if missing:
-        problems.append(f"missing weights: {', '.join(missing)}")
-    if unexpected:
-        problems.append(f"unexpected weights: {', '.join(unexpected)}")
-    if shapes:
-        problems.append(f"shapes differ: {'; '.join(shapes)}")
-    if kinds:
-        problems.append(f"whole numbers in place of weights: {'; '.join(kinds)}")
+    both = sorted(own.keys() & state.keys())
+    said = f"{{}}: {{}} in {source}, {{}} in the drafter".format
+    found = {
+        "missing weights": sorted(own.keys() - state.keys()),
+        "unexpected weights": sorted(state.keys() - own.keys()),
+        "shapes differ": [
+            said(name, list(state[name].shape), list(own[name].shape))
+            for name in both
+            if state[name].shape != own[name].shape
+        ],
+        "whole numbers in place of weights": [
+            said(name, dtype_name(state[name].dtype), dtype_name(own[name].dtype))
+            for name in both
+            if state[name].is_floating_point() != own[name].is_floating_point()
+        ],
+    }
+    problems = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
     if problems:
         kind = type(module).__name__
         raise ValueError(
-            f"{source} does not fit {kind}: " + "; ".join(problems) + f". Was it saved from {with_article(kind)}?"
+            f"{source} does not fit {kind}: {'; '.join(problems)}. Was it saved from {with_article(kind)}?"
         )
     _check_finite(state, source)
     module.load_state_dict(state, strict=True)
 
 
-def check_target(config: Mapping[str, Any], target: Target) -> None:
+def check_target(config: Mapping[str, Any], target: "TargetModel") -> None:
     """Refuse a target other than the one that ``config`` (a checkpoint's) was trained for.
 
     Raises:
@@ -238,31 +221,23 @@ def check_target(config: Mapping[str, Any], target: Target) -> None:
             than two hashes; equal sizes with another fingerprint are other weights (a fine-tune, another revision).
     """
     trained = parse_config(dict(config), source=CONFIG_FILE).target
-    sizes = [
-        (label, ours, theirs)
-        for label, ours, theirs in (
-            ("hidden size", trained.hidden_size, target.hidden_size),
-            ("vocabulary", trained.vocab_size, target.vocab_size),
-            ("layers", trained.num_hidden_layers, target.num_layers),
-        )
-        if ours != theirs
-    ]
+    sizes = (
+        ("hidden size", trained.hidden_size, target.hidden_size),
+        ("vocabulary", trained.vocab_size, target.vocab_size),
+        ("layers", trained.num_hidden_layers, target.num_layers),
+    )
+    differing = ", ".join(f"{what} {ours} against {theirs}" for what, ours, theirs in sizes if ours != theirs)
+    if not differing:
+        fingerprint = target.fingerprint()
+        if fingerprint == trained.fingerprint:
+            return
+        differing = f"fingerprint {trained.fingerprint} against fingerprint {fingerprint}, so other weights"
     at_revision = f" (revision {trained.revision})" if trained.revision else ""
-    fix = (
+    raise ValueError(
+        f"this drafter was trained for {trained.name!r}{at_revision}, not for {target.name!r}: {differing}. "
         f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r} "
         f"(deepspeed train/{config['drafter_type']}.py --config ...)"
     )
-    if sizes:
-        details = ", ".join(f"{label} {ours} against {theirs}" for label, ours, theirs in sizes)
-        raise ValueError(
-            f"this drafter was trained for {trained.name!r}{at_revision}, not for {target.name!r}: {details}. {fix}"
-        )
-    fingerprint = target.fingerprint()
-    if fingerprint != trained.fingerprint:
-        raise ValueError(
-            f"this drafter was trained for {trained.name!r}{at_revision}, fingerprint {trained.fingerprint}; "
-            f"{target.name!r} has fingerprint {fingerprint}: the same shape, but other weights. {fix}"
-        )
 
 
 def push_to_hub(
@@ -291,35 +266,18 @@ def push_to_hub(
         ValueError: ``folder`` is no complete checkpoint, ``repo_id`` no repository name, or the Hub refuses.
     """
     folder = Path(folder)
-    config, weights = load_checkpoint(folder) if folder.is_dir() else (None, None)
-    if config is None or weights is None:
+    if not folder.is_dir():
         raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
+    config, weights = load_checkpoint(folder)
     _check_finite(weights, source=str(folder))
     written = folder / CARD_FILE
-    card = (
-        written.read_bytes()
-        if written.is_file()
-        else model_card(config, repo_id, parameters=_count(weights), license=license, figures=figures).encode()
-    )
-    operations = [
-        CommitOperationAdd(CONFIG_FILE, str(folder / CONFIG_FILE)),
-        CommitOperationAdd(WEIGHTS_FILE, str(folder / WEIGHTS_FILE)),
-        CommitOperationAdd(CARD_FILE, card),
-    ]
-    api = HfApi(token=token)
+    if written.is_file():
+        card = written.read_bytes()
+    else:
+        count = sum(value.numel() for value in weights.values())
+        card = model_card(config, repo_id, parameters=count, license=license, figures=figures).encode()
     try:
-        with contextlib.suppress(RepositoryNotFoundError):  # it need not be there, but the Hub has to answer
-            look_up(repo_id, token=token)
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        try:
-            api.create_commit(repo.repo_id, operations, commit_message=commit_message)
-        except Exception as error:
-            if "xet" not in str(error).lower():
-                raise
-            # A server without Xet storage. A file that is handed over open goes the plain way.
-            with (folder / WEIGHTS_FILE).open("rb") as opened:
-                operations[1] = CommitOperationAdd(WEIGHTS_FILE, opened)
-                api.create_commit(repo.repo_id, operations, commit_message=commit_message)
+        return _upload(folder, card, repo_id, private, token, commit_message)
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a Hub repository name like 'user/my-drafter': {error}") from None
     except OfflineModeIsEnabled:
@@ -330,6 +288,27 @@ def push_to_hub(
         raise ValueError(f"the Hub refused to publish {repo_id!r}: {_one_line(error)}{fix}") from None
     except (OSError, HTTPError) as error:
         raise ValueError(f"cannot publish {repo_id!r}: the Hub cannot be reached ({_one_line(error)})") from None
+
+
+def _upload(
+    folder: Path, card: bytes, repo_id: str, private: bool | None, token: str | bool | None, message: str
+) -> str:
+    """Commit a checkpoint's files and its card to a repository that need not exist yet; returns its address."""
+    with contextlib.suppress(RepositoryNotFoundError):  # it need not be there, but the Hub has to answer
+        look_up(repo_id, token=token)
+    api = HfApi(token=token)
+    repo = api.create_repo(repo_id, private=private, exist_ok=True)
+    operations = [CommitOperationAdd(name, str(folder / name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    operations.append(CommitOperationAdd(CARD_FILE, card))
+    try:
+        api.create_commit(repo.repo_id, operations, commit_message=message)
+    except Exception as error:
+        if "xet" not in str(error).lower():
+            raise
+        # A server without Xet storage. A file that is handed over open goes the plain way.
+        with (folder / WEIGHTS_FILE).open("rb") as opened:
+            operations[1] = CommitOperationAdd(WEIGHTS_FILE, opened)
+            api.create_commit(repo.repo_id, operations, commit_message=message)
     return str(repo)
 
 
@@ -399,14 +378,6 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
             "check the gradient norm) or the file is damaged"
         )
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _count(weights: Mapping[str, Tensor]) -> int:
-    return sum(value.numel() for value in weights.values())
 
 
 def _one_line(error: Exception) -> str:

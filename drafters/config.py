@@ -37,7 +37,7 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | 
         raise ValueError(f"no config file at {file}{hint}")
     text = read_text(file)
     try:
-        data = _read_yaml(text)
+        data = _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError) as error:  # a number of 5,000 digits
         raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
@@ -99,46 +99,22 @@ def _parse_scalar(text: str) -> Any:
     try:
         return json.loads(text)  # YAML 1.1 would read 1e-4 as a string
     except json.JSONDecodeError:
-        return _read_yaml(text)
+        return _Loader(text).get_single_data()
     except ValueError:  # more digits than Python reads: no number that anything here takes
         return text
 
 
-def _read_yaml(text: str) -> Any:
-    """What ``yaml.safe_load`` gives, which takes the last of several equal keys without a word; here it is an error.
+class _Loader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` takes the last of several equal keys without a word; here they are an error."""
 
-    Raises:
-        yaml.YAMLError: no YAML, or a key that stands twice in one mapping; the message names both lines.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_keys(node, set())
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _check_keys(node: yaml.Node, seen: set[int]) -> None:
-    """Raise ``yaml.YAMLError`` for equal keys anywhere below ``node``; ``seen``: the nodes visited (anchors repeat)."""
-    if id(node) in seen or isinstance(node, yaml.ScalarNode):
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _check_keys(child, seen)
-        return
-    first: dict[tuple[str, str], yaml.Node] = {}
-    for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            before = first.setdefault((key.tag, key.value), key)
-            if before is not key:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (before := first.setdefault((key.tag, key.value), key)) is not key:
                 lines = f"{before.start_mark.line + 1} and {key.start_mark.line + 1}"
                 raise yaml.YAMLError(f"the key {key.value!r} stands twice, on lines {lines}; keep one of them")
-        _check_keys(key, seen)
-        _check_keys(value, seen)
+        return node
 
 
 def _describe(schema: type[BaseModel], item: Any) -> str:

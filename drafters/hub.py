@@ -27,7 +27,9 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
     cached = isinstance(try_to_load_from_cache(str(name), "config.json", revision=revision), str)
     url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
     seconds = constants.HF_HUB_ETAG_TIMEOUT
-    _limit_patience()
+    hooks = get_session().event_hooks["request"]
+    if _with_timeout not in hooks:
+        hooks.append(_with_timeout)
     try:
         get_hf_file_metadata(url, token=token, timeout=seconds)
     except (EntryNotFoundError, OfflineModeIsEnabled):
@@ -45,13 +47,7 @@ def look_up(name: str | Path, revision: str | None = None, token: str | bool | N
         return
 
 
-def _limit_patience() -> None:
-    """Give a timeout to the requests that have none: most of huggingface_hub's own, those for downloads apart."""
-    hooks = get_session().event_hooks["request"]
-    if _with_timeout not in hooks:
-        hooks.append(_with_timeout)
-
-
 def _with_timeout(request: Any) -> None:
+    """Give a timeout to a request that has none: most of huggingface_hub's own, those for downloads apart."""
     given = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {name: PATIENCE if value is None else value for name, value in given.items()}

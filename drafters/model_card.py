@@ -10,10 +10,9 @@ from typing import Any
 
 import yaml
 
-_TITLES = {"eagle": "EAGLE autoregression head", "kangaroo": "Kangaroo adapter"}  # other types show their own name
-_PAPERS = {
-    "eagle": "[EAGLE](https://arxiv.org/abs/2401.15077)",
-    "kangaroo": "[Kangaroo](https://arxiv.org/abs/2404.18911)",
+_KNOWN = {  # other types show their own name
+    "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
+    "kangaroo": "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))",
 }
 
 
@@ -41,22 +40,16 @@ def model_card(
     if on_hub:
         front["base_model"] = target_name
         front["base_model_relation"] = "adapter"
-    title = _TITLES.get(kind, kind)
-    paper = f" ({_PAPERS[kind]})" if kind in _PAPERS else ""
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=True)}---",
         f"# {repo_id.split('/')[-1]}",
-        f"A drafter for speculative decoding: {title}{paper} with {parameters:,} weights, trained for the target "
-        f"`{target_name}`. It works with that target only.",
+        f"A drafter for speculative decoding: {_KNOWN.get(kind, kind)} with {parameters:,} weights, trained for the "
+        f"target `{target_name}`. It works with that target only.",
         "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id),
         "## Target\n\n" + _table({**target, "name": target_name}),
     ]
-    if config.get("drafter"):
-        sections.append("## Options\n\n" + _table(config["drafter"]))
-    if config.get("training"):
-        sections.append("## Training\n\n" + _table(config["training"]))
-    if figures:
-        sections.append("## Measured\n\n" + _table(figures))
+    more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": figures}
+    sections += [f"## {title}\n\n{_table(values)}" for title, values in more.items() if values]
     return "\n\n".join(sections) + "\n"
 
 

@@ -65,25 +65,21 @@ def run_program(main: Callable[[], int | None]) -> None:
     own = os.getpid()
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
-        for each in SIGNALS:  # a launcher that gets Ctrl-C, too, sends SIGTERM right after
-            signal.signal(each, _unheard)
+        _on_signals(_unheard)  # a launcher that gets Ctrl-C, too, sends SIGTERM right after
         if os.getpid() == own:  # and not a worker that was forked
             _say_interrupted(number, f"nothing was begun. To start again: {command()}")
         os._exit(128 + number)
 
     command()  # while the launcher that started this process still runs
-    for number in SIGNALS:
-        signal.signal(number, leave_at_once)
+    _on_signals(leave_at_once)
     try:
         status = main()
     except (ValueError, OSError, Failure) as error:
-        for number in SIGNALS:  # where another rank ended first, a launcher sends SIGTERM: this is no interruption
-            signal.signal(number, signal.SIG_DFL)
+        _on_signals(signal.SIG_DFL)  # where another rank ended first, a launcher sends SIGTERM: no interruption
         _repeat_after_launcher(f"error: {error}")
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as error:
-        for number in SIGNALS:
-            signal.signal(number, _unheard)
+        _on_signals(_unheard)
         kept, number = error.args if len(error.args) == 2 else (f"to start again: {command()}", signal.SIGINT)
         _say_interrupted(number, kept)
         leave(128 + number)
@@ -100,13 +96,31 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
     Args:
         kept: what a run that was interrupted here has kept, and the command that goes on: the program's last line.
     """
-    with _raised():
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            if len(error.args) < 2:
-                error.args = (kept(), *error.args) if error.args else (kept(), signal.SIGINT)
-            raise
+    handler = signal.getsignal(signal.SIGINT)
+    # Elsewhere than in a program (a test, a notebook) signals stay what they are.
+    ours = getattr(handler, "__qualname__", "").startswith(run_program.__name__)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # A launcher that gets Ctrl-C, too, sends SIGTERM to processes that are ending already.
+        signal.signal(signal.SIGTERM, _unheard)
+        signal.signal(signal.SIGINT, interrupt_again)
+        raise KeyboardInterrupt(number)
+
+    def interrupt_again(number: int, frame: FrameType | None) -> None:
+        _say(f"interrupted twice, so left at once, as after a kill; to start again: {command()}")
+        os._exit(128 + number)
+
+    if ours:
+        _on_signals(interrupt)
+        _wake_main_thread()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if len(error.args) < 2:
+            error.args = (kept(), *error.args) if error.args else (kept(), signal.SIGINT)
+        raise
+    if ours:  # what there was to do is done
+        _on_signals(signal.SIG_DFL)
 
 
 def command(*more: str) -> str:
@@ -151,30 +165,9 @@ def _launched_by() -> list[str] | None:
     return None
 
 
-@contextlib.contextmanager
-def _raised() -> Iterator[None]:
-    """Signals of a program are raised; elsewhere (a test, a notebook) they stay what they are."""
-    handler = signal.getsignal(signal.SIGINT)
-    ours = getattr(handler, "__qualname__", "").startswith(run_program.__name__)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        # A launcher that gets Ctrl-C, too, sends SIGTERM to processes that are ending already.
-        signal.signal(signal.SIGTERM, _unheard)
-        signal.signal(signal.SIGINT, interrupt_again)
-        raise KeyboardInterrupt(number)
-
-    def interrupt_again(number: int, frame: FrameType | None) -> None:
-        _say(f"interrupted twice, so left at once, as after a kill; to start again: {command()}")
-        os._exit(128 + number)
-
-    if ours:
-        for number in SIGNALS:
-            signal.signal(number, interrupt)
-        _wake_main_thread()
-    yield
-    if ours:  # what there was to do is done
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+def _on_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for number in SIGNALS:
+        signal.signal(number, handler)
 
 
 def _wake_main_thread() -> None:

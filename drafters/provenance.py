@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafters.wording import dtype_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,7 +33,7 @@ def environment(target: "TargetModel") -> dict[str, Any]:
             "fingerprint": target.fingerprint(),
             "parameters": target.parameters,
         },
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "engine": target.engine,
         "quantize": target.quantize,
     } | measured_on(target.device)

@@ -26,6 +26,11 @@ def shortened(value: Any, longest: int = LONGEST) -> str:
     return brief.repr(value)
 
 
+def dtype_name(dtype: object) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def with_article(noun: str) -> str:
     """``"EagleHead"`` -> ``"an EagleHead"``."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"

@@ -94,7 +94,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     for arguments, message in cases:
         assert status(roofline.main, *arguments, f"out={tmp_path / 'x'}") == 1
         assert __import__("re").search(message, capsys.readouterr().err)
-    monkeypatch.setattr(loading, "_SMALL", 0)
+    monkeypatch.setattr(loading, "SMALL", 0)
     monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 20)
     assert status(roofline.main, "--shape", "llama-7b", f"out={tmp_path / 'x'}") == 1
     assert "its weights need 13.5 GB" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def test_too_little_memory_is_said_before_weights_are_read(saved: str, monkeypat
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(loading, "_SMALL", 0)
+    monkeypatch.setattr(loading, "SMALL", 0)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", read)
     weights = loading.weight_bytes(tiny.tiny_config("llama"), torch.float32)
     monkeypatch.setattr(loading, "free_memory", lambda _: weights - 1)

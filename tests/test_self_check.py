@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model import fused, runner, target
+from drafters.model import fused, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
 from drafters.model.rope import Rope
@@ -120,7 +120,7 @@ OURS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "eps": _changed(FusedNorm, "__init__", _after_init(lambda self, norm: setattr(self, "eps", 0.1))),
     "layer norm": _changed(FusedNorm, "__call__", lambda call: _layer_norm),
     "a norm left out": _changed(FusedLayer, "__init__", _after_init(_no_norms)),
-    "interleaved rope": _changed(runner, "signed", _interleaved),
+    "interleaved rope": _changed(FusedRunner, "angles", lambda signed: staticmethod(_interleaved(signed))),
     "rope's frequencies": _changed(
         Rope, "table", lambda table: lambda self, upto: [x[::2] for x in table(self, 2 * upto)]
     ),

@@ -3,6 +3,7 @@
 import threading
 import time
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -48,11 +49,8 @@ class Clock:
         return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self._models[: len(laps)]]
 
 
-def _seconds(start: Mark, end: Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return start.elapsed_time(end) / 1e3
-    assert isinstance(start, float) and isinstance(end, float)
-    return end - start
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 class _Running(threading.local):

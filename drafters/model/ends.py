@@ -7,7 +7,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.paths import readable
@@ -33,10 +33,7 @@ class FrozenEnds:
 
 
 def load_frozen_ends(
-    name: str,
-    dtype: str | torch.dtype = "bfloat16",
-    device: str | torch.device = "cpu",
-    revision: str | None = None,
+    name: str, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", revision: str | None = None
 ) -> FrozenEnds:
     """Read only the two ends of a target (a 70B target's are 1 GB) from its safetensors files.
 
@@ -53,7 +50,7 @@ def load_frozen_ends(
     if missing:
         raise ValueError(f"{name}: no tensors named {missing} in its safetensors files; its names must be Llama's")
 
-    def read(key: str) -> torch.Tensor:
+    def read(key: str) -> Tensor:
         path = _fetch(name, files[key], revision)
         with safe_open(path, framework="pt") as file:
             refuse_integers(path, key, file.get_slice(key).get_dtype())

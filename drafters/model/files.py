@@ -3,15 +3,17 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from drafters.choices import Dtype
 from drafters.hub import look_up
 from drafters.paths import check_loadable
-from drafters.wording import shortened
+from drafters.wording import dtype_name, shortened
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
@@ -22,10 +24,9 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         ValueError: not one of float32, bfloat16, float16.
     """
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    resolved = known.get(str(dtype).removeprefix("torch."))
-    if resolved is None:
-        raise ValueError(f"dtype must be one of {', '.join(known)}, found {dtype!r}")
+    if (name := dtype_name(dtype)) not in get_args(Dtype):
+        raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, found {dtype!r}")
+    resolved: torch.dtype = getattr(torch, name)
     return resolved
 
 
@@ -44,7 +45,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     return found
 
 
-def model_fingerprint(config: PretrainedConfig, norm: torch.Tensor, projection_row: torch.Tensor) -> str:
+def model_fingerprint(config: PretrainedConfig, norm: Tensor, projection_row: Tensor) -> str:
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     head = ",".join(f"{name}={getattr(config, name, None)}" for name in names)
     digest = hashlib.sha256(head.encode())
@@ -66,8 +67,7 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     """
     if not (may_be_file and Path(name).is_file()):
         check_loadable(name, revision)
-    what = f"no model configuration in {str(name)!r}: it must be a folder or a Hub repository with config.json"
-    found: PretrainedConfig = _from_pretrained(AutoConfig, name, revision, what)
+    found: PretrainedConfig = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
     return found
 
 
@@ -78,29 +78,29 @@ def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
         ValueError: there is none, or one with code of its own.
     """
     check_loadable(name, revision)
-    what = (
-        f"no tokenizer could be loaded from {str(name)!r}: it must be a folder or a Hub repository with tokenizer files"
-    )
-    return _from_pretrained(AutoTokenizer, name, revision, what)
+    return _from_pretrained(AutoTokenizer, name, revision, "tokenizer", "tokenizer files")
 
 
-def _from_pretrained(kind: Any, name: str, revision: str | None, message: str) -> Any:
-    """What transformers' class ``kind`` loads; ``message``: for the ValueError where there is nothing to load."""
+def _from_pretrained(kind: Any, name: str, revision: str | None, what: str, needs: str) -> Any:
+    """What transformers' class ``kind`` loads; ``what`` that is, and the files it ``needs``, for a ValueError."""
     try:
         look_up(name, revision)
         return kind.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        raise not_loaded(error, name, message) from error
+        raise not_loaded(error, name, what, needs) from error
 
 
-def not_loaded(error: Exception, name: str, message: str) -> ValueError:
-    """What to say of transformers' ``error``: ``message`` with its first line, or that code would have to run."""
+def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError:
+    """What to say of transformers' ``error``: its first line, or that code would have to run."""
     if "trust_remote_code" in str(error):  # transformers says to set it
         return ValueError(
             f"{str(name)!r} comes with code of its own (auto_map in its JSON files), and code that was downloaded is "
             f"never run; choose a model of a family that transformers has, as {SUPPORTED}"
         )
-    return ValueError(f"{message} ({str(error).splitlines()[0]})")
+    return ValueError(
+        f"no {what} could be loaded from {str(name)!r}: it must be a folder or a Hub repository with {needs} "
+        f"({str(error).splitlines()[0]})"
+    )
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
@@ -61,19 +61,18 @@ class FusedNorm:
     def __init__(self, norm: Any) -> None:
         self.weight = norm.weight if not isinstance(norm, nn.Identity) else None
         self.eps = norm.variance_epsilon if self.weight is not None else 0.0
-        self.twice: torch.Tensor | None = None
+        self.twice: Tensor | None = None
         if self.weight is not None and self.weight.device.type == "cpu":
             self.twice = torch.cat((self.weight, self.weight))
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` -> ``[..., H]``."""
         if self.weight is None:
             return hidden
         if self.twice is not None:
             both = torch.cat((hidden, -hidden), dim=-1)
-            return torch.native_layer_norm(both, self.twice.shape, self.twice, None, self.eps)[0][
-                ..., : len(self.weight)
-            ]
+            normed = torch.native_layer_norm(both, self.twice.shape, self.twice, None, self.eps)[0]
+            return normed[..., : len(self.weight)]
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
@@ -88,15 +87,15 @@ class FusedAttention:
         self.query_heads = attention.q_proj.out_features // self.head_dim
         self.key_heads = attention.k_proj.out_features // self.head_dim
         self.groups = self.query_heads // self.key_heads
-        self.head_norm: torch.Tensor | None = None
+        self.head_norm: Tensor | None = None
         if hasattr(attention, "q_norm"):  # Qwen3: over each head, before RoPE
             self.eps = attention.q_norm.variance_epsilon
             norms = [attention.q_norm.weight] * self.query_heads + [attention.k_norm.weight] * self.key_heads
             self.head_norm = torch.stack(norms)
 
     def __call__(
-        self, hidden: torch.Tensor, angles: Angles, bias: torch.Tensor | None, cache: KVCache | None, index: int
-    ) -> torch.Tensor:
+        self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
+    ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``.
 
         Args:
@@ -128,7 +127,7 @@ class FusedAttention:
             attended = attended.reshape(batch, self.query_heads, rows, self.head_dim)
         return self.out(attended.transpose(1, 2).reshape(batch, rows, -1))
 
-    def _prompt(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Causal attention of a block with nothing before it: long, so through the kernel made for that."""
         grouped = self.groups > 1
         if grouped and queries.device.type == "cpu":  # whose kernels take no groups, and would not use one at all
@@ -149,7 +148,7 @@ class FusedMLP:
             self.down = Product(mlp.down_proj.weight, mlp.down_proj.bias)
             self.activation = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``."""
         if self.experts is not None:
             return self.experts(hidden)
@@ -168,8 +167,8 @@ class FusedLayer:
             self.mlp_norm, self.mlp = FusedNorm(layer.post_attention_layernorm), FusedMLP(layer.mlp)
 
     def __call__(
-        self, hidden: torch.Tensor, angles: Angles, bias: torch.Tensor | None, cache: KVCache | None, index: int
-    ) -> torch.Tensor:
+        self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
+    ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
@@ -206,7 +205,7 @@ def _join(linears: list[nn.Linear]) -> Product:
 
 
 @torch.no_grad()
-def _adjoin(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _adjoin(parts: Sequence[Tensor]) -> Tensor:
     """``torch.cat(parts)``, with the parts made views of it; if they already are, the whole they are views of."""
     base, end = parts[0], parts[0].storage_offset()
     for part in parts:

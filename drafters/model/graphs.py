@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafters.choices import Engine
@@ -54,7 +55,7 @@ class Captured:
         self,
         part: Part,
         rows: BufferedRows,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[Tensor],
         storage: Storage,
         table: Angles,
         taps: tuple[int, ...],
@@ -64,9 +65,9 @@ class Captured:
         # All that the graph knows by address only is kept here. Not the cache: its memory is lent anew once it is gone.
         self.part, self.rows, self.storage, self.table, self.taps = part, rows, storage, table, taps
         self.replay: Callable[[], None] | None = None
-        self.outputs: tuple[torch.Tensor, Taps]
+        self.outputs: tuple[Tensor, Taps]
 
-    def fill(self, inputs: Sequence[torch.Tensor], rows: Placed) -> None:
+    def fill(self, inputs: Sequence[Tensor], rows: Placed) -> None:
         """Put a step's values into the buffers."""
         for buffer, value in zip(self.inputs, inputs, strict=True):
             buffer[:, : rows.count].copy_(value)
@@ -95,22 +96,13 @@ class GraphRunner(FusedRunner):
         self._pool: Any = None
         self.broken: str | None = None
 
-    def _usable(self, cache: KVCache | None, rows: Placed) -> bool:
-        """Whether a forward is one for a graph: few rows that follow others in a cache made for it."""
-        return (
-            self.broken is None
-            and cache is not None
-            and cache.storage is not None
-            and padded_rows_fit(rows.count, rows.offset)
-            and rows.end > rows.count
-        )
-
     def _run(
-        self, part: Part, inputs: Sequence[torch.Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
-    ) -> tuple[torch.Tensor, Taps]:
-        if not self._usable(cache, rows):
+        self, part: Part, inputs: Sequence[Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Taps]:
+        # A graph is for few rows that follow others in a cache made for it.
+        fits = padded_rows_fit(rows.count, rows.offset) and rows.end > rows.count
+        if self.broken is not None or cache is None or cache.storage is None or not fits:
             return super()._run(part, inputs, cache, rows, taps)
-        assert cache is not None and cache.storage is not None
         count, batch = padded_rows(rows.count), len(rows.lengths)
         uncommitted = padded_rows(rows.offset + count)
         seen = seen_rows(rows.end - rows.count + count, cache.capacity)

@@ -10,24 +10,27 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..wording import size_text
 from .files import free_memory
 
-_SMALL = 1 << 26  # bytes that nobody asks about
+SMALL = 1 << 26  # bytes that nobody asks about
+Views = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # each layer's keys, and its values
 
 
 @dataclass(eq=False)
 class Storage:
     """Keys and values ``[layers, batch, kv_heads, capacity, head_dim]`` that captured forwards are bound to."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
-    def at(self, slots: torch.Tensor, seen: int) -> "StorageRows":
+    def at(self, slots: Tensor, seen: int) -> "StorageRows":
         """Directed at ``slots [B, R]``, its first ``seen`` rows to be read."""
         return StorageRows(self, slots[:, None, :, None], seen)
 
@@ -37,10 +40,10 @@ class StorageRows:
     """What an attention layer of a captured forward calls ``update`` of."""
 
     storage: Storage
-    index: torch.Tensor
+    index: Tensor
     seen: int
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write ``[B, kv_heads, R, head_dim]`` to the slots; all rows up to ``seen``."""
         index, all_keys, all_values = self.index.expand_as(keys), self.storage.keys[layer], self.storage.values[layer]
         all_keys.scatter_(2, index, keys)
@@ -78,20 +81,21 @@ class KVCache:
         each = device if isinstance(device, list) else [torch.device(device)] * layers
         runs = [(place, len(list(run))) for place, run in itertools.groupby(each)]
         # Zeros, not empty: rows beyond a length are masked, but 0 * NaN in an attention's value product is NaN.
-        self._parts = [_zeros((count, *shape), dtype, at) for at, count in runs] if storage is None else []
-        if storage is not None:
+        if storage is None:
+            zeros = partial(torch.zeros, dtype=dtype)
+            self._parts = [(zeros(n, *shape, device=at), zeros(n, *shape, device=at)) for at, n in runs]
+        else:
             self._parts = [(storage.keys, storage.values)]
         assert len(each) == layers == sum(len(keys) for keys, _ in self._parts)
         assert all(keys.shape[1:] == shape for keys, _ in self._parts)
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
-        self._returned: Callable[[], object] = _nowhere
-        self._end = 0
-        # Of each new row, where batch rows differ in length; each layer's.
-        self._slots: tuple[torch.Tensor, ...] | None = None
-        self._new: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())  # each layer's, else
-        self._seen: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
-        self._all: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
+        self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
+        # Each layer's: the slots of the new rows, of the rows up to them, and of all rows.
+        self._new: Views = ((), ())
+        self._seen: Views = ((), ())
+        self._all: Views = ((), ())
+        self._slots: tuple[Tensor, ...] | None = None  # of each new row, where batch rows differ in length
 
     @classmethod
     def for_config(
@@ -111,7 +115,7 @@ class KVCache:
         """
         layers = layers or config.num_hidden_layers
         needed = cache_bytes(config, batch, capacity, dtype, layers)
-        if storage is None and needed > _SMALL:
+        if storage is None and needed > SMALL:
             places = set(device) if isinstance(device, list) else {torch.device(device)}
             if needed > (free := sum(map(free_memory, places))):
                 raise ValueError(
@@ -125,10 +129,9 @@ class KVCache:
     def at(self, rows: int, offset: int = 0) -> "KVCache":
         """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""
         starts = [length + offset for length in self.lengths]
-        self._end = max(starts) + rows
-        assert self._end <= self.capacity, f"cache of {self.capacity} rows asked for {self._end}"
+        end = max(starts) + rows
+        assert end <= self.capacity, f"cache of {self.capacity} rows asked for {end}"
         # Views of all layers at once: slicing costs microseconds, which every layer would pay again.
-        end = self._end
         self._seen = self.views(0, end)
         if starts.count(starts[0]) == len(starts):
             self._new, self._slots = self.views(starts[0], end), None
@@ -140,8 +143,8 @@ class KVCache:
         return self
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return all up to the last row."""
         if self._slots is None:
             self._new[0][layer_idx].copy_(key_states)
@@ -152,10 +155,10 @@ class KVCache:
             self._all[1][layer_idx].scatter_(2, index, value_states)
         return self._seen[0][layer_idx], self._seen[1][layer_idx]
 
-    def views(self, first: int, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def views(self, first: int, end: int) -> Views:
         """Each layer's keys and values ``[B, kv_heads, end - first, head_dim]`` of some slots."""
-        keys: tuple[torch.Tensor, ...] = ()
-        values: tuple[torch.Tensor, ...] = ()
+        keys: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
         for some_keys, some_values in self._parts:
             keys += some_keys[..., first:end, :].unbind(0)
             values += some_values[..., first:end, :].unbind(0)
@@ -262,11 +265,3 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
-
-
-def _nowhere() -> None:
-    """Where the memory of a cache goes that was not lent."""
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)

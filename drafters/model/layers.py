@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
@@ -76,7 +76,7 @@ class AttentionLayer(nn.Module):
         self.input_layernorm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
         self.self_attn = made(kind.config, kind.attention, kind.config, layer_idx=0)
 
-    def forward(self, hidden: torch.Tensor, use_cache: bool = False, **given: Any) -> torch.Tensor:
+    def forward(self, hidden: Tensor, use_cache: bool = False, **given: Any) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the other arguments are those of the family's decoder layers."""
         return hidden + self.self_attn(hidden_states=self.input_layernorm(hidden), **given)[0]
 
@@ -101,7 +101,7 @@ def no_head(config: PretrainedConfig, reason: object) -> ValueError:
     )
 
 
-def probe_states(head: Any, width: int) -> list[torch.Tensor]:
+def probe_states(head: Any, width: int) -> list[Tensor]:
     """The ``inputs`` of a new head, ``[1, PROBE, width]`` each, to try it on; not drawn, so that a seed means what it
     did."""
     count = head.inputs
@@ -136,9 +136,9 @@ def check_head(head: Any, config: PretrainedConfig) -> None:
     differ(config, "one row at a time", alone, whole[:, -1:])
 
 
-def differ(config: PretrainedConfig, how: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+def differ(config: PretrainedConfig, how: str, found: Tensor, expected: Tensor) -> None:
     """Raise ValueError if a head that was run in another way gave something else; tensors without contents agree."""
-    if found.device.type == "meta" or type(found) is not torch.Tensor:
+    if found.device.type == "meta" or type(found) is not Tensor:
         return
     gap, scale = (found - expected).abs().max().item(), expected.abs().max().item()
     if not gap <= max(1e-3, 8 * torch.finfo(found.dtype).eps) * scale:

@@ -1,9 +1,11 @@
 """A linear layer for decoding: a few rows against a large weight, in the layout and precision that reads fastest."""
 
+from collections.abc import Callable
 from functools import cache
 
 import psutil
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.choices import Quantization
@@ -23,12 +25,12 @@ class Product:
     4 times in float32).
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.packed = _pack(weight)
         self.quantized: Int8 | Int4 | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
         if self.quantized is not None:
             out = self.quantized(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
@@ -39,7 +41,7 @@ class Product:
             return self._multiply(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)
         return self._multiply(x)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     @property
@@ -61,9 +63,11 @@ class Product:
 class Int8:
     """A weight as int8 with one scale an output (symmetric, by the largest value)."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         # Rounded before it is used, so that values are rounded to the grid that will be there.
-        self.scales = (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(_least(weight))
+        self.scales = (
+            (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
+        )
         self.values = (weight.float() / self.scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         self.kernel = _int8_kernel(weight.device, weight.dtype, *weight.shape)
 
@@ -72,7 +76,7 @@ class Int8:
         """Bytes kept."""
         return self.values.nbytes + self.scales.nbytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
         if self.kernel:
             return torch._weight_int8pack_mm(x, self.values, self.scales)
@@ -89,7 +93,7 @@ class Int4:
         ValueError: no group size divides the number of inputs.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         outputs, inputs = weight.shape
         group = next((size for size in GROUPS if inputs % size == 0), None)
         if group is None:
@@ -100,7 +104,7 @@ class Int4:
         self.group = group
         grouped = weight.float().view(outputs, -1, group)
         low, high = grouped.amin(-1), grouped.amax(-1)
-        scales = ((high - low) / 15).to(weight.dtype).clamp_min(_least(weight)).float()
+        scales = ((high - low) / 15).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny).float()
         middles = (low + 8 * scales).to(weight.dtype).float()
         values = ((grouped - middles[..., None]) / scales[..., None] + 8).round_().clamp_(0, 15)
         values = values.view(outputs, inputs).to(torch.int32)
@@ -113,32 +117,28 @@ class Int4:
         """Bytes kept."""
         return self.values.nbytes + self.scales_and_zeros.nbytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
         return self._through_kernel(x) if self.kernel else F.linear(x, self.spread(self.values))
 
-    def _through_kernel(self, x: torch.Tensor) -> torch.Tensor:
+    def _through_kernel(self, x: Tensor) -> Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm
         if x.device.type == "cpu":
             multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
         return multiply(x, self.values, self.group, self.scales_and_zeros)
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def spread(self, values: Tensor) -> Tensor:
         """Two values a byte ``[outputs, inputs / 2]`` -> the weight they stand for ``[outputs, inputs]``."""
         pairs = torch.stack([values >> 4, values & 15], dim=-1).view(values.shape[0], -1, self.group)
         scales, middles = (part.t()[..., None] for part in self.scales_and_zeros.unbind(-1))
         return ((pairs.to(scales.dtype) - 8) * scales + middles).view(values.shape[0], -1)
 
 
-def _least(weight: torch.Tensor) -> float:
-    return torch.finfo(weight.dtype).tiny
-
-
-def _two_a_byte(values: torch.Tensor) -> torch.Tensor:
+def _two_a_byte(values: Tensor) -> Tensor:
     return (values[:, ::2] << 4 | values[:, 1::2]).to(torch.uint8)
 
 
-def _int4_layout(values: torch.Tensor) -> torch.Tensor:
+def _int4_layout(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         return torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 8)
     return torch.ops.aten._convert_weight_to_int4pack(_two_a_byte(values), 8)
@@ -152,11 +152,7 @@ def _int8_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs:
     weight = torch.randint(-127, 128, (outputs, inputs), generator=generator, device=device).to(torch.int8)
     scales = torch.rand(outputs, generator=generator, device=device).to(dtype)
     expected = F.linear(row.float(), weight.float()) * scales.float()
-    try:
-        found = torch._weight_int8pack_mm(row, weight, scales).float()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+    return _gives(lambda: torch._weight_int8pack_mm(row, weight, scales), expected)
 
 
 @cache
@@ -170,15 +166,24 @@ def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs:
     probe.scales_and_zeros = torch.rand(shape, generator=generator, device=device).to(dtype)
     row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
     expected = F.linear(row.float(), probe.spread(_two_a_byte(values)).float())
-    try:
+
+    def multiply() -> Tensor:
         probe.values = _int4_layout(values)
-        found = probe._through_kernel(row).float()
-    except (RuntimeError, NotImplementedError):
+        return probe._through_kernel(row)
+
+    return _gives(multiply, expected)
+
+
+def _gives(multiply: Callable[[], Tensor], expected: Tensor) -> bool:
+    """Whether a kernel is there, and right."""
+    try:
+        gap = (multiply().float() - expected).abs().max()
+    except RuntimeError:
         return False
-    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+    return bool(gap <= 0.02 * expected.abs().max())
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor | None:
+def _pack(weight: Tensor) -> Tensor | None:
     """The weight in the layout of the CPU's kernels; None where there is no such layout or too little memory."""
     ready = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
     if not ready or weight.dtype not in (torch.float32, torch.bfloat16):

@@ -12,12 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..wording import size_text
+from ..wording import dtype_name, size_text
 from .files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype, weight_map
-from .kv_cache import cache_bytes
+from .kv_cache import SMALL, cache_bytes
 
 DeviceMap = str | dict[str, Any]
-_SMALL = 1 << 26  # bytes that nobody asks about
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -43,12 +42,12 @@ def check_memory(
     """
     weights, cache = weight_bytes(config, dtype), cache_bytes(config, batch, context, dtype)
     free = sum(free_memory(device) for device in devices)
-    if weights + cache <= max(free, _SMALL):
+    if weights + cache <= max(free, SMALL):
         return
     where = f"{devices[0]} has" if len(devices) == 1 else f"{len(devices)} devices have together"
     # What is quantised is loaded whole first, so that quantize would be no help here.
     if weights > free:
-        needs = f"its weights need {size_text(weights)} in {str(dtype).removeprefix('torch.')}"
+        needs = f"its weights need {size_text(weights)} in {dtype_name(dtype)}"
         fix = "use a smaller model or dtype, or several GPUs with device_map='auto'"
     else:
         needs = (
@@ -89,7 +88,6 @@ def load_model(
     config = load_config_only(name, revision)
     check_memory(str(name), config, kind, devices, *cache_tokens)
     check_index(name, revision)
-    spread: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(name),
@@ -98,15 +96,10 @@ def load_model(
             trust_remote_code=False,
             attn_implementation="sdpa",
             use_safetensors=True,
-            **spread,
+            device_map=device_map,
         )
     except (OSError, KeyError, SafetensorError) as error:
-        raise not_loaded(
-            error,
-            name,
-            f"no model could be loaded from {str(name)!r}: it must be a folder or a Hub repository "
-            "with config.json and safetensors weights",
-        ) from error
+        raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
     check_floating(name, revision, config)
     if device_map is None:
         return model.to(where)  # type: ignore[arg-type]

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from .files import rope_depends_on_length
 from .rows import Placed
 
-Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin
+Angles = tuple[Tensor, Tensor]  # cos and sin
 
 
 class Rope:

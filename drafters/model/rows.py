@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # A chain's bias is the same at every length but for its width; kept while it is no larger than this many values.
 _KEPT_VALUES = 1 << 18
@@ -25,8 +25,8 @@ class Rows(NamedTuple):
         offset: uncommitted rows that earlier calls of this step wrote.
     """
 
-    see: torch.Tensor | None = None
-    depths: torch.Tensor | None = None
+    see: Tensor | None = None
+    depths: Tensor | None = None
     offset: int = 0
 
 
@@ -54,7 +54,7 @@ class Placed:
         """Whether every batch row has the last R positions below ``end``, in order."""
         return self.uniform and self.depths is None
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """``[B, R]``."""
         if self.depths is None:
             own = torch.arange(self.offset, self.offset + self.count, device=self.device)
@@ -63,7 +63,7 @@ class Placed:
         first = self.lengths[0] if self.uniform else self._lengths()[:, None]
         return (first + own).expand(len(self.lengths), -1)
 
-    def mask(self, window: int | None = None, always: bool = False) -> torch.Tensor | None:
+    def mask(self, window: int | None = None, always: bool = False) -> Tensor | None:
         """Bool ``[B or 1, 1, R, end]``; None where attention needs none: one row that sees everything, or a causal
         block with nothing before it.
 
@@ -85,7 +85,7 @@ class Placed:
             mask = mask & near(self.positions(), self._key_positions(), window)
         return mask[:, None]
 
-    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
         """``mask`` as values to add to the scores: ``[B or 1, 1, groups * R, end]`` or None.
 
         The R rows are repeated once for each of the ``groups`` query heads that share a key head.
@@ -102,12 +102,12 @@ class Placed:
     def _needs_no_mask(self) -> bool:
         return self.uniform and (self.count == 1 or self.end == self.count)
 
-    def _lengths(self) -> torch.Tensor:
+    def _lengths(self) -> Tensor:
         if self.uniform:
             return torch.full((len(self.lengths),), self.lengths[0], device=self.device)
         return torch.tensor(self.lengths, device=self.device)
 
-    def _key_positions(self) -> torch.Tensor:
+    def _key_positions(self) -> Tensor:
         """``[B or 1, end]`` position of the token in each cache slot."""
         if self.depths is None:  # uncommitted or not, one after the other
             return torch.arange(self.end, device=self.device)[None]
@@ -153,19 +153,19 @@ class BufferedRows:
         if rows.depths is not None:
             self.depths[:, : rows.depths.shape[1]].copy_(rows.depths)
 
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> Tensor:
         """``[B, R]`` where the new rows' keys and values go."""
         return self.starts[:, None] + torch.arange(self.count, device=self.device)
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """``[B, R]``."""
         first = (self.starts - self.lengths)[:, None]
         own = (first + torch.arange(self.count, device=self.device)).clamp_max(self.depths.shape[1] - 1)
         return self.lengths[:, None] + self.depths.gather(1, own)
 
     def biases(
-        self, positions: torch.Tensor, windows: frozenset[int | None], groups: int, dtype: torch.dtype
-    ) -> dict[int | None, torch.Tensor]:
+        self, positions: Tensor, windows: frozenset[int | None], groups: int, dtype: torch.dtype
+    ) -> dict[int | None, Tensor]:
         """Each window's bias ``[B, 1, groups * R, end]``."""
         every, biases = visible(self.lengths, self.see, self.end), {}
         for window in windows:
@@ -176,7 +176,7 @@ class BufferedRows:
         return biases
 
 
-def visible(lengths: torch.Tensor, see: torch.Tensor, end: int) -> torch.Tensor:
+def visible(lengths: Tensor, see: Tensor, end: int) -> Tensor:
     """Bool ``[B, R, end]``: each new row sees all committed rows, and of the rest those in ``see [B or 1, R, T]``."""
     number = torch.arange(end, device=lengths.device) - lengths[:, None]  # of the uncommitted rows; before them below 0
     among = number.clamp(0, see.shape[2] - 1)[:, None].expand(-1, see.shape[1], -1)
@@ -184,7 +184,7 @@ def visible(lengths: torch.Tensor, see: torch.Tensor, end: int) -> torch.Tensor:
     return (number < 0)[:, None] | uncommitted
 
 
-def key_positions(lengths: torch.Tensor, depths: torch.Tensor, end: int) -> torch.Tensor:
+def key_positions(lengths: Tensor, depths: Tensor, end: int) -> Tensor:
     """``[B, end]`` position of the token in each cache slot; ``depths [B, T]`` are the uncommitted rows'."""
     slots = torch.arange(end, device=lengths.device)
     number = slots - lengths[:, None]
@@ -192,25 +192,25 @@ def key_positions(lengths: torch.Tensor, depths: torch.Tensor, end: int) -> torc
     return torch.where(number < 0, slots, behind)
 
 
-def near(positions: torch.Tensor, keys: torch.Tensor, window: int) -> torch.Tensor:
+def near(positions: Tensor, keys: Tensor, window: int) -> Tensor:
     """Bool ``[B, R, end]``: which keys are less than ``window`` positions back."""
     return positions[:, :, None] - keys[:, None] < window
 
 
-def additive(mask: torch.Tensor, groups: int, dtype: torch.dtype, hidden: float) -> torch.Tensor:
+def additive(mask: Tensor, groups: int, dtype: torch.dtype, hidden: float) -> Tensor:
     """Mask ``[B, 1, R, S]`` -> bias ``[B, 1, groups * R, S]``, 0 where it is true and ``hidden`` elsewhere."""
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden)
     return bias.repeat(1, 1, groups, 1) if groups > 1 else bias
 
 
 @lru_cache(maxsize=256)
-def _chain_mask(rows: int, offset: int, device: torch.device) -> torch.Tensor:
+def _chain_mask(rows: int, offset: int, device: torch.device) -> Tensor:
     """``[1, R, offset + R]``: each row sees the uncommitted rows up to itself."""
     return torch.ones(rows, offset + rows, dtype=torch.bool, device=device).tril(offset)[None]
 
 
 @lru_cache(maxsize=64)
-def _chain_bias(rows: int, groups: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _chain_bias(rows: int, groups: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[1, 1, groups * R, width + R]``: after ``width`` rows that all see, each row sees those up to itself."""
     mask = torch.ones(1, 1, rows, width + rows, dtype=torch.bool, device=device).tril(width)
     return additive(mask, groups, dtype, float("-inf"))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.choices import Engine
@@ -24,9 +24,9 @@ from .rope import Angles, Rope
 from .rows import CHAIN, Placed, Rows, additive
 
 # (hidden states [B, R, H], angles, mask or bias, cache, its layer) -> hidden states
-Layer = Callable[[torch.Tensor, Any, torch.Tensor | None, Any, int], torch.Tensor]
-Transform = Callable[[torch.Tensor], torch.Tensor]
-Taps = dict[int, torch.Tensor]
+Layer = Callable[[Tensor, Any, Tensor | None, Any, int], Tensor]
+Transform = Callable[[Tensor], Tensor]
+Taps = dict[int, Tensor]
 
 
 def same(given: Any) -> Any:
@@ -54,7 +54,7 @@ class Part:
     """
 
     layers: list[Placement]
-    enter: Callable[..., torch.Tensor] = same
+    enter: Callable[..., Tensor] = same
     leave: Transform = same
     captured: dict[Any, Any] = field(default_factory=dict)
 
@@ -63,13 +63,8 @@ class Part:
         self.groups: int = getattr(self.layers[0].layer, "groups", 1)
 
     def through(
-        self,
-        hidden: torch.Tensor,
-        angles: Any,
-        masks: dict[int | None, torch.Tensor | None],
-        cache: Any,
-        taps: tuple[int, ...],
-    ) -> tuple[torch.Tensor, Taps]:
+        self, hidden: Tensor, angles: Any, masks: dict[int | None, Tensor | None], cache: Any, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Taps]:
         """The layers and ``leave``: ``[B, R, H]``, and the hidden states before each layer, or after the last, that
         ``taps`` names."""
         collected: Taps = {}
@@ -93,11 +88,9 @@ class StockLayer:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 
-    def __call__(
-        self, hidden: torch.Tensor, angles: Any, mask: torch.Tensor | None, cache: KVCache | None, index: int
-    ) -> torch.Tensor:
+    def __call__(self, hidden: Tensor, angles: Any, mask: Tensor | None, cache: KVCache | None, index: int) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; ``angles``: cos, sin and positions."""
-        states: torch.Tensor = self.layer(
+        states: Tensor = self.layer(
             hidden,
             attention_mask=mask,
             position_ids=angles[2],
@@ -115,7 +108,8 @@ class Runner:
         model: whose rotary angles and kind of attention all parts share.
 
     Attributes:
-        layer, norm, linear: make the engine's own of a decoder layer (or one without an MLP), a norm, a linear layer.
+        layer, norm, linear: make the engine's own of a decoder layer (or one without an MLP), a norm, a linear layer;
+            angles: of cos and sin.
         new_cache: ``KVCache.for_config`` of the model's.
     """
 
@@ -123,27 +117,26 @@ class Runner:
     layer: Callable[[Any], Layer] = StockLayer
     norm: Callable[[Any], Transform] = staticmethod(same)
     linear: Callable[[Any], Transform] = staticmethod(same)
+    angles: Callable[[Angles], Angles] = staticmethod(same)
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Looked up once: an attribute of a config costs a microsecond or more, and this is wanted in every forward.
         self._adds = model.config._attn_implementation == "eager"
-        self.rope = Rope(model.model, model.config, self._form)
+        self.rope = Rope(model.model, model.config, self.angles)
         self.new_cache: Callable[..., KVCache] = partial(KVCache.for_config, model.config)
 
-    def part(
-        self, layers: Sequence[nn.Module], enter: Callable[..., torch.Tensor] = same, leave: Transform = same
-    ) -> Part:
+    def part(self, layers: Sequence[nn.Module], enter: Callable[..., Tensor] = same, leave: Transform = same) -> Part:
         """Of a learned head: its layers, with a cache of their own, and what comes before and after them."""
         return Part([Placement(self.layer(layer), index) for index, layer in enumerate(layers)], enter, leave)
 
     def run(
         self,
         part: Part,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[Tensor],
         cache: KVCache | None,
         rows: Rows = CHAIN,
         taps: tuple[int, ...] = (),
-    ) -> tuple[torch.Tensor, Taps]:
+    ) -> tuple[Tensor, Taps]:
         """Run R new rows through a part.
 
         Args:
@@ -160,8 +153,8 @@ class Runner:
             return self._run(part, inputs, cache, Placed(rows, lengths, count, inputs[0].device), taps)
 
     def _run(
-        self, part: Part, inputs: Sequence[torch.Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
-    ) -> tuple[torch.Tensor, Taps]:
+        self, part: Part, inputs: Sequence[Tensor], cache: KVCache | None, rows: Placed, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Taps]:
         if cache is not None:
             cache.at(rows.count, rows.offset)
         hidden, angles = part.enter(*inputs), self._angles(rows)
@@ -171,14 +164,10 @@ class Runner:
             hidden = hidden.to(rows.device)
         return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
 
-    @staticmethod
-    def _form(angles: Angles) -> Angles:
-        return angles
-
-    def _angles(self, rows: Placed) -> tuple[torch.Tensor, ...]:
+    def _angles(self, rows: Placed) -> tuple[Tensor, ...]:
         return *self.rope(rows), rows.positions()
 
-    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
         mask = rows.mask(window, always=self._adds)
         # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
         return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask
@@ -191,15 +180,12 @@ class FusedRunner(Runner):
     layer = FusedLayer
     norm = FusedNorm
     linear = staticmethod(lambda linear: Product(linear.weight, linear.bias))
+    angles = staticmethod(signed)
 
-    @staticmethod
-    def _form(angles: Angles) -> Angles:
-        return signed(angles)
-
-    def _angles(self, rows: Placed) -> tuple[torch.Tensor, ...]:
+    def _angles(self, rows: Placed) -> tuple[Tensor, ...]:
         return self.rope(rows)
 
-    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
         return rows.bias(window, groups, dtype)
 
 

@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from drafters.wording import dtype_name
 
 from .files import SUPPORTED
 from .kv_cache import KVCache
@@ -43,13 +46,13 @@ class _Overheard:
     """The model's own forward: each layer's arguments and output, and what passed the ends."""
 
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)  # [1, R, H], what left each layer
-    norm: list[torch.Tensor] = field(default_factory=list)  # what entered the final norm, and what left it
-    head: list[torch.Tensor] = field(default_factory=list)  # what entered the LM head, left it, and replaced that
-    logits: torch.Tensor | None = None  # [1, R, V], what the model made of the replacement
+    states: list[Tensor] = field(default_factory=list)  # [1, R, H], what left each layer
+    norm: list[Tensor] = field(default_factory=list)  # what entered the final norm, and what left it
+    head: list[Tensor] = field(default_factory=list)  # what entered the LM head, left it, and replaced that
+    logits: Tensor | None = None  # [1, R, V], what the model made of the replacement
 
     @property
-    def entered(self) -> list[torch.Tensor]:
+    def entered(self) -> list[Tensor]:
         """What entered each layer."""
         return [given[0] if given else named["hidden_states"] for given, named in self.arguments]
 
@@ -68,16 +71,14 @@ def check_layers_agree(target: "TargetModel") -> list[float]:
     try:
         with _exact_products(), _short_windows(target):
             heard = _overhear(target, ids)
-            wrong = _ends_differ(target, ids, heard)
-            if wrong is None:
-                wrong, bounds = _layers_differ(target, heard)
+            found = _ends_differ(target, ids, heard) or _layers_differ(target, heard)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
         raise ValueError(f"{_named(target)} cannot be run layer by layer: {error}; supported: {SUPPORTED}") from error
-    if wrong is not None:
-        raise ValueError(f"{_named(target)} run layer by layer is not the model: {wrong}; supported: {SUPPORTED}")
-    return bounds
+    if isinstance(found, str):
+        raise ValueError(f"{_named(target)} run layer by layer is not the model: {found}; supported: {SUPPORTED}")
+    return found
 
 
 @torch.no_grad()
@@ -99,7 +100,7 @@ def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[floa
     depth = target.num_layers
     placements = [target.placement(index) for index in range(depth)]
     whole = Part(placements, target.embed, target.norm)
-    errors: list[list[torch.Tensor]] = [[] for _ in range(depth)]
+    errors: list[list[Tensor]] = [[] for _ in range(depth)]
     try:
         plain, captured = (one.new_cache(2, 32, target.dtype, target.device) for one in (target.runner, graphs))
         for runner, cache in ((target.runner, plain), (graphs, captured)):  # a prompt is never captured
@@ -132,7 +133,7 @@ def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[floa
 # ------------------------------------------------------------------------------------------- the model's own forward
 
 
-def _overhear(target: "TargetModel", ids: torch.Tensor) -> _Overheard:
+def _overhear(target: "TargetModel", ids: Tensor) -> _Overheard:
     """Run the model on ``ids [1, R]``, its LM head's output replaced by values that no cap or scale leaves as they are.
 
     Raises:
@@ -140,7 +141,7 @@ def _overhear(target: "TargetModel", ids: torch.Tensor) -> _Overheard:
     """
     heard = _Overheard()
 
-    def say(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+    def say(module: Any, given: Any, out: Tensor) -> Tensor:
         heard.head += [given[0], out, torch.linspace(-1000, 1000, out.numel(), device=out.device).to(out).view_as(out)]
         return heard.head[-1]
 
@@ -166,13 +167,13 @@ def _overhear(target: "TargetModel", ids: torch.Tensor) -> _Overheard:
         if not states.isfinite().all():
             what = f"layer {index} of {target.num_layers}" if index < target.num_layers else "its LM head"
             raise ValueError(
-                f"{_named(target)} gives infinite values by itself, in {_short(target.dtype)} from {what} on; load it "
-                "with dtype float32 or bfloat16"
+                f"{_named(target)} gives infinite values by itself, in {dtype_name(target.dtype)} from {what} on; load "
+                "it with dtype float32 or bfloat16"
             )
     return heard
 
 
-def _ends_differ(target: "TargetModel", ids: torch.Tensor, heard: _Overheard) -> str | None:
+def _ends_differ(target: "TargetModel", ids: Tensor, heard: _Overheard) -> str | None:
     """What differs between the layers: before the first, from one to the next, after the last; None if nothing does."""
     rounding = 4 * torch.finfo(target.dtype).eps
     into, (before, after), (features, expected, said) = heard.entered, heard.norm, heard.head
@@ -208,12 +209,12 @@ def _ends_differ(target: "TargetModel", ids: torch.Tensor, heard: _Overheard) ->
 # ----------------------------------------------------------------------------------------------------- layer by layer
 
 
-def _layers_differ(target: "TargetModel", heard: _Overheard) -> tuple[str | None, list[float]]:
-    """Which layer differs and by how much, None if none does; and each layer's bound."""
+def _layers_differ(target: "TargetModel", heard: _Overheard) -> str | list[float]:
+    """Which layer differs and by how much; where none does, each layer's bound."""
     half = target.dtype in HALVES
     kind = type(target.body.layers[0]).__name__
-    ours: list[torch.Tensor] = []
-    stock: list[torch.Tensor] = []
+    ours: list[Tensor] = []
+    stock: list[Tensor] = []
     for index, (given, named) in enumerate(heard.arguments):
         layer, before = target.body.layers[index], heard.entered[index]
         fitted = target.placement(index)
@@ -229,26 +230,26 @@ def _layers_differ(target: "TargetModel", heard: _Overheard) -> tuple[str | None
             return (
                 f"layer {index} of {target.num_layers} ({kind}) adds something else to the hidden states (off by "
                 f"{off:.2g} of what it adds, in float32 and from the same input; bound {STRUCTURE:g})"
-            ), []
+            )
         if half:
             ours.append(_relative(_through(target, fitted, before, target.dtype), true, before))
             stock.append(_relative(heard.states[index], true, before))
     if not half:
-        return None, [STRUCTURE] * target.num_layers
+        return [STRUCTURE] * target.num_layers
     errors, own = torch.cat(ours), torch.cat(stock)
     floor = 4 * torch.finfo(target.dtype).eps
     worst = _worst(errors, ARITHMETIC * own + floor)
-    bounds = (ARITHMETIC * own.median(dim=1).values + floor).tolist()
     if worst is None:
-        return None, bounds
+        bounds: list[float] = (ARITHMETIC * own.median(dim=1).values + floor).tolist()
+        return bounds
     return (
         f"{worst[0]} of {target.num_layers} ({kind}) is off by {worst[1]:.2g} of what it adds to the hidden states, in "
-        f"{_short(target.dtype)} and from the same input (bound {worst[2]:.2g}: {ARITHMETIC:g} times what rounding "
+        f"{dtype_name(target.dtype)} and from the same input (bound {worst[2]:.2g}: {ARITHMETIC:g} times what rounding "
         "makes of it in the model's own forward)"
-    ), bounds
+    )
 
 
-def _through(target: "TargetModel", layer: Placement, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _through(target: "TargetModel", layer: Placement, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """What leaves one layer of ours, ``[1, ROWS, H]`` -> ``[1, ROWS, H]``: prompt, chain, one row, and a tree."""
     where = target._devices if target._devices is not None else target.device
     cache = KVCache.for_config(target.config, 1, ROWS + 1, dtype, where)
@@ -264,7 +265,7 @@ def _through(target: "TargetModel", layer: Placement, hidden: torch.Tensor, dtyp
     return torch.cat(found, dim=1)
 
 
-def _structure_off(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) -> float:
+def _structure_off(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
     """Largest error of a channel's contribution, relative to it or to its row's median; nan counts as infinite.
 
     The median, since a massive activation must not set the scale of the others; and no rounding of the sum with what
@@ -278,7 +279,7 @@ def _structure_off(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tenso
     return torch.where(excess == 0, 0.0, excess / scale).nan_to_num(torch.inf).max().item()
 
 
-def _relative(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def _relative(ours: Tensor, theirs: Tensor, before: Tensor) -> Tensor:
     """``[B, R]`` on the CPU: each row's median error over its median contribution."""
     ours, theirs, before = (states.to("cpu", torch.float32) for states in (ours, theirs, before))
     error = (ours - theirs).abs().median(dim=-1).values
@@ -286,7 +287,7 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) ->
     return torch.where(error == 0, 0.0, error / scale).nan_to_num(torch.inf)
 
 
-def _worst(errors: torch.Tensor, bounds: torch.Tensor) -> tuple[str, float, float] | None:
+def _worst(errors: Tensor, bounds: Tensor) -> tuple[str, float, float] | None:
     """The layer, or row of all layers, whose typical error ``[L, R]`` is furthest beyond its bound; None if none is.
 
     Medians: in a mixture of experts rounding alone sends a row to another expert here and there, never most rows of a
@@ -302,7 +303,7 @@ def _worst(errors: torch.Tensor, bounds: torch.Tensor) -> tuple[str, float, floa
     return worst if not worst[1] <= worst[2] else None
 
 
-def _off(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> str | None:
+def _off(ours: Tensor, theirs: Tensor, tolerance: float) -> str | None:
     """Where two tensors differ by more than ``tolerance`` of a value, by how much; None where they nowhere do."""
     ours, theirs = ours.float(), theirs.to(ours.device).float()
     gap = (ours - theirs).abs()
@@ -316,7 +317,7 @@ def _off(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> str | No
 # --------------------------------------------------------------------------------------------------- small things
 
 
-def _ids(target: "TargetModel", count: int) -> torch.Tensor:
+def _ids(target: "TargetModel", count: int) -> Tensor:
     return torch.arange(1, count + 1, device=target.device)[None] % target.vocab_size
 
 
@@ -324,18 +325,14 @@ def _named(target: "TargetModel") -> str:
     return f"{target.name} ({type(target.model).__name__})"
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _states(output: Any) -> torch.Tensor:
+def _states(output: Any) -> Tensor:
     """The hidden states that a layer gives, alone or as the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _widened(value: Any) -> Any:
     """``value``, its tensors of 16 bits in float32."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.float() if value.dtype in HALVES else value
     if isinstance(value, tuple | list):
         return type(value)(_widened(one) for one in value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.choices import Engine, Quantization
@@ -29,13 +29,15 @@ from .self_check import check_layers_agree, graphs_agree
 class FeatureOutput:
     """Features ``[B, R, H]`` (hidden states after the final norm) and taps.
 
-    ``taps[l]``: ``[B, R, H]``, the hidden states after the first ``l`` decoder layers. ``scratch``: ``[B, S, V]``, the
-    logits of a draft's scratch rows, where it wants them.
+    ``taps[l]``: ``[B, R, H]``, the hidden states after the first ``l`` decoder layers. Of a verification, too:
+    ``logits``, ``[B, N + 1, V]`` of [root, nodes]; ``scratch``, ``[B, S, V]`` of the draft's scratch rows, where it
+    wants them.
     """
 
-    features: torch.Tensor
-    taps: dict[int, torch.Tensor] = field(default_factory=dict)
-    scratch: torch.Tensor | None = None
+    features: Tensor
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
+    scratch: Tensor | None = None
 
 
 class TargetModel:
@@ -52,6 +54,9 @@ class TargetModel:
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 128, 64 or 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. Embedding and LM head stay as they are.
+
+    Attributes:
+        hidden_size: H, the width of a feature. vocab_size: V, rows of the LM head. num_layers: decoder layers.
 
     Raises:
         ValueError: the model is not built of decoder layers that can be run one by one, running them so does not give
@@ -83,6 +88,9 @@ class TargetModel:
             raise ValueError(f"{self.name} ({type(model).__name__}) caps its logits after the LM head; use {SUPPORTED}")
         if self.config._attn_implementation not in ("sdpa", "eager"):  # others take no tree mask
             self.model.set_attn_implementation("sdpa")
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.num_layers = len(body.layers)
         self.windows = sliding_windows(self.config)
         self.runner = fused_or_eager(model, self.name, engine)
         self.layers: list[Any] = [self.runner.layer(layer) for layer in body.layers]
@@ -96,7 +104,11 @@ class TargetModel:
         self._fingerprint: str | None = None
         self.quantize = quantize
         if quantize is not None:
-            self._quantize(quantize)
+            self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
+            if self.engine == "eager":
+                raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
+            for fused, layer in zip(self.layers, body.layers, strict=True):
+                fused.quantize(layer, quantize)
 
     @classmethod
     def from_pretrained(
@@ -141,21 +153,6 @@ class TargetModel:
         return self.body.norm.weight.dtype
 
     @property
-    def hidden_size(self) -> int:
-        """H, the width of a feature."""
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """V, rows of the LM head."""
-        return self.model.get_output_embeddings().weight.shape[0]
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.body.layers)
-
-    @property
     def max_context(self) -> int:
         """Positions the model was made for.
 
@@ -193,11 +190,11 @@ class TargetModel:
         last = self.body.layers[-1].self_attn.o_proj.weight
         return model_fingerprint(self.config, self.body.norm.weight, last[0])
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """``[...]`` ids -> ``[..., H]``."""
         return self.body.embed_tokens(tokens)
 
-    def lm_head(self, features: torch.Tensor) -> torch.Tensor:
+    def lm_head(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` -> logits ``[..., V]``."""
         with model_time():
             if self._devices is not None:  # whose last is not the first
@@ -215,7 +212,7 @@ class TargetModel:
         return self.runner.new_cache(batch, capacity, self.dtype, spread or self.device, layers)
 
     def features(
-        self, input_ids: torch.Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
+        self, input_ids: Tensor, lengths: list[int] | None = None, taps: tuple[int, ...] = ()
     ) -> FeatureOutput:
         """Features and taps of whole sequences ``[B, T]``, without a cache.
 
@@ -226,13 +223,7 @@ class TargetModel:
         return self.run(input_ids, None, taps=taps)
 
     def run(
-        self,
-        given: torch.Tensor,
-        cache: KVCache | None,
-        rows: Rows = CHAIN,
-        *,
-        start: int = 0,
-        taps: tuple[int, ...] = (),
+        self, given: Tensor, cache: KVCache | None, rows: Rows = CHAIN, *, start: int = 0, taps: tuple[int, ...] = ()
     ) -> FeatureOutput:
         """Run the layers from ``start`` on, and the final norm, over R new rows that follow the cache's committed rows.
 
@@ -244,7 +235,7 @@ class TargetModel:
         """
         return FeatureOutput(*self.runner.run(self._part(start, None), [given], cache, rows, taps))
 
-    def shallow(self, tokens: torch.Tensor, cache: KVCache, stop: int, rows: Rows = CHAIN) -> torch.Tensor:
+    def shallow(self, tokens: Tensor, cache: KVCache, stop: int, rows: Rows = CHAIN) -> Tensor:
         """Hidden states ``[B, R, H]`` after the first ``stop`` layers alone, from where ``run`` can go on."""
         return self.runner.run(self._part(0, stop), [tokens], cache, rows)[0]
 
@@ -262,7 +253,7 @@ class TargetModel:
         device = None if self._devices is None else self._devices[index]
         return Placement(self.layers[index], index, self.windows[index], device)
 
-    def _leave(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _leave(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden if self._devices is None else hidden.to(self.body.norm.weight.device))
 
     def _captured(self, engine: Engine | None, bounds: list[float]) -> Runner:
@@ -289,11 +280,3 @@ class TargetModel:
         if asked or self.engine != "eager":
             logging.getLogger(__name__).warning("%s runs without graphs: %s", self.name, reason)
         return self.runner
-
-    @torch.no_grad()
-    def _quantize(self, kind: Quantization) -> None:
-        self._fingerprint = self.fingerprint()  # the weights', not their roundings': drafters trained for them fit
-        if self.engine == "eager":
-            raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
-        for fused, layer in zip(self.layers, self.body.layers, strict=True):
-            fused.quantize(layer, kind)
