@@ -1,6 +1,5 @@
 """Drafter, what the loop asks of a method; LearnedDrafter, one with trained weights."""
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -29,6 +28,12 @@ class Drafter:
         lossless: False for methods that change the target's output distribution; shown wherever results are.
         max_batch: rows the method can decode at once; None for any number.
         rewinds: whether committed tokens may be taken back, so that the method can accelerate a draft model (cascade).
+
+    Attributes:
+        max_draft: the most nodes one draft may have; the loop sizes its buffers by it.
+        max_context: positions that the target, and whatever else drafts, were made for.
+        taps: hidden states wanted from every target forward, by the number of layers before them.
+        remembers: whether what one prompt taught serves the next (a pool that outlives it).
     """
 
     name: ClassVar[str] = ""
@@ -36,9 +41,12 @@ class Drafter:
     lossless: ClassVar[bool] = True
     max_batch: ClassVar[int | None] = 1
     rewinds: ClassVar[bool] = False
+    max_draft: int = 0
+    taps: tuple[int, ...] = ()
+    remembers: bool = False
 
     def __init__(self, target: TargetModel, options: Config) -> None:
-        self.target = target
+        self.target, self.max_context = target, target.max_context
 
     @classmethod
     def from_options(cls, target: TargetModel, **options: Any) -> Self:
@@ -49,26 +57,6 @@ class Drafter:
         """
         check_loaded(target)
         return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
-
-    @property
-    def max_draft(self) -> int:
-        """The most nodes one draft may have; the loop sizes its buffers by it."""
-        return 0
-
-    @property
-    def max_context(self) -> int:
-        """Positions that the target, and whatever else drafts, were made for."""
-        return self.target.max_context
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Hidden states wanted from every target forward, by the number of layers before them."""
-        return ()
-
-    @property
-    def remembers(self) -> bool:
-        """Whether what one prompt taught serves the next (a pool that outlives it), as a fresh drafter would not."""
-        return False
 
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""
@@ -141,25 +129,17 @@ class LearnedDrafter(Drafter):
         checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
         return cls(target, module, checked)
 
-    def checkpoint_config(self) -> dict[str, Any]:
-        """The checkpoint's config.json: what was loaded, or, for a module built by hand, what is known of it."""
-        if self.provenance:
-            return self.provenance | {"drafter": self.drafter_config()}
-        return checkpoint.make_config(self.name, self.drafter_config(), self.target)
-
     def drafter_config(self) -> dict[str, Any]:
         """What ``build_module`` needs to build the module again."""
         return {}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors."""
-        checkpoint.save_checkpoint(folder, self.module, self.checkpoint_config())
+        """Write config.json (for a module built by hand, with what is known of it) and model.safetensors."""
+        known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
+        checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
 
     def push_to_hub(self, repo_id: str, **hub_options: Any) -> str:
         """Upload to the Hub with a short model card; returns the repository's address."""
-        folder = tempfile.mkdtemp()
-        try:
+        with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return checkpoint.push_to_hub(folder, repo_id, **hub_options)
-        finally:
-            shutil.rmtree(folder)

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
-from .decoding.sampling import Sampling, draw, most_likely
+from .decoding.sampling import Sampling, draw
 from .model.target import TargetModel
 from .speculative import SpeculativeDrafter, SpeculativeOptions
 
@@ -52,7 +53,7 @@ class BiLDDrafter(SpeculativeDrafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
-        tokens: list[torch.Tensor] = []
+        tokens: list[Tensor] = []
         rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         for _ in range(gamma):
             logits = self._advance(rows, [rows.shape[1]])
@@ -80,8 +81,8 @@ class Rollback:
     def __call__(
         self,
         draft: DraftTree,
-        logits: torch.Tensor,
-        see: torch.Tensor,
+        logits: Tensor,
+        see: Tensor,
         sampling: Sampling,
         generator: torch.Generator | None = None,
     ) -> Verdict:
@@ -90,5 +91,4 @@ class Rollback:
         log_p = logits[:, :-1].log_softmax(-1, dtype=torch.float32).gather(2, draft.tokens[..., None])[..., 0]
         best = (-log_p <= self.rollback).long().cumprod(1).sum(1)
         after = logits[torch.arange(len(best), device=logits.device), best]
-        bonus = most_likely(after) if sampling.greedy else draw(sampling.probabilities(after), generator)
-        return collect(draft, see, best, bonus)
+        return collect(draft, see, best, sampling.pick(after, generator))

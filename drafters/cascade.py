@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from pydantic import Field, InstanceOf
+from torch import Tensor
 
 from .base import Drafter
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.loop import DecodeState, step
+from .decoding.loop import DecodeState, step, until
 from .decoding.sampling import Sampling
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from .methods import make_drafter
+from .methods import inner_drafter
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -48,24 +49,13 @@ class CascadeDrafter(DraftModelDrafter):
 
     def __init__(self, target: TargetModel, options: CascadeOptions) -> None:
         super().__init__(target, options)
-        self.inner = options.inner if isinstance(options.inner, Drafter) else _build(self.draft_model, options.inner)
-        self.gamma = options.gamma
-        _check(self.inner, self.draft_model)
+        self.inner, self.gamma = inner_drafter(options.inner, self.draft_model), options.gamma
+        _check(self.inner)
+        self.max_draft, self.remembers = self.gamma + self.inner.max_draft, self.inner.remembers
+        self.max_context = min(self.max_context, self.inner.max_context)
         self._state: DecodeState  # the draft model's
         self._shared = 0  # tokens that the draft model and the target agreed on when the last draft began
-        self._q: list[torch.Tensor] = []
-
-    @property
-    def max_draft(self) -> int:
-        return self.gamma + self.inner.max_draft
-
-    @property
-    def max_context(self) -> int:
-        return min(super().max_context, self.inner.max_context)
-
-    @property
-    def remembers(self) -> bool:
-        return self.inner.remembers
+        self._q: list[Tensor] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
@@ -88,16 +78,14 @@ class CascadeDrafter(DraftModelDrafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         room, inner = state.room() - 1, self._state
-        self._catch_up(state.tokens[0])
+        self._follow(state.tokens[0])
         start, rule = self._shared, self._rule(state.sampling)
         self._q = []
         while (drafted := len(inner.tokens[0]) - start) < min(self.gamma, room):
             step(inner, self.inner, rule)
             if not state.eos.isdisjoint(inner.tokens[0][start + drafted :]):
                 break
-        tokens = inner.tokens[0][start : start + max(room, 0)]
-        ends = [index for index, token in enumerate(tokens) if token in state.eos]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
+        tokens = until(inner.tokens[0][start : start + max(room, 0)], state.eos)
         if not tokens:
             return DraftTree.empty(1, self.target.device)
         q = torch.cat(self._q)[None, : len(tokens)] if self._q else None
@@ -106,8 +94,8 @@ class CascadeDrafter(DraftModelDrafter):
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._shared = min(self._shared, kept)
 
-    def _catch_up(self, tokens: list[int]) -> None:
-        """Take back what the target did not accept, and take in what it said instead."""
+    def _follow(self, tokens: list[int]) -> None:
+        """Follow the target: take back what it did not accept, and read what it said instead."""
         inner, kept = self._state, self._shared
         held, cache = inner.tokens[0], inner.cache
         while kept < min(len(held), len(tokens) - 1) and held[kept] == tokens[kept]:
@@ -126,11 +114,7 @@ class CascadeDrafter(DraftModelDrafter):
         lossless = self.inner.rule(sampling)
 
         def verify(
-            draft: DraftTree,
-            logits: torch.Tensor,
-            see: torch.Tensor,
-            sampling: Sampling,
-            generator: torch.Generator | None = None,
+            draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
         ) -> Verdict:
             verdict = lossless(draft, logits, see, sampling, generator)
             if not sampling.greedy:
@@ -141,19 +125,7 @@ class CascadeDrafter(DraftModelDrafter):
         return verify
 
 
-def _build(draft_model: TargetModel, inner: dict[str, Any]) -> Drafter:
-    if not isinstance(inner.get("drafter"), str):
-        raise ValueError(f"inner must name its drafter, for example {{drafter: speculative, ...}}; found {inner}")
-    options = {key: value for key, value in inner.items() if key != "drafter"}
-    return make_drafter(inner["drafter"], draft_model, **options)
-
-
-def _check(inner: Drafter, draft_model: TargetModel) -> None:
-    if inner.target is not draft_model:
-        raise ValueError(
-            f"the inner drafter was built for {inner.target.name!r} and the draft model is {draft_model.name!r}: build "
-            "it with the draft model as its target"
-        )
+def _check(inner: Drafter) -> None:
     if not inner.lossless:
         raise ValueError(
             f"the inner drafter {inner.name!r} is lossy: its drafts are not samples of the draft model, so the target "

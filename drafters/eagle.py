@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter
@@ -53,12 +53,12 @@ class EagleHead(nn.Module):
 
     def forward(
         self,
-        features: torch.Tensor,
-        embeddings: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        features: Tensor,
+        embeddings: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` -> predicted next features ``[B, T,
         H]``.
 
@@ -114,13 +114,16 @@ class EagleDrafter(LearnedDrafter):
         self.paths = None if self.tree == "chain" else options.paths
         chain = [[0] * level for level in range(1, self.depth + 1)]
         self.plan = TreePlan(chain if self.tree == "chain" else self.paths or EAGLE_TREE, target.device)
+        # The head's cache also holds the forwarded nodes of the levels before the last.
+        dynamic = max(self.nodes, self.top_k * self.depth)
+        self.max_draft = dynamic if self.tree == "dynamic" else self.plan.size
         head: Any = self.module
         fc = target.runner.linear(head.fc)
         self._head = target.runner.part(
             head.layers, lambda features, tokens: fc(torch.cat([target.embed(tokens), features], dim=-1))
         )
         self._cache = KVCache.nothing()
-        self._features: torch.Tensor  # [B, R, H] true features that the head has not taken in yet
+        self._features: Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
 
     @classmethod
@@ -132,11 +135,6 @@ class EagleDrafter(LearnedDrafter):
         # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
         options |= {} if self._own_depth is None else {"depth": self._own_depth}
         return options | ({"paths": self.paths} if self.paths else {})
-
-    @property
-    def max_draft(self) -> int:
-        # The head's cache also holds the forwarded nodes of the levels before the last.
-        return max(self.nodes, self.top_k * self.depth) if self.tree == "dynamic" else self.plan.size
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         target, batch = self.target, state.batch
@@ -167,6 +165,6 @@ class EagleDrafter(LearnedDrafter):
         rows = padded(verdict.rows, output.features.device)[..., None]
         self._features = output.features.gather(1, rows.expand(-1, -1, output.features.shape[2]))
 
-    def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
+    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Forward rows ``[B, R]`` of the head; predicted features ``[B, R, H]``."""
         return self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]

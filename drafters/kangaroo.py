@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter
@@ -15,7 +15,6 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
-from .decoding.sampling import draw, most_likely
 from .model.kv_cache import KVCache
 from .model.layers import AttentionLayer, check_head, layer_kind
 from .model.rows import Rows
@@ -47,12 +46,8 @@ class KangarooAdapter(nn.Module):
         check_head(self, config)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> torch.Tensor:
+        self, hidden: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
         """Hidden states ``[B, T, H]`` after ``exit_layer`` -> states for the LM head ``[B, T, H]``.
 
         At index i the LM head's logits are of token i + 1, as the target's own are. ``attention_mask`` is bool
@@ -94,10 +89,11 @@ class KangarooDrafter(LearnedDrafter):
                 f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
                 f"found {self.exit_layer}"
             )
+        self.max_draft, self.taps = self.max_draft_tokens, (self.exit_layer,)
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
         self._cache = KVCache.nothing()
-        self._behind: torch.Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
+        self._behind: Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -105,14 +101,6 @@ class KangarooDrafter(LearnedDrafter):
 
     def drafter_config(self) -> dict[str, Any]:
         return {"exit_layer": self.exit_layer, "eta": self.eta, "max_draft_tokens": self.max_draft_tokens}
-
-    @property
-    def max_draft(self) -> int:
-        return self.max_draft_tokens
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.exit_layer,)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._cache.release()  # so that its memory can be taken again
@@ -124,18 +112,13 @@ class KangarooDrafter(LearnedDrafter):
     def propose(self, state: DecodeState) -> DraftTree:
         limit = min(self.max_draft_tokens, state.room() - 1)
         states = [self._shallow(state, state.roots, 0)]
-        tokens: list[torch.Tensor] = []
-        q: list[torch.Tensor] = []
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
         rows = torch.cat([self._behind, states[0]], dim=1)
         while len(tokens) < limit:
             logits = self._adapt(rows)
-            if state.sampling.greedy:
-                token = most_likely(logits)[:, None]
-            else:
-                q.append(state.sampling.probabilities(logits))
-                token = draw(q[-1], state.generator)[:, None]
-            tokens.append(token)
-            states.append(self._shallow(state, token, len(tokens)))
+            tokens.append(state.sampling.pick(logits, state.generator, q)[:, None])
+            states.append(self._shallow(state, tokens[-1], len(tokens)))
             rows = states[-1]
             # The second early exit reads one value a draft token: what is drafted next depends on it.
             if self.eta > 0 and logits.float().softmax(-1).amax().item() <= self.eta:
@@ -153,11 +136,11 @@ class KangarooDrafter(LearnedDrafter):
         accepted = draft.hidden[:, : len(verdict.rows[0])]
         self._behind = accepted[:, accepted.shape[1] - missing :]
 
-    def _shallow(self, state: DecodeState, tokens: torch.Tensor, offset: int) -> torch.Tensor:
+    def _shallow(self, state: DecodeState, tokens: Tensor, offset: int) -> Tensor:
         """Exit states ``[1, 1, H]`` of one more row, its keys and values left in the target's cache."""
         return self.target.shallow(tokens, state.cache, self.exit_layer, Rows(offset=offset))
 
-    def _adapt(self, rows: torch.Tensor) -> torch.Tensor:
+    def _adapt(self, rows: Tensor) -> Tensor:
         """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
         output, _ = self.target.runner.run(self._adapter, [rows], self._cache)
         self._cache.commit_first([rows.shape[1]])

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import ROOT, DraftTree, see_ancestors, to_device
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
-from .model.kv_cache import KVCache
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
@@ -63,7 +63,7 @@ class TokenTree:
         features: ``[R, H]`` of the draft model after each of those (or after the root); not yet where drafting ended.
     """
 
-    def __init__(self, nodes: int, branches: int, alpha: float, depth: int, features: torch.Tensor) -> None:
+    def __init__(self, nodes: int, branches: int, alpha: float, depth: int, features: Tensor) -> None:
         self.nodes, self.branches, self.alpha, self.depth = nodes, branches, alpha, depth
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -103,10 +103,6 @@ class TokenTree:
     def path(self, node: int) -> list[int]:
         """The nodes from the root's child down to ``node``."""
         return (np.flatnonzero(self.see[node + 1, 1:])).tolist()
-
-    def draft(self, device: torch.device) -> DraftTree:
-        """What the target is to verify."""
-        return DraftTree.from_parents(torch.tensor([self.tokens], device=device), self.parents)
 
 
 def next_alpha(alpha: float, correct: int, total: int, confidence: float) -> float:
@@ -153,41 +149,36 @@ class LLMCadDrafter(DraftModelDrafter):
     def __init__(self, target: TargetModel, options: LLMCadOptions) -> None:
         super().__init__(target, options)
         self.nodes, self.branches, self.first_alpha = options.nodes, options.branches, options.alpha
+        self.max_draft = self.nodes
         on_cuda = target.device.type == "cuda"
         self.overlap = on_cuda if options.overlap is None else options.overlap
         self._side = torch.cuda.Stream(target.device) if on_cuda and self.overlap else None
         self._drafted: torch.cuda.Event | None = None
-        self._cache: KVCache
+        self.more_rows = 2 * self.nodes + 2  # two trees, side by side in one cache, and what lies between them
         self._tree: TokenTree | None = None
         self._ahead: Ahead | None = None
         self.alpha = self.first_alpha
 
-    @property
-    def max_draft(self) -> int:
-        return self.nodes
-
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        # Two trees, side by side in one cache, and what lies between them.
-        self._cache = self.draft_model.new_cache(1, state.cache.capacity + 2 * self.nodes + 2)
+        if self._side is not None:  # which may still write to the cache that is given up now
+            torch.cuda.current_stream(self.target.device).wait_stream(self._side)
+        super().begin(state, output)
         if self._side is not None:  # not to be reused while the side stream may still write there
             self._cache.record_stream(self._side)
-        prefill(self.draft_model, self._cache, state)
         self._tree, self._ahead, self.alpha = None, None, self.first_alpha
 
     def propose(self, state: DecodeState) -> DraftTree:
         if state.room() < 2:
             return DraftTree.empty(1, self.target.device)
         if self._ahead is None:
-            rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
-            features = self.draft_model.run(rows, self._cache).features[0, -1:]
-            self._cache.commit_first([rows.shape[1]])
+            features = self._catch_up(state)
             self._tree = TokenTree(self.nodes, self.branches, self.alpha, state.room() - 1, features)
         else:
             self._tree, self._ahead = self._ahead.tree, None
         self._grow(self._tree, [], [])
         if self._side is not None:
             self._drafted = torch.cuda.current_stream(self.target.device).record_event()
-        return self._tree.draft(self.target.device)
+        return DraftTree.from_parents(torch.tensor([self._tree.tokens], device=self.target.device), self._tree.parents)
 
     def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
         if self.overlap and self._tree is not None and draft.size:
@@ -270,9 +261,8 @@ class LLMCadDrafter(DraftModelDrafter):
                 stands = depths + [base + length for length in tree.lengths]
                 tree.features = self._run(tree.tokens[first:], seen, stands, len(see) + first)
 
-    def _run(self, tokens: list[int], see: np.ndarray, depths: list[int], offset: int) -> torch.Tensor:
+    def _run(self, tokens: list[int], see: np.ndarray, depths: list[int], offset: int) -> Tensor:
         """Features ``[R, H]`` of the draft model after R more uncommitted rows; see ``TargetModel.run``."""
         ids, stands, seen = to_device(self.target.device, tokens, depths, see.ravel().tolist())
         rows = Rows(seen.view(1, *see.shape).bool(), stands[None], offset)
-        output = self.draft_model.run(ids[None], self._cache, rows)
-        return output.features[0]
+        return self.draft_model.run(ids[None], self._cache, rows).features[0]

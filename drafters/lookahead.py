@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .base import Drafter
 from .config import Config
@@ -11,7 +12,7 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import most_likely
-from .drafting.phrase_pool import PhraseWindow, until
+from .drafting.phrase_pool import PhraseWindow
 from .drafting.pool_file import first_pool, save_pool
 from .drafting.trie import Trie
 from .model.target import FeatureOutput, TargetModel
@@ -57,26 +58,19 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, target: TargetModel, options: LookaheadOptions) -> None:
         super().__init__(target, options)
-        self.guesses, self.from_history = options.guesses, options.from_history
+        self.guesses, self.remembers = options.guesses, options.from_history
         self.from_prompt, self.from_output = options.from_prompt, options.from_output
         self._first_pool = first_pool(options.pool, target, tail=options.ngram - 1, per_token=2 * options.guesses)
         self.pool = self._first_pool.copy()
         self.window = PhraseWindow(options.window, options.ngram - 1)
+        self.max_draft = self.guesses * self.pool.tail + self.window.most_tokens
         self._read = 0  # where the first n-gram starts that was not read off the text
         self._tails: list[tuple[int, ...]] = []  # of the n-grams being verified
         self._trie = Trie()
-        self._predictions: torch.Tensor  # of the window, on the host
-
-    @property
-    def max_draft(self) -> int:
-        return self.guesses * self.pool.tail + self.window.most_tokens
-
-    @property
-    def remembers(self) -> bool:
-        return self.from_history
+        self._predictions: Tensor  # of the window, on the host
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if not self.from_history:
+        if not self.remembers:
             self.pool = self._first_pool.copy()
         self.window.start(state.tokens[0])
         self._read = 0
@@ -112,7 +106,7 @@ class LookaheadDrafter(Drafter):
                 self.pool.add(root, tail)  # used just now
         predictions = self._predictions.tolist() if output.scratch is not None else []
         for first, tail in self.window.advance(root, tokens[0], predictions):
-            self._remember(first, tail, state)
+            self.pool.add(first, tail, state.eos)
         if self.from_output:
             self._read_text(state)
 
@@ -132,9 +126,5 @@ class LookaheadDrafter(Drafter):
         """Take in the text's own n-grams that were not read before."""
         tokens, tail = state.tokens[0], self.pool.tail
         for start in range(self._read, len(tokens) - tail):
-            self._remember(tokens[start], tokens[start + 1 : start + 1 + tail], state)
+            self.pool.add(tokens[start], tokens[start + 1 : start + 1 + tail], state.eos)
         self._read = max(self._read, len(tokens) - tail)
-
-    def _remember(self, first: int, tail: tuple[int, ...] | list[int], state: DecodeState) -> None:
-        if first not in state.eos:
-            self.pool.add(first, until(tail, state.eos))

@@ -59,6 +59,26 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
     return kind.from_options(target, **options)
 
 
+def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "Drafter":
+    """The drafter that another one runs: built of its name and options, or built for the same ``target`` already.
+
+    Raises:
+        ValueError: no name, an unknown method or option, or a drafter of another target.
+    """
+    if isinstance(inner, dict):
+        options = dict(inner)
+        name = options.pop("drafter", None)
+        if not isinstance(name, str):
+            raise ValueError(f"inner must name its drafter, for example {{drafter: speculative, ...}}; found {inner}")
+        return make_drafter(name, target, **options)
+    if inner.target is not target:
+        raise ValueError(
+            f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
+            "target object that it is to draft for"
+        )
+    return inner
+
+
 def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
     """Load a trained drafter from a folder or a Hub repository; ``options`` override its saved decoding options.
 

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .base import Drafter
 from .config import Config
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import ROOT, DraftTree
 from .decoding.loop import DecodeState
-from .decoding.sampling import Sampling, draw, most_likely
+from .decoding.sampling import Sampling
 from .drafting.beam_search import Paths, beam_search, is_end, trace_back, until_end
 from .model.target import FeatureOutput, TargetModel
 
@@ -43,12 +44,8 @@ class MJGDDrafter(Drafter):
 
     def __init__(self, target: TargetModel, options: MJGDOptions) -> None:
         super().__init__(target, options)
-        self.k, self.beams = options.k, options.beams
+        self.k, self.beams, self.max_draft = options.k, options.beams, options.beams * (options.k - 1)
         self._rule = JointMaximum()
-
-    @property
-    def max_draft(self) -> int:
-        return self.beams * (self.k - 1)
 
     def rule(self, sampling: Sampling) -> Rule:
         return self._rule
@@ -95,8 +92,8 @@ class JointMaximum:
     def __call__(
         self,
         draft: DraftTree,
-        logits: torch.Tensor,
-        see: torch.Tensor,
+        logits: Tensor,
+        see: Tensor,
         sampling: Sampling,
         generator: torch.Generator | None = None,
     ) -> Verdict:
@@ -106,7 +103,7 @@ class JointMaximum:
             logits: ``[B, N+1, V]`` of [root, nodes].
             see: ``[B, N+1, N+1]`` ancestor mask.
         """
-        token = most_likely(logits) if sampling.greedy else draw(sampling.probabilities(logits), generator)
+        token = sampling.pick(logits, generator)
         score = logits.log_softmax(-1, dtype=torch.float32).gather(2, token[..., None])[..., 0]
         if draft.size:
             assert draft.log_q is not None

@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
-from .decoding.sampling import Sampling, draw, most_likely
+from .decoding.sampling import Sampling
 from .drafting.beam_search import beam_search, trace_back, until_end
-from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
-from .model.kv_cache import KVCache
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -55,29 +55,20 @@ class MJSDDrafter(DraftModelDrafter):
     def __init__(self, target: TargetModel, options: MJSDOptions) -> None:
         super().__init__(target, options)
         self.gamma, self.beams, self.threshold = options.gamma, options.beams, options.threshold
+        self.max_draft = self.gamma
         self.warped = options.likelihood == "warped"
-        self._cache: KVCache
-        self._rows: torch.Tensor  # [gamma] draft cache rows of the drafted tokens, on the host
-
-    @property
-    def max_draft(self) -> int:
-        return self.gamma
+        # Beams lie side by side in one cache, as a tree; the last level's tokens get no row.
+        self.more_rows = self.gamma * self.beams
+        self._rows: Tensor  # [gamma] draft cache rows of the drafted tokens, on the host
 
     def rule(self, sampling: Sampling) -> Rule:
         return JointLikelihood(self.threshold, self.warped)
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        # Beams lie side by side in one cache, as a tree; the last level's tokens get no row.
-        self._cache = self.draft_model.new_cache(1, state.cache.capacity + self.gamma * self.beams)
-        prefill(self.draft_model, self._cache, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
         if gamma < 1:
             return DraftTree.empty(1, self.target.device)
-        pending = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
-        features = self.draft_model.run(pending, self._cache).features[:, -1]
-        self._cache.commit_first([pending.shape[1]])
+        features = self._catch_up(state)
         how = state.sampling, state.eos, state.generator
         levels = beam_search(self.draft_model, self._cache, features, gamma, self.beams, *how, warped=self.warped)
         best = trace_back(levels, levels[-1].score.argmax()[None])
@@ -108,8 +99,8 @@ class JointLikelihood:
     def __call__(
         self,
         draft: DraftTree,
-        logits: torch.Tensor,
-        see: torch.Tensor,
+        logits: Tensor,
+        see: Tensor,
         sampling: Sampling,
         generator: torch.Generator | None = None,
     ) -> Verdict:
@@ -129,5 +120,4 @@ class JointLikelihood:
             index = torch.arange(1, n + 1, device=logits.device)
             best = torch.where(passes, index, 0).amax(1)
         after = logits[torch.arange(batch, device=logits.device), best]
-        bonus = most_likely(after) if sampling.greedy else draw(sampling.probabilities(after), generator)
-        return collect(draft, see, best, bonus)
+        return collect(draft, see, best, sampling.pick(after, generator))

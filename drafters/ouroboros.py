@@ -4,16 +4,16 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from .decoding.acceptance import Rule, Verdict
+from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
-from .decoding.sampling import Sampling, draw, most_likely
-from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
-from .drafting.phrase_pool import PhraseWindow, until
+from .decoding.sampling import most_likely
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
+from .drafting.phrase_pool import PhraseWindow
 from .drafting.pool_file import first_pool, save_pool
 from .drafting.trie import Trie
-from .model.kv_cache import KVCache
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
@@ -65,50 +65,23 @@ class OuroborosDrafter(DraftModelDrafter):
         super().__init__(target, options)
         self.gamma, self.beta, self.k, self.guesses = options.gamma, options.beta, options.k, options.guesses
         self.accelerate, self.lengthen = options.accelerate, options.lengthen
-        self.from_verification, self.from_history = options.from_verification, options.from_history
+        self.from_verification, self.remembers = options.from_verification, options.from_history
+        # The forward that reaches gamma may accept a whole phrase and always adds one token of its own.
+        self.max_draft = self.gamma - 1 + self.beta + self.k * (self.beta - 1)
         self._first_pool = first_pool(options.pool, target, self.beta - 1, 2 * max(self.k, self.guesses))
         self.pool = self._first_pool.copy()
         self.window = PhraseWindow(options.window, self.beta - 1)
-        self._cache: KVCache
+        self.more_rows = self.guesses * (self.beta - 1) + self.window.most_tokens
         self._drafted: list[int] = []
         self._tails: list[tuple[int, ...]] = []  # of the phrases appended to the draft
         self._trie = Trie()
         self._choice = torch.zeros(0)
 
-    @property
-    def max_draft(self) -> int:
-        # The forward that reaches gamma may accept a whole phrase and always adds one token of its own.
-        return self.gamma - 1 + self.beta + self.k * (self.beta - 1)
-
-    @property
-    def remembers(self) -> bool:
-        return self.from_history
-
-    def rule(self, sampling: Sampling) -> Rule:
-        lossless = super().rule(sampling)
-        if not self.from_verification:
-            return lossless
-
-        def verify(
-            draft: DraftTree,
-            logits: torch.Tensor,
-            see: torch.Tensor,
-            sampling: Sampling,
-            generator: torch.Generator | None = None,
-        ) -> Verdict:
-            # What the target says after every row: phrases, not output. There with the verdict, without another wait.
-            self._choice = most_likely(logits[0]).to("cpu", non_blocking=True)
-            return lossless(draft, logits, see, sampling, generator)
-
-        return verify
-
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if not self.from_history:
+        if not self.remembers:
             self.pool = self._first_pool.copy()
         self.window.start(state.tokens[0])
-        scratch = self.guesses * (self.beta - 1) + self.window.most_tokens
-        self._cache = self.draft_model.new_cache(1, state.cache.capacity + scratch)
-        prefill(self.draft_model, self._cache, state)
+        super().begin(state, output)
 
     def propose(self, state: DecodeState) -> DraftTree:
         room = state.room() - 1
@@ -116,7 +89,7 @@ class OuroborosDrafter(DraftModelDrafter):
         if room < 1:
             return DraftTree.empty(1, self.target.device)
         pending = state.tokens[0][self._cache.lengths[0] :]
-        q: list[torch.Tensor] = []
+        q: list[Tensor] = []
         while len(self._drafted) < min(self.gamma, room) and pending[-1] not in state.eos:
             new = self._advance(pending, room - len(self._drafted), state, q)
             self._drafted += new
@@ -126,6 +99,12 @@ class OuroborosDrafter(DraftModelDrafter):
             self._tails = self.pool.get(last, self.k)
             self._trie = Trie.of(self._tails, room - len(self._drafted), state.eos)
         return self._tree(q)
+
+    def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
+        if self.from_verification:
+            # What the target says after every row: phrases, not output. There with the verdict, without another wait.
+            assert output.logits is not None
+            self._choice = most_likely(output.logits[0]).to("cpu", non_blocking=True)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self._cache.crop([min(self._cache.lengths[0], len(state.tokens[0]) - 1)])
@@ -146,39 +125,43 @@ class OuroborosDrafter(DraftModelDrafter):
         """
         save_pool(path, self.pool, self.target)
 
-    def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[torch.Tensor]) -> list[int]:
+    def _advance(self, pending: list[int], longest: int, state: DecodeState, q: list[Tensor]) -> list[int]:
         """One forward of the draft model: 1 to ``min(beta, longest)`` new draft tokens, each a sample of its q.
 
         Args:
             pending: committed tokens without a row in the draft model's cache, then what was drafted last.
-            q: gets the distribution ``[V]`` of each new token, when sampling.
+            q: gets the distribution ``[1, V]`` of each new token, when sampling.
         """
         if not self.accelerate:
-            features = self.draft_model.run(self._ids(pending), self._cache).features[0, -1:]
-            self._cache.commit_first([len(pending)])
-            return [self._pick(self.draft_model.lm_head(features), 0, None, state, q)]
+            logits = self.draft_model.lm_head(self._read(pending))
+            return state.sampling.pick(logits, state.generator, q).tolist()
         tails = self.pool.get(pending[-1], self.guesses)
         trie = Trie.of(tails, longest - 1, state.eos)
         root, inner = len(pending) - 1, len(trie.tokens)
-        logits, outputs = self._forward(pending, trie)
+        logits = self._forward(pending, trie)
         choice = most_likely(logits).tolist()
-        greedy = choice if state.sampling.greedy else None
-        at, new, path = -1, [self._pick(logits, 0, greedy, state, q)], []
+
+        def pick(row: int) -> int:
+            # A sample of q: a phrase's token is accepted where the sample happens to equal it, which leaves every token
+            # an exact sample.
+            greedy = state.sampling.greedy
+            return choice[row] if greedy else int(state.sampling.pick(logits[row : row + 1], state.generator, q))
+
+        # Down the trie for as long as the draft model itself goes on as one of the phrases does.
+        at, new, path = -1, [pick(0)], []
         while (node := trie.children.get((at, new[-1]))) is not None and new[-1] not in state.eos:
             at = node
             path.append(node)
-            new.append(self._pick(logits, node + 1, greedy, state, q))
+            new.append(pick(node + 1))
         self._cache.commit([[*range(root + 1), *(root + 1 + node for node in path)]])
         for tail, nodes in zip(tails, trie.paths, strict=True):
             if path and nodes[: len(path)] == path:
-                self._remember(pending[-1], tail, state)  # used just now
-        guessed = choice[1 + inner :]
-        assert len(guessed) == outputs
-        for first, tail in self.window.advance(pending[-1], choice[0], guessed):
-            self._remember(first, tail, state)
+                self.pool.add(pending[-1], tail, state.eos)  # used just now
+        for first, tail in self.window.advance(pending[-1], choice[0], choice[1 + inner :]):
+            self.pool.add(first, tail, state.eos)
         return new
 
-    def _forward(self, pending: list[int], trie: Trie) -> tuple[torch.Tensor, int]:
+    def _forward(self, pending: list[int], trie: Trie) -> Tensor:
         """Logits of the draft model after [the last pending token, the trie's nodes, the window's last rows]."""
         last = len(pending) - 2  # node of the last pending token: rows are [root, nodes], the root being the first one
         parents = [*range(-1, last), *(last + 1 + p if p >= 0 else last for p in trie.parents)]
@@ -186,31 +169,17 @@ class OuroborosDrafter(DraftModelDrafter):
         see, depths = tree_mask(tuple(parents), self.target.device)
         rows = self._ids(pending + trie.tokens + self.window.tokens)
         features = self.draft_model.run(rows, self._cache, Rows(see, depths)).features[0]
-        outputs = self.window.outputs
-        wanted = features[last + 1 : last + 2 + len(trie.tokens)]
-        if outputs:
-            wanted = torch.cat([wanted, features[-outputs:]])
-        return self.draft_model.lm_head(wanted), outputs
+        first, end = last + 1, last + 2 + len(trie.tokens)
+        wanted = torch.cat([features[first:end], features[len(features) - self.window.outputs :]])
+        return self.draft_model.lm_head(wanted)
 
-    def _pick(
-        self, logits: torch.Tensor, row: int, greedy: list[int] | None, state: DecodeState, q: list[torch.Tensor]
-    ) -> int:
-        """The draft model's token after a row: its argmax, or a sample of q, which phrases must match to be accepted.
-
-        Accepting a phrase's token where the sample happens to equal it leaves every token an exact sample of q.
-        """
-        if state.sampling.greedy:
-            return greedy[row] if greedy is not None else int(most_likely(logits[row]))
-        q.append(state.sampling.probabilities(logits[row]))
-        return int(draw(q[-1], state.generator))
-
-    def _tree(self, q: list[torch.Tensor]) -> DraftTree:
+    def _tree(self, q: list[Tensor]) -> DraftTree:
         """The drafted chain with the phrases' trie hanging from its end."""
         drafted = len(self._drafted)
         return DraftTree.from_parents(
             self._ids(self._drafted + self._trie.tokens),
             [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)],
-            q=torch.stack(q)[None] if q else None,
+            q=torch.cat(q)[None] if q else None,
             q_row=[*range(drafted), *[-1] * len(self._trie.tokens)],
         )
 
@@ -223,7 +192,7 @@ class OuroborosDrafter(DraftModelDrafter):
                 continue
             # Oldest first, so that of phrases with the same first token the one from the front counts as newest.
             for start in reversed(range(len(run) - 1)):
-                self._remember(run[start], run[start + 1 : start + self.beta], state)
+                self.pool.add(run[start], run[start + 1 : start + self.beta], state.eos)
             run = []
 
     def _learn_corrections(self, chosen: list[int], choice: list[int], state: DecodeState) -> None:
@@ -239,13 +208,9 @@ class OuroborosDrafter(DraftModelDrafter):
             if index == winner or len(path) < len(tail):  # cut at the limit: not all of it was verified
                 continue
             rows = [drafted, *(drafted + node + 1 for node in path[:-1])]
-            self.pool.replace(last, tail, until([choice[row] for row in rows], state.eos))
+            self.pool.replace(last, tail, [choice[row] for row in rows], state.eos)
         if winner >= 0:
-            self._remember(last, self._tails[winner], state)
+            self.pool.add(last, self._tails[winner], state.eos)
 
-    def _remember(self, first: int, tail: tuple[int, ...] | list[int], state: DecodeState) -> None:
-        if first not in state.eos:
-            self.pool.add(first, until(tail, state.eos))
-
-    def _ids(self, tokens: list[int]) -> torch.Tensor:
+    def _ids(self, tokens: list[int]) -> Tensor:
         return torch.tensor([tokens], device=self.target.device)

@@ -5,9 +5,8 @@ from pydantic import Field
 
 from .base import Drafter
 from .config import Config
-from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.loop import DecodeState
+from .decoding.loop import DecodeState, padded
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -35,16 +34,13 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
         super().__init__(target, options)
-        self.gamma, self.max_ngram, self.min_ngram = options.gamma, options.max_ngram, options.min_ngram
+        self.gamma = self.max_draft = options.gamma
+        self.max_ngram, self.min_ngram = options.max_ngram, options.min_ngram
         if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}: nothing lies between; swap them?"
             )
         self._rows: list[NgramIndex] = []
-
-    @property
-    def max_draft(self) -> int:
-        return self.gamma
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._rows = [NgramIndex(self.min_ngram, self.max_ngram) for _ in range(state.batch)]
@@ -60,15 +56,12 @@ class PromptLookupDrafter(Drafter):
         width = max(map(len, drafts))
         if width == 0:
             return DraftTree.empty(state.batch, self.target.device)
-        padded = [draft + [0] * (width - len(draft)) for draft in drafts]
         valid = None
         if any(len(draft) < width for draft in drafts):
-            valid = torch.tensor([[node < len(draft) for node in range(width)] for draft in drafts])
-            valid = valid.to(self.target.device)
-        return DraftTree.chain(torch.tensor(padded, device=self.target.device), valid=valid)
-
-    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        """Nothing to do: ``propose`` reads what was appended."""
+            valid = torch.tensor(
+                [[node < len(draft) for node in range(width)] for draft in drafts], device=self.target.device
+            )
+        return DraftTree.chain(padded(drafts, self.target.device), valid=valid)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         for index in self._rows:

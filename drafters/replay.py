@@ -9,14 +9,15 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, InstanceOf
+from torch import Tensor
 
 from .base import Drafter
 from .config import Config
-from .decoding.acceptance import Rule, Verdict, to_host
+from .decoding.acceptance import Rule, Verdict, accept
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, most_likely
-from .methods import make_drafter
+from .methods import inner_drafter
 from .model.target import FeatureOutput, TargetModel
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -47,34 +48,11 @@ class ReplayDrafter(Drafter):
 
     def __init__(self, target: TargetModel, options: ReplayOptions) -> None:
         super().__init__(target, options)
-        inner = options.inner
-        if not isinstance(inner, Drafter):
-            if "drafter" not in inner:
-                raise ValueError("inner: give drafter: the method whose cost is replayed, and its options")
-            inner = make_drafter(inner["drafter"], target, **{k: v for k, v in inner.items() if k != "drafter"})
-        if inner.target is not target:
-            raise ValueError(
-                f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
-                "target object that is passed here"
-            )
-        self.inner, self.profile, self.seed = inner, options.profile, options.seed
+        self.inner = inner = inner_drafter(options.inner, target)
+        self.profile, self.seed = options.profile, options.seed
         self.max_batch = inner.max_batch  # type: ignore[misc]
-
-    @property
-    def max_draft(self) -> int:
-        return self.inner.max_draft
-
-    @property
-    def max_context(self) -> int:
-        return self.inner.max_context
-
-    @property
-    def remembers(self) -> bool:
-        return self.inner.remembers
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.inner.taps
+        self.max_draft, self.max_context = inner.max_draft, inner.max_context
+        self.taps, self.remembers = inner.taps, inner.remembers
 
     def expected_tau(self, depth: int) -> float:
         """Tokens a step of drafts ``depth`` deep, by the profile alone (EOS and limits cut the last step)."""
@@ -89,21 +67,10 @@ class ReplayDrafter(Drafter):
             raise ValueError(f"replay decodes greedily only, found temperature {sampling.temperature:g}; use 0")
 
         def verify(
-            draft: DraftTree,
-            logits: torch.Tensor,
-            see: torch.Tensor,
-            sampling: Sampling,
-            generator: torch.Generator | None = None,
+            draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
         ) -> Verdict:
             # What the greedy rule does, copy to the host included, but for comparing tokens with choices.
-            parts = [most_likely(logits)] if draft.valid is None else [most_likely(logits), draft.valid]
-            tokens, parents, (choices, *valid) = to_host(draft, *parts)
-            verdict = Verdict([], [], [])
-            for b, line in enumerate(choices):
-                real = valid[0][b] if valid else None
-                best = self._accepted(parents[b], real)
-                verdict.add(best, line[best], tokens[b], parents[b], real)
-            return verdict
+            return accept(draft, most_likely(logits), self._accepted)
 
         return verify
 
@@ -120,8 +87,10 @@ class ReplayDrafter(Drafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.inner.observe(state, draft, output, verdict)
 
-    def _accepted(self, parents: list[int], valid: list[int] | None) -> int:
-        """A row of [root, nodes] as deep as the profile draws: any of that depth, so its cache rows lie anywhere."""
+    def _accepted(
+        self, tokens: list[int], parents: list[int], valid: list[int] | None, choices: list[int]
+    ) -> tuple[int, int]:
+        """A row as deep as the profile draws: any of them, so its cache rows lie anywhere; and the choice there."""
         depth = [0]
         for node, parent in enumerate(parents):
             depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else -1)
@@ -129,7 +98,8 @@ class ReplayDrafter(Drafter):
         while reached < deepest and float(torch.rand((), generator=self._generator)) < self._rate(reached):
             reached += 1
         rows = [row for row, level in enumerate(depth) if level == reached]
-        return rows[int(torch.randint(len(rows), (), generator=self._generator))]
+        best = rows[int(torch.randint(len(rows), (), generator=self._generator))]
+        return best, choices[best]
 
     def _rate(self, level: int) -> float:
         return self.profile[min(level, len(self.profile) - 1)]

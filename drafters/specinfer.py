@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .base import Drafter
 from .config import Config
@@ -46,15 +47,9 @@ class SpecInferDrafter(Drafter):
         self.gamma = options.gamma
         speculators = [SpeculativeOptions(draft_model=model, gamma=self.gamma) for model in options.draft_models]
         self.speculators = [SpeculativeDrafter(target, each) for each in speculators]
+        self.max_draft = self.gamma * len(self.speculators)
+        self.max_context = min(speculator.max_context for speculator in self.speculators)
         self._known = 0  # tokens that were committed when the draft began
-
-    @property
-    def max_draft(self) -> int:
-        return self.gamma * len(self.speculators)
-
-    @property
-    def max_context(self) -> int:
-        return min(speculator.max_context for speculator in self.speculators)
 
     def rule(self, sampling: Sampling) -> Rule:
         return verify_greedy if sampling.greedy else verify_stochastic
@@ -83,11 +78,7 @@ class SpecInferDrafter(Drafter):
 
 
 def verify_stochastic(
-    draft: DraftTree,
-    logits: torch.Tensor,
-    see: torch.Tensor,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
+    draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
     """VerifyStochastic (slides, algorithm of SpecInfer, lines 24 to 43): the target's distribution is preserved.
 
@@ -105,7 +96,7 @@ def verify_stochastic(
     return shuffled.walk(run_trials, logits, sampling, generator)
 
 
-def run_trials(draft: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run_trials(draft: MergedTree, p: Tensor) -> tuple[Tensor, Tensor]:
     """The chances ``[U, K]`` of the nodes' trials, one after another, and what they leave of ``p [U, V]``.
 
     The first trials of all nodes are run side by side, then the second ones of the nodes that have two, and so on.

@@ -6,14 +6,14 @@ lossless. They are drafted side by side in one cache and merged into one tree fo
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, draw
-from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .drafting.merged_tree import MergedTree
-from .model.kv_cache import KVCache
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 
@@ -47,31 +47,21 @@ class SpecTrDrafter(DraftModelDrafter):
     def __init__(self, target: TargetModel, options: SpecTrOptions) -> None:
         super().__init__(target, options)
         self.gamma, self.drafts, self.draft_temperature = options.gamma, options.drafts, options.draft_temperature
+        self.max_draft = self.gamma * self.drafts
         # Level by level, a row of each draft: it sees the rows of its own draft, every drafts-th one.
         levels = torch.arange(self.gamma, device=target.device)
         self._depths = levels.repeat_interleave(self.drafts)[None]
         self._see = torch.eye(self.drafts, dtype=torch.bool, device=target.device).repeat(1, self.gamma)[None]
         self._shape = (0, 0)  # drafts, tokens of the last one
-        self._cache: KVCache
-
-    @property
-    def max_draft(self) -> int:
-        return self.gamma * self.drafts
 
     def rule(self, sampling: Sampling) -> Rule:
         return verify_greedy if sampling.greedy else verify_k_seq
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._cache = self.draft_model.new_cache(1, state.cache.capacity)
-        prefill(self.draft_model, self._cache, state)
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
         if gamma < 1:
             return DraftTree.empty(1, self.target.device)
-        pending = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
-        features = self.draft_model.run(pending, self._cache).features[0, -1:]
-        self._cache.commit_first([pending.shape[1]])
+        features = self._catch_up(state)
         temperature = state.sampling.temperature if self.draft_temperature is None else self.draft_temperature
         sampling = Sampling(temperature, state.sampling.top_k, state.sampling.top_p)
         self._shape = (1 if sampling.greedy else self.drafts, gamma)
@@ -90,9 +80,7 @@ class SpecTrDrafter(DraftModelDrafter):
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
-    def _draw(
-        self, features: torch.Tensor, sampling: Sampling, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, features: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Tokens ``[k, gamma]`` and what they were drawn from, q ``[k, gamma, V]``; nothing is copied to the host.
 
         Args:
@@ -116,11 +104,7 @@ class SpecTrDrafter(DraftModelDrafter):
 
 
 def verify_k_seq(
-    draft: DraftTree,
-    logits: torch.Tensor,
-    see: torch.Tensor,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
+    draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
     """K-SEQ (Sun et al. 2023) at every node on the way: the target's distribution is preserved.
 
@@ -133,7 +117,7 @@ def verify_k_seq(
     return draft.walk(k_seq, logits, sampling, generator)
 
 
-def k_seq(draft: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def k_seq(draft: MergedTree, p: Tensor) -> tuple[Tensor, Tensor]:
     """The chances ``[U, K]`` of the nodes' trials, and what is left of ``p [U, V]`` where all fail.
 
     That is p - min(q, p / rho) p_acc / beta, with beta = sum_x min(q, p / rho) the probability that one draft passes
@@ -154,7 +138,7 @@ def k_seq(draft: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return chances, torch.where(left.sum(1, keepdim=True) > 0, left, p)
 
 
-def solve_rho(p: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def solve_rho(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """rho* ``[U, 1]`` in [1, k], the root of 1 - (1 - beta)^k = rho beta, or slightly more.
 
     Bisection on rho = G(rho), G = p_acc / beta. Any rho >= G(rho) is valid, the smallest accepts most. As G rises with
@@ -173,7 +157,7 @@ def solve_rho(p: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor
     return high.clamp_min(1.0)
 
 
-def _gain(beta: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _gain(beta: Tensor, k: Tensor) -> Tensor:
     """p_acc / beta = (1 - (1 - beta)^k) / beta, which is k where beta = 0."""
     minus_beta = -beta.clamp(torch.finfo(beta.dtype).tiny, 1.0)
     return torch.expm1(k * torch.log1p(minus_beta)) / minus_beta

@@ -4,13 +4,12 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
-from .decoding.sampling import draw, most_likely
-from .drafting.draft_model import DraftModelDrafter, DraftModelOptions, prefill
-from .model.kv_cache import KVCache
+from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -34,30 +33,17 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     def __init__(self, target: TargetModel, options: SpeculativeOptions) -> None:
         super().__init__(target, options)
-        self.gamma = options.gamma
-        self._cache = KVCache.nothing()
-
-    @property
-    def max_draft(self) -> int:
-        return self.gamma
-
-    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._cache.release()  # so that its memory can be taken again
-        self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity)
-        prefill(self.draft_model, self._cache, state)
+        self.gamma = self.max_draft = options.gamma
 
     def propose(self, state: DecodeState) -> DraftTree:
-        tokens, q = [], []
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
         # The draft model catches up first: with the root, and after full acceptance with the last draft token.
         pending = [row[known:] for row, known in zip(state.tokens, self._cache.lengths, strict=True)]
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
         for _ in range(state.longest_draft(self.gamma)):
             logits = self._advance(rows, counts)
-            if state.sampling.greedy:
-                rows = most_likely(logits)[:, None]
-            else:
-                q.append(state.sampling.probabilities(logits))
-                rows = draw(q[-1], state.generator)[:, None]
+            rows = state.sampling.pick(logits, state.generator, q)[:, None]
             tokens.append(rows)
             counts = [1] * state.batch
         if not tokens:
@@ -71,7 +57,7 @@ class SpeculativeDrafter(DraftModelDrafter):
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
-    def _advance(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def _advance(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Feed the first ``counts[b]`` of each of ``rows [B, R]`` to the draft model; logits ``[B, V]`` after them."""
         features = self.draft_model.run(rows, self._cache).features
         self._cache.commit_first(counts)

@@ -14,6 +14,7 @@ from drafters.decoding.acceptance import Verdict
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
+from drafters.drafting.phrase_pool import PhrasePool
 from drafters.lookahead import LookaheadDrafter
 
 
@@ -190,7 +191,7 @@ def test_no_draft_for_the_last_token() -> None:
     options: dict[str, Any] = {"max_new_tokens": 2, "eos_token_id": NO_EOS}
     assert [step.drafted for step in generate(drafter.target, drafter, [prompt(5)], **options).trace.steps] == [0]
     state = state_of(drafter.target, [50, 10], new=2)
-    drafter.pool.clear()
+    drafter.pool = PhrasePool(tail=2, per_token=4)
     drafter.pool.add(10, (1, 2))
     assert drafter.propose(state).size == 0
     state.max_new_tokens = 3

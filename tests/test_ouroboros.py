@@ -182,8 +182,9 @@ def test_pool_keeps_the_most_recent() -> None:
     assert pool.get(2, 5) == [] and len(pool) == 2
     pool.add(2, [])
     assert len(pool) == 2 and list(pool.items()) == [(1, (2, 3)), (1, (7, 8))]
-    pool.clear()
-    assert len(pool) == 0 and pool.get(1, 5) == []
+    pool.add(4, [5, 6], eos=frozenset([5]))  # EOS ends a phrase
+    pool.add(5, [6, 7], eos=frozenset([5]))  # and begins none
+    assert pool.get(4, 5) == [(5,)] and pool.get(5, 5) == []
 
 
 def test_pool_merges_prefixes_and_is_bounded() -> None:
@@ -263,7 +264,7 @@ def test_long_agreements_become_all_their_phrases() -> None:
     drafter._drafted = [5, 6, 7, 8, 9]
     drafter._learn_agreements(0, [1, 6, 7, 8, 9, 2], state_of(drafter.target))
     assert sorted(drafter.pool.items()) == [(6, (7, 8)), (7, (8, 9)), (8, (9,))]
-    drafter.pool.clear()
+    drafter.pool = drafter._first_pool.copy()
     drafter._learn_agreements(0, [1, 6, 7, 8, 9, 2], state_of(drafter.target, frozenset([7])))
     assert sorted(drafter.pool.items()) == [(6, (7,)), (8, (9,))]  # EOS ends a phrase and begins none
 

@@ -76,7 +76,7 @@ def test_it_is_never_taken_for_lossless() -> None:
         generate(target, drafter, [prompt(5)], max_new_tokens=4, temperature=0.7)
     with pytest.raises(ValueError, match="built for target"):
         ReplayDrafter.from_options(target, inner=make_drafter("prompt_lookup", other), profile=[0.5])
-    with pytest.raises(ValueError, match="give drafter"):
+    with pytest.raises(ValueError, match="must name its drafter"):
         make_drafter("replay", target, inner={}, profile=[0.5])
     for profile in ([], [1.2], [-0.1]):
         with pytest.raises(ValueError, match="profile"):

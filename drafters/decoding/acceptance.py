@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .draft_tree import DraftTree
+from .draft_tree import ROOT, DraftTree
 from .sampling import Sampling, draw, most_likely, residual, without
 
-LEAF = -1  # below the last level
 TINY = torch.finfo(torch.float32).tiny
 FEW_ROWS = 4  # up to this batch a CPU is faster row by row
-Rule = Callable[[DraftTree, torch.Tensor, torch.Tensor, Sampling, torch.Generator | None], "Verdict"]
+Rule = Callable[[DraftTree, Tensor, Tensor, Sampling, torch.Generator | None], "Verdict"]
+Find = Callable[[list[int], list[int], list[int] | None, list[int]], tuple[int, int]]
 
 
 @dataclass
@@ -32,27 +33,9 @@ class Verdict:
     tokens: list[list[int]]
     depths: list[int]
 
-    def add(self, best: int, bonus: int, tokens: list[int], parents: list[int], valid: list[int] | None) -> None:
-        """One more batch row: the path of a draft of ``tokens`` and ``parents`` to row ``best`` is accepted."""
-        path, node = [], best - 1
-        while node >= 0:
-            path.append(node)
-            node = parents[node]
-        path.reverse()
-        self.rows.append([0, *(node + 1 for node in path)])
-        self.tokens.append([*(tokens[node] for node in path), bonus])
-        depth = [0]  # of every row
-        for node, parent in enumerate(parents):
-            depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else 0)
-        self.depths.append(max(depth))
-
 
 def verify_greedy(
-    draft: DraftTree,
-    logits: torch.Tensor,
-    see: torch.Tensor,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
+    draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
     """Accept the deepest path whose every token is the target's argmax after its parent; the bonus is the next argmax.
 
@@ -60,29 +43,25 @@ def verify_greedy(
         logits: ``[B, N+1, V]`` of [root, nodes].
         see: ``[B, N+1, N+1]`` ancestor mask.
     """
-    choice = most_likely(logits)
-    batch, n = draft.tokens.shape
-    parts = [choice] if draft.valid is None else [choice, draft.valid]
-    tokens, parents, (choices, *valid) = to_host(draft, *parts)
-    verdict = Verdict([], [], [])
-    for b in range(batch):
-        depth, best = [0] * (n + 1), 0  # of each row, -1 where its path is not accepted; the first deepest accepted row
-        for node, parent in enumerate(parents[b]):
-            right = depth[parent + 1] >= 0 and tokens[b][node] == choices[b][parent + 1]
-            accepted = right and (not valid or valid[0][b][node])
-            depth[node + 1] = depth[parent + 1] + 1 if accepted else -1
-            if depth[node + 1] > depth[best]:
-                best = node + 1
-        verdict.add(best, choices[b][best], tokens[b], parents[b], valid[0][b] if valid else None)
-    return verdict
+    return accept(draft, most_likely(logits), _deepest_match)
+
+
+def _deepest_match(
+    tokens: list[int], parents: list[int], valid: list[int] | None, choices: list[int]
+) -> tuple[int, int]:
+    """The first of the deepest rows whose path is the target's choice, token by token; and what it chose after it."""
+    depth, best = [0] * (len(tokens) + 1), 0  # of each row, -1 where its path is not accepted
+    for node, parent in enumerate(parents):
+        right = depth[parent + 1] >= 0 and tokens[node] == choices[parent + 1]
+        accepted = right and (valid is None or valid[node])
+        depth[node + 1] = depth[parent + 1] + 1 if accepted else -1
+        if depth[node + 1] > depth[best]:
+            best = node + 1
+    return best, choices[best]
 
 
 def verify_sampled(
-    draft: DraftTree,
-    logits: torch.Tensor,
-    see: torch.Tensor,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
+    draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
     """Multi-round speculative sampling: the committed tokens are distributed as the target's own (EAGLE, Algorithm 1).
 
@@ -97,12 +76,8 @@ def verify_sampled(
 
 
 def _walk_by_level(
-    draft: DraftTree,
-    logits: torch.Tensor,
-    sampling: Sampling,
-    uniform: torch.Tensor,
-    generator: torch.Generator | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
     """The deepest accepted row and the bonus, ``[B]`` each: all batch rows side by side, without reading a value.
 
     Args:
@@ -111,11 +86,9 @@ def _walk_by_level(
     every = torch.arange(len(logits), device=logits.device)
     at = bonus = torch.zeros_like(every)
     going = at == 0
-    for draws in (*draft.levels, LEAF):
+    # Down the tree, level by level, for as long as any row goes on.
+    for draws in draft.levels:
         p = sampling.probabilities(logits[every, at])
-        if draws == LEAF:
-            bonus = torch.where(going, draw(p, generator), bonus)
-            break
         children = draft.parents == at[:, None] - 1
         if draft.valid is not None:
             children = children & draft.valid
@@ -125,18 +98,15 @@ def _walk_by_level(
         going = going & found
         at = torch.where(going, node + 1, at)
         if _known_none(going):
-            break
-    return at, bonus
+            return at, bonus
+    # Rows that were accepted down to a leaf: nothing was drafted after it.
+    last = draw(sampling.probabilities(logits[every, at]), generator)
+    return at, torch.where(going, last, bonus)
 
 
 def _next_token(
-    draft: DraftTree,
-    children: torch.Tensor,
-    p: torch.Tensor,
-    draws: int,
-    uniform: torch.Tensor,
-    generator: torch.Generator | None,
-) -> torch.Tensor:
+    draft: DraftTree, children: Tensor, p: Tensor, draws: int, uniform: Tensor, generator: torch.Generator | None
+) -> Tensor:
     """A token ``[B]`` distributed as ``p [B, V]`` that is a child's as often as can be.
 
     The children that were sampled are tried in order: x, the j-th draw without replacement from q, passes with
@@ -173,27 +143,21 @@ def _next_token(
 
 
 def _walk_by_row(
-    draft: DraftTree,
-    logits: torch.Tensor,
-    sampling: Sampling,
-    uniform: torch.Tensor,
-    generator: torch.Generator | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
     """The same one row after the other, reading values, which is free on a CPU: of few rows, the fastest."""
-    every_parents = draft.parents.tolist()
-    q_rows = draft.q_row.tolist() if draft.q is not None and draft.q_row is not None else None
-    valid = draft.valid.tolist() if draft.valid is not None else None
+    every_parents, batch = draft.parents.tolist(), len(logits)
+    q_rows = draft.q_row.tolist() if draft.q_row is not None else [[-1] * draft.size] * batch
+    valid = draft.valid.tolist() if draft.valid is not None else [[True] * draft.size] * batch
     ends: list[list[int]] = []
     for b, (tokens, numbers) in enumerate(zip(draft.tokens.tolist(), uniform.tolist(), strict=True)):
         at, bonus, accepted = 0, 0, True
         while accepted:
             p = sampling.probabilities(logits[b, at])
-            children = [node for node, parent in enumerate(every_parents[b]) if parent + 1 == at]
-            if valid is not None:
-                children = [node for node in children if valid[b][node]]
-            drawn = [node for node in children if q_rows[b][node] >= 0] if q_rows is not None else []
+            children = [node for node, parent in enumerate(every_parents[b]) if parent + 1 == at and valid[b][node]]
+            drawn = [node for node in children if q_rows[b][node] >= 0]
             token = None
-            if drawn and q_rows is not None and draft.q is not None:
+            if drawn and draft.q is not None:
                 token = _try_in_turn(p, draft.q[b, q_rows[b][drawn[0]]], tokens, drawn, numbers)
             bonus = int(draw(p, generator)) if token is None else token
             holding = [node for node in children if tokens[node] == bonus]
@@ -204,9 +168,7 @@ def _walk_by_row(
     return deepest, extra
 
 
-def _try_in_turn(
-    p: torch.Tensor, q: torch.Tensor, tokens: list[int], drawn: list[int], numbers: list[float]
-) -> int | None:
+def _try_in_turn(p: Tensor, q: Tensor, tokens: list[int], drawn: list[int], numbers: list[float]) -> int | None:
     """The token of the first of the nodes ``drawn`` that passes; where none does, ``p [V]`` becomes what is left of it.
 
     Neither p nor q is renormalised: their sums are carried along.
@@ -226,37 +188,41 @@ def _try_in_turn(
     return None
 
 
-def _known_none(rows: torch.Tensor) -> bool:
+def _known_none(rows: Tensor) -> bool:
     """Whether it is known that none is true. A CPU says so for nothing; elsewhere, asking would wait for the device."""
     return rows.device.type == "cpu" and not rows.any()
 
 
-def collect(draft: DraftTree, see: torch.Tensor, best: torch.Tensor, bonus: torch.Tensor) -> Verdict:
+def collect(draft: DraftTree, see: Tensor, best: Tensor, bonus: Tensor) -> Verdict:
     """Accept the path from the root to row ``best [B]``, then ``bonus [B]``; copies to the host once."""
-    parts = [torch.stack([best, bonus], dim=1)] if draft.valid is None else [torch.stack([best, bonus], 1), draft.valid]
-    tokens, parents, (ends, *valid) = to_host(draft, *parts)
+    return accept(draft, torch.stack([best, bonus], dim=1), lambda tokens, parents, valid, ends: (ends[0], ends[1]))
+
+
+def accept(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
+    """Copy a draft and ``values [B, W]`` to the host, all at once, and accept the path that ``find`` finds in each row.
+
+    Args:
+        find: (tokens, parents, valid, values) of a batch row -> the last accepted row of [root, nodes], and the bonus.
+    """
+    n, width = draft.size, values.shape[1]
+    parts = [draft.tokens, None if draft.is_chain else draft.parents, draft.valid, values]
     verdict = Verdict([], [], [])
-    for b, (row, token) in enumerate(ends):
-        verdict.add(row, token, tokens[b], parents[b], valid[0][b] if valid else None)
+    for line in torch.cat([part.long() for part in parts if part is not None], dim=1).tolist():
+        tokens, parents = line[:n], list(range(ROOT, n - 1)) if draft.is_chain else line[n : 2 * n]
+        valid = None if draft.valid is None else line[-width - n : -width]
+        best, bonus = find(tokens, parents, valid, line[-width:])
+        path, node = [], best - 1
+        while node != ROOT:
+            path.append(node)
+            node = parents[node]
+        path.reverse()
+        verdict.rows.append([0, *(node + 1 for node in path)])
+        verdict.tokens.append([*(tokens[node] for node in path), bonus])
+        depth = [0]  # of each row
+        for node, parent in enumerate(parents):
+            depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else 0)
+        verdict.depths.append(max(depth))
     return verdict
-
-
-def to_host(draft: DraftTree, *parts: torch.Tensor) -> tuple[list[list[int]], list[list[int]], list[list[list[int]]]]:
-    """A draft's tokens and parents, and ``parts [B, ...]``, as lists: one copy for all of them."""
-    batch, n = draft.tokens.shape
-    known = [] if draft.is_chain or n == 0 else [draft.parents]
-    given = [draft.tokens, *known, *parts]
-    packed = torch.cat([part.long() for part in given], dim=1).tolist() if n else torch.cat(parts, dim=1).tolist()
-    split: list[list[list[int]]] = []
-    start = 0
-    for part in given if n else parts:
-        split.append([line[start : start + part.shape[1]] for line in packed])
-        start += part.shape[1]
-    if not n:
-        return [[]] * batch, [[]] * batch, split
-    tokens, *rest = split
-    parents = rest.pop(0) if known else [list(range(-1, n - 1))] * batch
-    return tokens, parents, rest
 
 
 def rule_for(sampling: Sampling) -> Rule:

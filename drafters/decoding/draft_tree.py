@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 ROOT = -1
 
@@ -36,19 +37,19 @@ class DraftTree:
             goes by these levels; where None, it takes a tree for as deep and as wide as N nodes can be.
     """
 
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    q: torch.Tensor | None = None
-    q_row: torch.Tensor | None = None
-    valid: torch.Tensor | None = None
-    log_q: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
+    tokens: Tensor
+    parents: Tensor
+    q: Tensor | None = None
+    q_row: Tensor | None = None
+    valid: Tensor | None = None
+    log_q: Tensor | None = None
+    hidden: Tensor | None = None
     resume_layer: int = 0
     is_chain: bool = False
     scratch: int = 0
     scratch_outputs: int = 0
     target_forwards: int = 0
-    see: torch.Tensor | None = None
+    see: Tensor | None = None
     draws: tuple[int, ...] | None = None
 
     @property
@@ -61,7 +62,7 @@ class DraftTree:
         """``draws``, or what they are at most."""
         return self.draws if self.draws is not None else (0 if self.q is None else self.size,) * self.size
 
-    def proposed(self, see: torch.Tensor) -> tuple["DraftTree", torch.Tensor]:
+    def proposed(self, see: Tensor) -> tuple["DraftTree", Tensor]:
         """The draft and its ancestor mask without the scratch nodes: what an acceptance rule judges."""
         if not self.scratch:
             return self, see
@@ -78,7 +79,7 @@ class DraftTree:
         return cls(none, none, is_chain=True, draws=())
 
     @classmethod
-    def chain(cls, tokens: torch.Tensor, q: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Self:
+    def chain(cls, tokens: Tensor, q: Tensor | None = None, valid: Tensor | None = None) -> Self:
         """A chain of ``tokens [B, N]``, sampled from ``q [B, N, V]`` or, without q, deterministic."""
         n = tokens.shape[1]
         return cls.from_parents(tokens, range(ROOT, n - 1), q=q, q_row=range(n), valid=valid)
@@ -86,9 +87,9 @@ class DraftTree:
     @classmethod
     def from_parents(
         cls,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         parents: Sequence[int],
-        q: torch.Tensor | None = None,
+        q: Tensor | None = None,
         q_row: Sequence[int] | None = None,
         scratch: int = 0,
         **more: Any,
@@ -106,7 +107,7 @@ class DraftTree:
         draft.see, draft.draws = shape.see, shape.draws
         return draft
 
-    def ancestors(self) -> torch.Tensor:
+    def ancestors(self) -> Tensor:
         """``[B, N+1, N+1]`` bool over rows [root, nodes]: row i may attend to row j (its ancestors and itself)."""
         batch, n = self.tokens.shape
         device = self.tokens.device
@@ -121,12 +122,12 @@ class DraftTree:
             step = (step @ step).clamp_max_(1.0)
         return step > 0
 
-    def depths(self, ancestors: torch.Tensor) -> torch.Tensor:
+    def depths(self, ancestors: Tensor) -> Tensor:
         """``[B, N+1]`` depth of each row, the root's being 0; RoPE position = position of the root + depth."""
         return ancestors.sum(-1) - 1
 
 
-def to_device(device: torch.device, *lists: list[int]) -> list[torch.Tensor]:
+def to_device(device: torch.device, *lists: list[int]) -> list[Tensor]:
     """Each list as a one-dimensional tensor: one copy for all of them."""
     packed = torch.tensor([value for values in lists for value in values], dtype=torch.long, device=device)
     return list(packed.split([len(values) for values in lists]))
@@ -135,9 +136,9 @@ def to_device(device: torch.device, *lists: list[int]) -> list[torch.Tensor]:
 class _Shape(NamedTuple):
     """What the host knows of a tree: ``parents [1, N]``, ``q_row [1, N]`` and, as in ``DraftTree``, the others."""
 
-    parents: torch.Tensor
-    q_row: torch.Tensor | None
-    see: torch.Tensor
+    parents: Tensor
+    q_row: Tensor | None
+    see: Tensor
     draws: tuple[int, ...]
     is_chain: bool
 
@@ -160,7 +161,7 @@ def _shape(parents: tuple[int, ...], q_row: tuple[int, ...] | None, judged: int,
 
 
 @lru_cache(maxsize=1024)
-def tree_mask(parents: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_mask(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ancestor mask ``[1, N+1, N+1]`` and depths ``[1, N+1]`` of [root, nodes], from the nodes' parents."""
     see = see_ancestors(np.eye(len(parents) + 1, dtype=np.bool_), parents, 0)
     depths = see.sum(1) - 1

@@ -4,11 +4,12 @@ Every method, plain decoding included, runs through it: the same cache, stop rul
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
+from torch import Tensor
 
 from ..model.clock import Clock
 from ..model.kv_cache import KVCache
@@ -17,7 +18,7 @@ from ..model.target import FeatureOutput, TargetModel
 from ..wording import shortened, with_article
 from .acceptance import Rule, Verdict
 from .draft_tree import DraftTree
-from .sampling import Sampling, draw, most_likely
+from .sampling import Sampling
 from .trace import Step, Trace
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class DecodeState:
     max_new_tokens: int
     eos: frozenset[int]
     finished: list[bool]
-    _roots: torch.Tensor | None = None
+    _roots: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -54,7 +55,7 @@ class DecodeState:
         return len(self.tokens)
 
     @property
-    def roots(self) -> torch.Tensor:
+    def roots(self) -> Tensor:
         """``[B, 1]`` last committed token of each row, copied to the device once a step."""
         if self._roots is None:
             self._roots = torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
@@ -72,11 +73,7 @@ class DecodeState:
     def append(self, row: int, tokens: list[int]) -> int:
         """Commit tokens to a row, cut at the limit and after the first EOS; returns how many were kept."""
         room = self.room(row)
-        kept = tokens[:room]
-        for index, token in enumerate(kept):
-            if token in self.eos:
-                kept = kept[: index + 1]
-                break
+        kept = until(tokens[:room], self.eos)
         self.tokens[row].extend(kept)
         self._roots = None
         self.finished[row] = len(kept) == room or (bool(kept) and kept[-1] in self.eos)
@@ -98,7 +95,7 @@ class GenerateResult:
         trace: steps and times.
     """
 
-    tokens: torch.Tensor
+    tokens: Tensor
     lengths: list[int]
     trace: Trace = field(default_factory=Trace)
 
@@ -107,7 +104,7 @@ class GenerateResult:
 def generate(
     target: TargetModel,
     drafter: "Drafter",
-    input_ids: torch.Tensor | list[list[int]],
+    input_ids: Tensor | list[list[int]],
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -158,15 +155,17 @@ def generate(
     _notify(state, on_tokens, state.prompt_lengths)
     while not all(state.finished):
         before = [len(row) for row in state.tokens]
-        trace.steps.extend(step(state, drafter, rule, clock))
+        trace.steps.extend(step(state, drafter, rule, clock.lap))
         _notify(state, on_tokens, before)
     trace.read(clock)
     return _result(state, trace)
 
 
-def step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock | None = None) -> list[Step]:
-    """One step of the loop; what each batch row did. A cascade runs these with a draft model as target."""
-    lap = clock.lap if clock is not None else _untimed
+def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], object] = lambda: None) -> list[Step]:
+    """One step of the loop; what each batch row did. A cascade runs these with a draft model as target, untimed.
+
+    ``lap`` is called when the draft is there, when it is verified, and at the end.
+    """
     _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
     draft = drafter.propose(state)
     lap()
@@ -183,27 +182,19 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, clock: Clock | None
     return steps
 
 
-def _untimed() -> None:
-    """In place of a clock's lap, where the step is part of a larger one."""
-
-
-def _forward(
-    state: DecodeState, drafter: "Drafter", draft: DraftTree, see: torch.Tensor
-) -> tuple[FeatureOutput, torch.Tensor]:
+def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tensor) -> tuple[FeatureOutput, Tensor]:
     """One target forward over [root, nodes]; a chain needs no explicit mask or positions."""
     rows = CHAIN if draft.is_chain else Rows(see, draft.depths(see))
     given = draft.hidden
     if given is None:
         given = torch.cat([state.roots, draft.tokens], dim=1) if draft.size else state.roots
     output = state.target.run(given, state.cache, rows, start=draft.resume_layer, taps=drafter.taps)
-    if not draft.scratch:
-        return output, state.target.lm_head(output.features)
-    judged = 1 + draft.size - draft.scratch
-    features = output.features
-    wanted = torch.cat([features[:, :judged], features[:, features.shape[1] - draft.scratch_outputs :]], dim=1)
-    logits = state.target.lm_head(wanted)
-    output.scratch = logits[:, judged:]
-    return output, logits[:, :judged]
+    features, judged = output.features, 1 + draft.size - draft.scratch
+    if draft.scratch:
+        features = torch.cat([features[:, :judged], features[:, features.shape[1] - draft.scratch_outputs :]], dim=1)
+    logits = state.target.lm_head(features)
+    output.logits, output.scratch = logits[:, :judged], logits[:, judged:] if draft.scratch else None
+    return output, output.logits
 
 
 def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step]:
@@ -230,22 +221,27 @@ def _prefill(state: DecodeState, drafter: "Drafter") -> None:
     output = state.target.run(padded(state.tokens, device), state.cache, taps=drafter.taps)
     state.cache.commit_first(state.prompt_lengths)
     logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
-    first = (
-        most_likely(logits) if state.sampling.greedy else draw(state.sampling.probabilities(logits), state.generator)
-    )
-    for row, token in enumerate(first.tolist()):
+    for row, token in enumerate(state.sampling.pick(logits, state.generator).tolist()):
         state.append(row, [token])
     if not all(state.finished):
         drafter.begin(state, output)
 
 
-def padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
+    """Tokens up to the first in ``stop`` (EOS), that one included."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: index + 1]
+    return tokens
+
+
+def padded(rows: list[list[int]], device: torch.device) -> Tensor:
     """``[B, T]`` token ids of rows of unequal length, filled on the right."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
 
-def last_of(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def last_of(values: Tensor, counts: list[int]) -> Tensor:
     """``[B, H]``: of ``values [B, R, H]``, filled on the right, the last of each row's first ``counts[b]``."""
     if counts.count(values.shape[1]) == len(counts):
         return values[:, -1]
@@ -269,8 +265,8 @@ def _result(state: DecodeState, trace: Trace) -> GenerateResult:
     return GenerateResult(filled, [len(row) for row in new], trace)
 
 
-def _prompts(input_ids: torch.Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:
-    if isinstance(input_ids, torch.Tensor):
+def _prompts(input_ids: Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:
+    if isinstance(input_ids, Tensor):
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
         input_ids = input_ids.tolist()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sampling:
         """True when tokens are argmaxes."""
         return self.temperature == 0.0
 
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+    def probabilities(self, logits: Tensor) -> Tensor:
         """Warp ``logits [..., V]``: temperature, then top-k, then top-p (transformers' order); returns float32
         ``[..., V]``.
 
@@ -59,13 +60,22 @@ class Sampling:
             probabilities = kept / kept.sum(-1, keepdim=True)
         return probabilities
 
+    def pick(self, logits: Tensor, generator: torch.Generator | None, q: list[Tensor] | None = None) -> Tensor:
+        """A token for each of ``logits [..., V]`` -> ``[...]``: its argmax, or one drawn; ``q`` gets what from."""
+        if self.greedy:
+            return most_likely(logits)
+        probabilities = self.probabilities(logits)
+        if q is not None:
+            q.append(probabilities)
+        return draw(probabilities, generator)
 
-def most_likely(logits: torch.Tensor) -> torch.Tensor:
+
+def most_likely(logits: Tensor) -> Tensor:
     """Argmax over the last dimension; on a CPU torch is several times faster at it in float32 than in 16 bits."""
     return (logits.float() if logits.device.type == "cpu" else logits).argmax(-1)
 
 
-def draw(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     """One token per distribution ``[..., V]`` -> ``[...]``, by inverting its cumulative sum (no host synchronisation).
 
     One random number a draw: making V of them (the exponential race) takes longer than a small model's LM head.
@@ -79,9 +89,7 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None) -> torc
     return torch.searchsorted(cumulative, point, right=True)[..., 0]
 
 
-def draw_without_replacement(
-    probabilities: torch.Tensor, k: int, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_without_replacement(probabilities: Tensor, k: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """The first ``k`` draws without replacement from ``[..., V]``, in order (Gumbel top-k; Kool et al. 2019).
 
     The keys are p / E with E exponential, as -log of a uniform number: six times faster on a CPU than torch's own.
@@ -94,7 +102,7 @@ def draw_without_replacement(
     return tokens, keys > 0
 
 
-def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def residual(p: Tensor, q: Tensor) -> Tensor:
     """``norm(max(0, p - q))`` over the last dimension (Leviathan et al. 2023, section 2.3).
 
     Where p == q the residual is 0/0: nothing can be rejected there except by rounding, and p itself is returned.
@@ -104,7 +112,7 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, rest / total.clamp_min(torch.finfo(p.dtype).tiny), p)
 
 
-def without(q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def without(q: Tensor, token: Tensor) -> Tensor:
     """``q [B, V]`` after ``token [B, 1]`` was drawn and not put back."""
     rest = q.scatter(1, token, 0.0)
     return rest / rest.sum(1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)

@@ -6,6 +6,7 @@ Nothing is copied from a device to the host.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..decoding.sampling import Sampling, draw_without_replacement
 from ..model.kv_cache import KVCache
@@ -22,9 +23,9 @@ class Level(NamedTuple):
         parent: ``[M]`` which hypothesis of the level before it extends.
     """
 
-    tokens: torch.Tensor
-    score: torch.Tensor
-    parent: torch.Tensor
+    tokens: Tensor
+    score: Tensor
+    parent: Tensor
 
 
 class Paths(NamedTuple):
@@ -35,15 +36,15 @@ class Paths(NamedTuple):
         rows: ``[m, d]`` which row of the search holds each token. The last level's tokens were not forwarded.
     """
 
-    tokens: torch.Tensor
-    log_p: torch.Tensor
-    rows: torch.Tensor
+    tokens: Tensor
+    log_p: Tensor
+    rows: Tensor
 
 
 def beam_search(
     model: TargetModel,
     cache: KVCache,
-    features: torch.Tensor,
+    features: Tensor,
     length: int,
     width: int,
     sampling: Sampling,
@@ -69,44 +70,29 @@ def beam_search(
     see = torch.ones(1, offset, dtype=torch.bool, device=device)  # of which uncommitted rows each hypothesis is made
     depths = torch.arange(offset, device=device)[None]
     for depth in range(length):
-        if levels:
-            tokens, _, parent = levels[-1]
-            rows = len(tokens)
+        if levels:  # the last tokens, side by side: each sees what its hypothesis is made of
+            last, score, parent = levels[-1]
+            rows = len(last)
             see = torch.cat([see[parent], torch.eye(rows, dtype=torch.bool, device=device)], 1)
             depths = torch.cat([depths, depths.new_full((1, rows), offset + depth - 1)], 1)
             start = depths.shape[1] - rows
-            features = model.run(tokens[None], cache, Rows(see[None], depths, start)).features[0]
-        levels.append(_extend(levels, model.lm_head(features), width, sampling, eos, generator, warped))
+            features = model.run(last[None], cache, Rows(see[None], depths, start)).features[0]
+        step, tokens = _candidates(model.lm_head(features), width, sampling, generator, warped)
+        if levels:
+            ended = is_end(last[:, None], eos) if eos else None
+            # Looking costs nothing on a CPU; elsewhere it would wait for the device.
+            if ended is not None and (ended.device.type != "cpu" or bool(ended.any())):
+                step, tokens = step.masked_fill(ended, -torch.inf), torch.where(ended, last[:, None], tokens)
+                step[:, :1].masked_fill_(ended, 0.0)
+            step = score[:, None] + step
+        best, index = step.flatten().topk(min(width, step.numel()))
+        levels.append(Level(tokens.flatten()[index], best, index.div(step.shape[1], rounding_mode="floor")))
     return levels
 
 
-def _extend(
-    levels: list[Level],
-    logits: torch.Tensor,
-    width: int,
-    sampling: Sampling,
-    eos: frozenset[int],
-    generator: torch.Generator | None,
-    warped: bool,
-) -> Level:
-    """The next level, from ``logits [M, V]`` after each hypothesis of the last."""
-    step, tokens = _candidates(logits, width, sampling, generator, warped)
-    if levels:
-        last = levels[-1].tokens[:, None]
-        ended = is_end(last, eos) if eos else None
-        # Looking costs nothing on a CPU; elsewhere it would wait for the device.
-        if ended is not None and (ended.device.type != "cpu" or bool(ended.any())):
-            step, tokens = step.masked_fill(ended, -torch.inf), torch.where(ended, last, tokens)
-            step[:, :1].masked_fill_(ended, 0.0)
-        step = levels[-1].score[:, None] + step
-    score, index = step.flatten().topk(min(width, step.numel()))
-    parent = index.div(step.shape[1], rounding_mode="floor")
-    return Level(tokens.flatten()[index], score, parent)
-
-
 def _candidates(
-    logits: torch.Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, warped: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, warped: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-likelihoods and tokens ``[M, count]`` that may follow each hypothesis; fewer where there are fewer."""
     log_p = logits.log_softmax(-1, dtype=torch.float32)
     if sampling.greedy:
@@ -125,7 +111,7 @@ def _candidates(
     return step, drawn if pool is None else pool.gather(1, drawn)
 
 
-def trace_back(levels: list[Level], last: torch.Tensor) -> Paths:
+def trace_back(levels: list[Level], last: Tensor) -> Paths:
     """The hypotheses ``last [m]`` of the last level."""
     tokens, scores, rows = [], [], []
     first = sum(len(level.tokens) for level in levels)
@@ -141,7 +127,7 @@ def trace_back(levels: list[Level], last: torch.Tensor) -> Paths:
     return Paths(torch.stack(tokens[::-1], 1), log_p, torch.stack(rows[::-1], 1))
 
 
-def until_end(tokens: torch.Tensor, eos: frozenset[int]) -> torch.Tensor | None:
+def until_end(tokens: Tensor, eos: frozenset[int]) -> Tensor | None:
     """``[m, d]``: which tokens of hypotheses ``[m, d]`` are not padding after an EOS; None where nothing can end."""
     if not eos:
         return None
@@ -149,7 +135,7 @@ def until_end(tokens: torch.Tensor, eos: frozenset[int]) -> torch.Tensor | None:
     return ends.cumsum(1) == ends
 
 
-def is_end(tokens: torch.Tensor, eos: frozenset[int]) -> torch.Tensor:
+def is_end(tokens: Tensor, eos: frozenset[int]) -> Tensor:
     """Which ``tokens [...]`` are EOS; ``eos`` is not empty."""
     first, *others = eos
     ends = tokens == first

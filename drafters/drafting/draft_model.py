@@ -2,14 +2,16 @@
 
 from functools import lru_cache
 
+import torch
 from pydantic import InstanceOf
+from torch import Tensor
 
 from ..base import Drafter
 from ..config import Config
 from ..decoding.loop import DecodeState, padded
 from ..model.files import load_bare_tokenizer
 from ..model.kv_cache import KVCache
-from ..model.target import TargetModel
+from ..model.target import FeatureOutput, TargetModel
 
 # An option of a method: where to load a draft model from, or a loaded one, so that several drafters share it.
 DraftModel = str | InstanceOf[TargetModel]
@@ -24,24 +26,37 @@ class DraftModelOptions(Config):
 class DraftModelDrafter(Drafter):
     """A drafter that drafts with a smaller LM of the target's tokenizer.
 
+    ``more_rows``: rows of the draft model's cache beyond the target's.
+
     Raises:
         ValueError: the draft model's vocabulary differs from the target's.
     """
 
+    more_rows = 0
+
     def __init__(self, target: TargetModel, options: DraftModelOptions) -> None:
         super().__init__(target, options)
         self.draft_model = load_draft_model(target, options.draft_model)
+        self.max_context = min(target.max_context, self.draft_model.max_context)
+        self._cache = KVCache.nothing()
 
-    @property
-    def max_context(self) -> int:
-        return min(self.target.max_context, self.draft_model.max_context)
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._cache.release()  # so that its memory can be taken again
+        self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
+        prompts = [row[:-1] for row in state.tokens]
+        self.draft_model.run(padded(prompts, self.draft_model.device), self._cache)
+        self._cache.commit_first([len(prompt) for prompt in prompts])
 
+    def _read(self, tokens: list[int]) -> Tensor:
+        """Take tokens of the one row into the draft model's cache; features ``[1, H]`` after the last."""
+        rows = torch.tensor([tokens], device=self.target.device)
+        features = self.draft_model.run(rows, self._cache).features[:, -1]
+        self._cache.commit_first([len(tokens)])
+        return features
 
-def prefill(draft_model: TargetModel, cache: KVCache, state: DecodeState) -> None:
-    """Take the prompts into a draft model's cache, all but the roots."""
-    prompts = [row[:-1] for row in state.tokens]
-    draft_model.run(padded(prompts, draft_model.device), cache)
-    cache.commit_first([len(prompt) for prompt in prompts])
+    def _catch_up(self, state: DecodeState) -> Tensor:
+        """``_read`` the committed tokens of the one row that the draft model has not read yet."""
+        return self._read(state.tokens[0][self._cache.lengths[0] :])
 
 
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
@@ -58,7 +73,14 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
             f"target {target.name} one of {target.vocab_size}: they must share a tokenizer; choose a draft model of "
             "the target's family"
         )
-    _check_tokenizers(target, draft_model)
+    # Equal sizes do not make equal vocabularies: with another tokenizer hardly a draft token would be accepted.
+    theirs, ours = vocabulary(target), vocabulary(draft_model)
+    differing = [token for token, index in (theirs or {}).items() if ours is not None and ours.get(token) != index]
+    if theirs and differing:
+        raise ValueError(
+            f"draft model {draft_model.name} has another tokenizer than target {target.name}: {len(differing)} of "
+            f"{len(theirs)} tokens differ, for example {differing[0]!r}; choose a draft model of the target's family"
+        )
     return draft_model
 
 
@@ -74,16 +96,3 @@ def _vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
         return vocabulary
     except ValueError:
         return None  # token ids in, token ids out: a model may come without a tokenizer
-
-
-def _check_tokenizers(target: TargetModel, draft_model: TargetModel) -> None:
-    """Equal sizes do not make equal vocabularies: with another tokenizer hardly a draft token would be accepted."""
-    theirs, ours = vocabulary(target), vocabulary(draft_model)
-    if theirs is None or ours is None:
-        return
-    differing = [token for token, index in theirs.items() if ours.get(token) != index]
-    if differing:
-        raise ValueError(
-            f"draft model {draft_model.name} has another tokenizer than target {target.name}: {len(differing)} of "
-            f"{len(theirs)} tokens differ, for example {differing[0]!r}; choose a draft model of the target's family"
-        )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ..decoding.acceptance import Verdict
 from ..decoding.draft_tree import DraftTree, to_device
@@ -16,7 +17,7 @@ from .trie import Trie
 
 # (tree, p [U, V] at its inner rows) -> the chances [U, K] of each trial to be accepted given that those before it were
 # not (above 1: certain; 0 for padding), and what of p is left where none is, [U, V], not normalised.
-Trials = Callable[["MergedTree", torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Trials = Callable[["MergedTree", Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -39,12 +40,12 @@ class MergedTree(DraftTree):
     trie: Trie = field(default_factory=Trie)
     inner: list[int] = field(default_factory=list)
     trials: list[int] = field(default_factory=list)
-    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    children: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
-    q_rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    children: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
+    q_rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
 
     @classmethod
-    def merge(cls, sequences: torch.Tensor, q: torch.Tensor | None, stop: frozenset[int]) -> "MergedTree":
+    def merge(cls, sequences: Tensor, q: Tensor | None, stop: frozenset[int]) -> "MergedTree":
         """Merge ``sequences [S, gamma]``, each cut behind its first token in ``stop`` (EOS).
 
         One copy to the host and one back. Verification then needs none but the verdict's.
@@ -74,9 +75,7 @@ class MergedTree(DraftTree):
             q_rows=q_row_of.view(len(inner), most),
         )
 
-    def walk(
-        self, trials: Trials, logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None
-    ) -> Verdict:
+    def walk(self, trials: Trials, logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Verdict:
         """From the root, draw the outcome of a node's trials, go on where one is accepted, else draw the bonus.
 
         All nodes are judged side by side, those too that are not reached, so that the device is asked once. (On a CPU

@@ -1,6 +1,8 @@
 """Phrases by their first token, for methods that draft from n-grams seen before (Lookahead, Ouroboros)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+
+from ..decoding.loop import until
 
 
 class PhrasePool:
@@ -29,10 +31,10 @@ class PhrasePool:
             for tail in tails:
                 yield first, tail
 
-    def add(self, first: int, tail: Iterable[int]) -> None:
-        """Remember a phrase, or that it was used."""
-        new = tuple(tail)[: self.tail]
-        if not new:
+    def add(self, first: int, tail: Sequence[int], eos: frozenset[int] = frozenset()) -> None:
+        """Remember a phrase, or that it was used. EOS ends a phrase and begins none."""
+        new = tuple(until(tail[: self.tail], eos))
+        if not new or first in eos:
             return
         tails = self._tails.pop(first, {})
         self._tails[first] = tails  # now the most recently used first token
@@ -51,13 +53,14 @@ class PhrasePool:
         if len(tails) > self.per_token:
             del tails[next(iter(tails))]
         self._size += len(tails) - before
-        if self._size > self.capacity:
-            self._evict()
+        if self._size > self.capacity:  # drop the oldest tail of the first token that was used longest ago
+            oldest = next(iter(self._tails))
+            self._remove(oldest, next(iter(self._tails[oldest])))
 
-    def replace(self, first: int, old: Iterable[int], new: Iterable[int]) -> None:
+    def replace(self, first: int, old: tuple[int, ...], new: Sequence[int], eos: frozenset[int] = frozenset()) -> None:
         """Overwrite a phrase by a better one of the same first token."""
-        self._remove(first, tuple(old))
-        self.add(first, new)
+        self._remove(first, old)
+        self.add(first, new, eos)
 
     def get(self, first: int, most: int) -> list[tuple[int, ...]]:
         """Up to ``most`` tails, the most recently used first."""
@@ -73,11 +76,6 @@ class PhrasePool:
         pool._size = self._size
         return pool
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._tails.clear()
-        self._size = 0
-
     def _remove(self, first: int, tail: tuple[int, ...]) -> None:
         tails = self._tails.get(first, {})
         if tail in tails:
@@ -85,11 +83,6 @@ class PhrasePool:
             self._size -= 1
             if not tails:
                 del self._tails[first]
-
-    def _evict(self) -> None:
-        """Drop the oldest tail of the first token that was used longest ago."""
-        first = next(iter(self._tails))
-        self._remove(first, next(iter(self._tails[first])))
 
 
 class PhraseWindow:
@@ -158,11 +151,3 @@ class PhraseWindow:
         self._guesses = [*self._guesses[1:], predictions]
         self._placeholders = False
         return phrases
-
-
-def until(tokens: Sequence[int], stop: frozenset[int]) -> tuple[int, ...]:
-    """Tokens up to the first in ``stop`` (EOS), that one included."""
-    for index, token in enumerate(tokens):
-        if token in stop:
-            return tuple(tokens[: index + 1])
-    return tuple(tokens)

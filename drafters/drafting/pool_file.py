@@ -31,11 +31,11 @@ def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
     """
     path = Path(path)
     phrases = list(pool.items())
-    columns = (
-        [first for first, _ in phrases],
-        [len(tail) for _, tail in phrases],
-        [token for _, tail in phrases for token in tail],
-    )
+    columns = {
+        "first": [first for first, _ in phrases],
+        "lengths": [len(tail) for _, tail in phrases],
+        "tails": [token for _, tail in phrases for token in tail],
+    }
     metadata = {
         "content": CONTENT,
         "format_version": FORMAT_VERSION,
@@ -44,7 +44,7 @@ def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
         "vocabulary": _vocabulary_hash(model) or "",
         "model": model.name,
     }
-    arrays = {name: np.array(column, dtype=np.int32) for name, column in zip(_ARRAYS, columns, strict=True)}
+    arrays = {name: np.array(column, dtype=np.int32) for name, column in columns.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(save(arrays, metadata))

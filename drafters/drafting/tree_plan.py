@@ -5,12 +5,14 @@ Both forward only nodes that have children, and never leave the device.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..decoding.draft_tree import ROOT, DraftTree, tree_mask
 from ..decoding.sampling import Sampling, draw_without_replacement
-from ..model.rows import CHAIN, Rows
+from ..model.rows import Rows
 
 # EAGLE, Figure 9: 25 nodes, 4/8/8/3/2 a level, each given by the ranks of its ancestors among their siblings.
 EAGLE_TREE = [
@@ -22,19 +24,26 @@ EAGLE_TREE = [
 ]
 
 # (features [B, R, H], tokens [B, R], rows) -> predicted features [B, R, H]
-Extend = Callable[[torch.Tensor, torch.Tensor, Rows], torch.Tensor]
-LMHead = Callable[[torch.Tensor], torch.Tensor]
+Extend = Callable[[Tensor, Tensor, Rows], Tensor]
+LMHead = Callable[[Tensor], Tensor]
 
 
-class _Level:
-    """One level of a plan: which forwarded row of the level before each node hangs from, and which nodes go on."""
+class _Level(NamedTuple):
+    """One level of a plan, of n nodes, i of them with children.
 
-    def __init__(self, parent_row: list[int], rank: list[int], inner: list[int], device: torch.device) -> None:
-        self.children = max(rank) + 1
-        self.parent_row = torch.tensor(parent_row, device=device)
-        self.rank = torch.tensor(rank, device=device)
-        self.inner = torch.tensor(inner, dtype=torch.long, device=device)  # nodes of this level with children
-        self.rows = CHAIN  # of the inner nodes, behind those of the levels before
+    Attributes:
+        children: most children of a node of the level before.
+        parent_row: ``[n]`` which forwarded row of the level before each node hangs from.
+        rank: ``[n]`` of each node among its siblings.
+        inner: ``[i]`` which of the nodes are forwarded, since they have children.
+        rows: what these see, behind those of the levels before.
+    """
+
+    children: int
+    parent_row: Tensor
+    rank: Tensor
+    inner: Tensor
+    rows: Rows
 
 
 class TreePlan:
@@ -50,41 +59,31 @@ class TreePlan:
     def __init__(self, paths: list[list[int]], device: torch.device) -> None:
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         _check_paths(ordered)
-        self.size = len(ordered)
         index = {path: node for node, path in enumerate(ordered)}
-        self.parents = parents = tuple(index.get(path[:-1], ROOT) for path in ordered)
-        self.is_chain = parents == tuple(range(ROOT, self.size - 1))
-        see = tree_mask(parents, torch.device("cpu"))[0][0]
-        inner_nodes = sorted(set(parents) - {ROOT})
-        self.q_row = tuple(0 if p == ROOT else 1 + inner_nodes.index(p) for p in parents)
+        self.size, self.parents = len(ordered), tuple(index.get(path[:-1], ROOT) for path in ordered)
+        is_chain = self.parents == tuple(range(ROOT, self.size - 1))
+        inner = sorted(set(self.parents) - {ROOT})  # the nodes with children: they alone are forwarded
+        self.q_row = tuple(0 if parent == ROOT else 1 + inner.index(parent) for parent in self.parents)
+        see = tree_mask(self.parents, device)[0][0, 1:, 1:]
         self.levels: list[_Level] = []
+        before = [ROOT]
         for depth in range(1, len(ordered[-1]) + 1 if ordered else 1):
-            self.levels.append(self._level(depth, ordered, index, inner_nodes, see, device))
-
-    def _level(
-        self,
-        depth: int,
-        ordered: list[tuple[int, ...]],
-        index: dict[tuple[int, ...], int],
-        inner_nodes: list[int],
-        see: torch.Tensor,
-        device: torch.device,
-    ) -> _Level:
-        nodes = [path for path in ordered if len(path) == depth]
-        before = [node for node in inner_nodes if len(ordered[node]) == depth - 1]
-        rows = [before.index(index[path[:-1]]) if depth > 1 else 0 for path in nodes]
-        level = _Level(rows, [path[-1] for path in nodes], [], device)
-        first = index[nodes[0]]
-        inner = [node for node in inner_nodes if len(ordered[node]) == depth]
-        level.inner = torch.tensor([node - first for node in inner], dtype=torch.long, device=device)
-        if inner:
-            so_far = [node for node in inner_nodes if len(ordered[node]) <= depth]
-            rows_of = torch.tensor(so_far) + 1
-            sees = see[torch.tensor(inner) + 1][:, rows_of][None].to(device)
+            nodes = [node for node, path in enumerate(ordered) if len(path) == depth]
+            own = [node for node in inner if len(ordered[node]) == depth]
+            so_far = [node for node in inner if len(ordered[node]) <= depth]
+            offset = len(so_far) - len(own)
             depths = torch.tensor([[len(ordered[node]) - 1 for node in so_far]], device=device)
-            offset = len(so_far) - len(inner)
-            level.rows = Rows(offset=offset) if self.is_chain else Rows(sees, depths, offset)
-        return level
+            chosen = torch.tensor(own, dtype=torch.long, device=device)
+            ranks = [ordered[node][-1] for node in nodes]
+            level = _Level(
+                children=max(ranks) + 1,
+                parent_row=torch.tensor([before.index(self.parents[node]) for node in nodes], device=device),
+                rank=torch.tensor(ranks, device=device),
+                inner=chosen - nodes[0],
+                rows=Rows(offset=offset) if is_chain else Rows(see[chosen][None, :, so_far], depths, offset),
+            )
+            self.levels.append(level)
+            before = own
 
 
 def _check_paths(ordered: list[tuple[int, ...]]) -> None:
@@ -99,7 +98,7 @@ def _check_paths(ordered: list[tuple[int, ...]]) -> None:
 
 
 def grow_static(
-    predicted: torch.Tensor,
+    predicted: Tensor,
     extend: Extend,
     lm_head: LMHead,
     plan: TreePlan,
@@ -135,9 +134,7 @@ def grow_static(
     )
 
 
-def grow_dynamic(
-    predicted: torch.Tensor, extend: Extend, lm_head: LMHead, depth: int, top_k: int, nodes: int
-) -> DraftTree:
+def grow_dynamic(predicted: Tensor, extend: Extend, lm_head: LMHead, depth: int, top_k: int, nodes: int) -> DraftTree:
     """EAGLE-2: extend the ``top_k`` most confident nodes a level, then keep the ``nodes`` most confident of all.
 
     Confidence is the cumulative log-probability, in float32. Sorting is stable and candidates stand level by level,
@@ -175,7 +172,7 @@ def grow_dynamic(
     return draft
 
 
-def _rerank(scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, nodes: int) -> DraftTree:
+def _rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
     """The ``nodes`` best candidates ``[B, C]`` of each row, renumbered."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
     kept = best.sort(dim=-1).values
