@@ -63,7 +63,7 @@ class Drafter:
         return rule_for(sampling)
 
     def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
-        """The prompt was prefilled (``output`` holds its rows) and the first token sampled: reset per-prompt state.
+        """Reset per-prompt state: the prompt was prefilled (``output`` holds its rows) and the first token sampled.
 
         A drafter's own prefill belongs here, where the clock counts it as prefill.
         """
@@ -76,7 +76,7 @@ class Drafter:
         """The target's forward over ``draft`` was launched; on CUDA it may still run: do not read ``output`` yet."""
 
     def rewind(self, state: "DecodeState", kept: int) -> None:
-        """Of the observed tokens only the first ``kept`` still hold; others may follow them, unobserved (a cascade).
+        """Go back: of the observed tokens only the first ``kept`` still hold; others may follow unobserved (a cascade).
 
         Raises:
             NotImplementedError: the method cannot go back; ``rewinds`` says so beforehand.
@@ -84,8 +84,7 @@ class Drafter:
         raise NotImplementedError(f"{self.name} cannot go back")
 
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        """A step was committed (``output`` holds [root, nodes]): catch caches and pools up. Not called after the
-        last."""
+        """Catch caches and pools up: a step was committed (``output`` holds [root, nodes]), and it was not the last."""
 
 
 class LearnedDrafter(Drafter):

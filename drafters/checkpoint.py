@@ -8,7 +8,7 @@ another target is a ``ValueError`` that names both sides and the fix.
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
 
 
 def _folder(path_or_repo: str | Path, revision: str | None, token: str | bool | None) -> Path:
-    """The local folder of a checkpoint, downloaded if need be."""
+    """The local folder of a checkpoint, downloaded if necessary."""
     if not isinstance(path_or_repo, str | Path):
         raise ValueError(f"a drafter is named by its folder or Hub repository, found {shortened(path_or_repo)}")
     folder = Path(path_or_repo).expanduser()
@@ -187,21 +187,18 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
             point, or those holding NaN.
     """
     own = module.state_dict()
-    both = sorted(own.keys() & state.keys())
-    said = f"{{}}: {{}} in {source}, {{}} in the drafter".format
+
+    def differing(look: Callable[[Tensor], object], shown: Callable[[Tensor], object]) -> list[str]:
+        names = [name for name in sorted(own.keys() & state.keys()) if look(state[name]) != look(own[name])]
+        return [f"{name}: {shown(state[name])} in {source}, {shown(own[name])} in the drafter" for name in names]
+
     found = {
         "missing weights": sorted(own.keys() - state.keys()),
         "unexpected weights": sorted(state.keys() - own.keys()),
-        "shapes differ": [
-            said(name, list(state[name].shape), list(own[name].shape))
-            for name in both
-            if state[name].shape != own[name].shape
-        ],
-        "whole numbers in place of weights": [
-            said(name, dtype_name(state[name].dtype), dtype_name(own[name].dtype))
-            for name in both
-            if state[name].is_floating_point() != own[name].is_floating_point()
-        ],
+        "shapes differ": differing(lambda value: value.shape, lambda value: list(value.shape)),
+        "whole numbers in place of weights": differing(
+            lambda value: value.is_floating_point(), lambda value: dtype_name(value.dtype)
+        ),
     }
     problems = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
     if problems:

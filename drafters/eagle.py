@@ -166,5 +166,5 @@ class EagleDrafter(LearnedDrafter):
         self._features = output.features.gather(1, rows.expand(-1, -1, output.features.shape[2]))
 
     def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
-        """Forward rows ``[B, R]`` of the head; predicted features ``[B, R, H]``."""
+        """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``."""
         return self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]

@@ -141,7 +141,7 @@ class KangarooDrafter(LearnedDrafter):
         return self.target.shallow(tokens, state.cache, self.exit_layer, Rows(offset=offset))
 
     def _adapt(self, rows: Tensor) -> Tensor:
-        """Take exit states ``[1, R, H]`` in; logits ``[1, V]`` after the last."""
+        """Run the adapter over exit states ``[1, R, H]`` and keep their rows; logits ``[1, V]`` after the last."""
         output, _ = self.target.runner.run(self._adapter, [rows], self._cache)
         self._cache.commit_first([rows.shape[1]])
         return self.target.lm_head(output[:, -1])

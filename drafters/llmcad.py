@@ -209,7 +209,7 @@ class LLMCadDrafter(DraftModelDrafter):
 
     @contextmanager
     def _beside(self) -> Iterator[Callable[[], bool]]:
-        """What runs inside is queued beside the target's forward; yields whether that is still at work."""
+        """Queue what runs inside beside the target's forward; yields a function that says whether that still runs."""
         if self._side is None:
             yield lambda: True
             return

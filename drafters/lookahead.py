@@ -73,11 +73,8 @@ class LookaheadDrafter(Drafter):
         if not self.remembers:
             self.pool = self._first_pool.copy()
         self.window.start(state.tokens[0])
-        self._read = 0
-        if self.from_prompt:
-            self._read_text(state)
-        else:
-            self._read = len(state.tokens[0]) - 1
+        self._read = 0 if self.from_prompt else len(state.tokens[0]) - 1
+        self._read_text(state)
 
     def propose(self, state: DecodeState) -> DraftTree:
         room = state.room() - 1
@@ -123,7 +120,7 @@ class LookaheadDrafter(Drafter):
         save_pool(path, self.pool, self.target)
 
     def _read_text(self, state: DecodeState) -> None:
-        """Take in the text's own n-grams that were not read before."""
+        """Add the text's own n-grams that were not read before."""
         tokens, tail = state.tokens[0], self.pool.tail
         for start in range(self._read, len(tokens) - tail):
             self.pool.add(tokens[start], tokens[start + 1 : start + 1 + tail], state.eos)

@@ -60,7 +60,7 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
 
 
 def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "Drafter":
-    """The drafter that another one runs: built of its name and options, or built for the same ``target`` already.
+    """The drafter within another one: built from its name and options, or already built for the same ``target``.
 
     Raises:
         ValueError: no name, an unknown method or option, or a drafter of another target.

@@ -83,25 +83,24 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def read(self, tokens: list[int]) -> None:
-        """Take in what ``tokens`` has more than was read before; what was read must still stand."""
+        """Read what was appended to ``tokens``; what was read before must still stand."""
         for end in range(len(self._tokens), len(tokens)):
-            for n in self._sizes:
-                if n > end:
-                    break
-                self._ends.setdefault(tuple(tokens[end - n : end]), []).append(end)
+            for ngram in self._ending(tokens, end):
+                self._ends.setdefault(ngram, []).append(end)
         self._tokens += tokens[len(self._tokens) :]
 
     def forget(self, kept: int) -> None:
-        """Take back all but the first ``kept`` tokens."""
+        """Forget all but the first ``kept`` tokens."""
         for end in range(len(self._tokens) - 1, kept - 1, -1):
-            for n in self._sizes:
-                if n > end:
-                    break
-                key = tuple(self._tokens[end - n : end])
-                self._ends[key].pop()
-                if not self._ends[key]:
-                    del self._ends[key]
+            for ngram in self._ending(self._tokens, end):
+                self._ends[ngram].pop()
+                if not self._ends[ngram]:
+                    del self._ends[ngram]
         del self._tokens[kept:]
+
+    def _ending(self, tokens: list[int], end: int) -> list[tuple[int, ...]]:
+        """The n-grams that end before ``tokens[end]``."""
+        return [tuple(tokens[end - n : end]) for n in self._sizes if n <= end]
 
     def continuation(self, longest: int, stop: frozenset[int]) -> list[int]:
         """What followed the longest n-gram that ends the text: up to ``longest`` tokens, up to the first in ``stop``.

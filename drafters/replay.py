@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .base import Drafter
 from .config import Config
-from .decoding.acceptance import Rule, Verdict, accept
+from .decoding.acceptance import Rule, Verdict, verdict_of
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, most_likely
@@ -70,7 +70,7 @@ class ReplayDrafter(Drafter):
             draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
         ) -> Verdict:
             # What the greedy rule does, copy to the host included, but for comparing tokens with choices.
-            return accept(draft, most_likely(logits), self._accepted)
+            return verdict_of(draft, most_likely(logits), self._accepted)
 
         return verify
 

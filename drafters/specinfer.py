@@ -80,7 +80,7 @@ class SpecInferDrafter(Drafter):
 def verify_stochastic(
     draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
-    """VerifyStochastic (slides, algorithm of SpecInfer, lines 24 to 43): the target's distribution is preserved.
+    """VerifyStochastic (SpecInfer's algorithm, lines 24 to 43, in the slides): the target's distribution is preserved.
 
     At a node u, the models whose sequence passes through u are tried in random order; that of model s passes with
     probability min(1, p(x_s) / q_s(x_s)), else p <- norm(max(0, p - q_s)). Where none passes, the bonus is drawn from

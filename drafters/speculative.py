@@ -58,7 +58,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
     def _advance(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Feed the first ``counts[b]`` of each of ``rows [B, R]`` to the draft model; logits ``[B, V]`` after them."""
+        """Run the draft model over the first ``counts[b]`` of ``rows [B, R]``; logits ``[B, V]`` after them."""
         features = self.draft_model.run(rows, self._cache).features
         self._cache.commit_first(counts)
         return self.draft_model.lm_head(last_of(features, counts))

@@ -43,13 +43,13 @@ def verify_greedy(
         logits: ``[B, N+1, V]`` of [root, nodes].
         see: ``[B, N+1, N+1]`` ancestor mask.
     """
-    return accept(draft, most_likely(logits), _deepest_match)
+    return verdict_of(draft, most_likely(logits), _deepest_match)
 
 
 def _deepest_match(
     tokens: list[int], parents: list[int], valid: list[int] | None, choices: list[int]
 ) -> tuple[int, int]:
-    """The first of the deepest rows whose path is the target's choice, token by token; and what it chose after it."""
+    """The deepest row (the first of several) whose path the target would have taken, and its choice after that row."""
     depth, best = [0] * (len(tokens) + 1), 0  # of each row, -1 where its path is not accepted
     for node, parent in enumerate(parents):
         right = depth[parent + 1] >= 0 and tokens[node] == choices[parent + 1]
@@ -89,6 +89,7 @@ def _walk_by_level(
     # Down the tree, level by level, for as long as any row goes on.
     for draws in draft.levels:
         p = sampling.probabilities(logits[every, at])
+        # One token a row, distributed as p; whose child holds it, if one does, goes on.
         children = draft.parents == at[:, None] - 1
         if draft.valid is not None:
             children = children & draft.valid
@@ -121,6 +122,7 @@ def _next_token(
     if not draws:
         return draw(p, generator)
     assert draft.q is not None and draft.q_row is not None
+    # Try the sampled children in turn, all batch rows side by side, and take from p what each trial has used up.
     untried = children & (draft.q_row >= 0)
     passed = torch.zeros_like(untried[:, :1])
     token, q = draft.tokens[:, :1], p  # replaced by the first trial
@@ -145,7 +147,7 @@ def _next_token(
 def _walk_by_row(
     draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """The same one row after the other, reading values, which is free on a CPU: of few rows, the fastest."""
+    """The same, one batch row after the other and reading values, which is free on a CPU: faster for few rows."""
     every_parents, batch = draft.parents.tolist(), len(logits)
     q_rows = draft.q_row.tolist() if draft.q_row is not None else [[-1] * draft.size] * batch
     valid = draft.valid.tolist() if draft.valid is not None else [[True] * draft.size] * batch
@@ -195,11 +197,11 @@ def _known_none(rows: Tensor) -> bool:
 
 def collect(draft: DraftTree, see: Tensor, best: Tensor, bonus: Tensor) -> Verdict:
     """Accept the path from the root to row ``best [B]``, then ``bonus [B]``; copies to the host once."""
-    return accept(draft, torch.stack([best, bonus], dim=1), lambda tokens, parents, valid, ends: (ends[0], ends[1]))
+    return verdict_of(draft, torch.stack([best, bonus], dim=1), lambda tokens, parents, valid, ends: (ends[0], ends[1]))
 
 
-def accept(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
-    """Copy a draft and ``values [B, W]`` to the host, all at once, and accept the path that ``find`` finds in each row.
+def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
+    """Copy a draft and ``values [B, W]`` to the host, all at once, and accept in each row the path that ``find`` finds.
 
     Args:
         find: (tokens, parents, valid, values) of a batch row -> the last accepted row of [root, nodes], and the bonus.
@@ -211,6 +213,7 @@ def accept(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
         tokens, parents = line[:n], list(range(ROOT, n - 1)) if draft.is_chain else line[n : 2 * n]
         valid = None if draft.valid is None else line[-width - n : -width]
         best, bonus = find(tokens, parents, valid, line[-width:])
+        # From the accepted row back up to the root.
         path, node = [], best - 1
         while node != ROOT:
             path.append(node)
@@ -218,7 +221,7 @@ def accept(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
         path.reverse()
         verdict.rows.append([0, *(node + 1 for node in path)])
         verdict.tokens.append([*(tokens[node] for node in path), bonus])
-        depth = [0]  # of each row
+        depth = [0]  # of each row, for the report
         for node, parent in enumerate(parents):
             depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else 0)
         verdict.depths.append(max(depth))

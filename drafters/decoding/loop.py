@@ -80,7 +80,7 @@ class DecodeState:
         return len(kept)
 
     def replace(self, row: int, tokens: list[int]) -> None:
-        """Put other tokens into a row; the cache is the caller's to mend."""
+        """Put other tokens into a row; bringing the cache into line is the caller's task."""
         self.tokens[row] = list(tokens)
         self._roots = None
 
@@ -129,11 +129,13 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
+    # Check everything before anything is computed.
     _check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = _prompts(input_ids, prompt_lengths)
     max_new_tokens, seed = _whole(max_new_tokens, "max_new_tokens"), _whole(seed, "seed")
     _check(target, drafter, prompts, max_new_tokens, seed)
+    # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
     state = DecodeState(
@@ -149,6 +151,7 @@ def generate(
     )
     trace = Trace()
     rule = drafter.rule(sampling)
+    # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
     _prefill(state, drafter)
     clock.lap()
@@ -294,7 +297,7 @@ def _prompts(input_ids: Tensor | list[list[int]], prompt_lengths: list[int] | No
 
 
 def _whole(value: object, name: str) -> int:
-    """``value`` as an int; a ValueError names it where it is none."""
+    """``value`` as an int; if it is none, a ValueError that names it."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{name} must be a whole number, found {value!r}")
     try:

@@ -61,7 +61,10 @@ class Sampling:
         return probabilities
 
     def pick(self, logits: Tensor, generator: torch.Generator | None, q: list[Tensor] | None = None) -> Tensor:
-        """A token for each of ``logits [..., V]`` -> ``[...]``: its argmax, or one drawn; ``q`` gets what from."""
+        """A token for each of ``logits [..., V]`` -> ``[...]``: the argmax or, when sampling, one drawn.
+
+        ``q`` gets the distribution that was drawn from.
+        """
         if self.greedy:
             return most_likely(logits)
         probabilities = self.probabilities(logits)

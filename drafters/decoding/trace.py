@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def decode_seconds(self) -> float:
-        """Everything after the prefill."""
+        """Seconds of everything after the prefill."""
         return sum(self.draft_seconds) + sum(self.verify_seconds) + sum(self.other_seconds)
 
     @property

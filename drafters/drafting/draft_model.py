@@ -48,14 +48,14 @@ class DraftModelDrafter(Drafter):
         self._cache.commit_first([len(prompt) for prompt in prompts])
 
     def _read(self, tokens: list[int]) -> Tensor:
-        """Take tokens of the one row into the draft model's cache; features ``[1, H]`` after the last."""
+        """Run the draft model over ``tokens`` of the one row and keep them; features ``[1, H]`` after the last."""
         rows = torch.tensor([tokens], device=self.target.device)
         features = self.draft_model.run(rows, self._cache).features[:, -1]
         self._cache.commit_first([len(tokens)])
         return features
 
     def _catch_up(self, state: DecodeState) -> Tensor:
-        """``_read`` the committed tokens of the one row that the draft model has not read yet."""
+        """``_read`` the committed tokens that the draft model has not read yet."""
         return self._read(state.tokens[0][self._cache.lengths[0] :])
 
 

@@ -84,12 +84,14 @@ class MergedTree(DraftTree):
         Args:
             trials: how they are judged. logits: ``[1, N+1, V]`` of [root, nodes].
         """
+        # Every node's trials at once, on the device, and a bonus drawn from what each leaves; one copy to the host.
         p = sampling.probabilities(logits[0])
         chances, p[self.rows] = trials(self, p[self.rows])
         passed = torch.rand(chances.shape, device=p.device, generator=generator) < chances
         first = passed.int().argmax(1, keepdim=True)
         child = torch.where(passed.gather(1, first), self.children.gather(1, first), -1)[:, 0]
         outcome = torch.cat([child, draw(p, generator)]).tolist()
+        # Down from the root, on the host.
         after = dict(zip(self.inner, outcome, strict=False))
         rows, tokens = [0], []
         while (node := after.get(rows[-1], -1)) >= 0:

@@ -31,12 +31,12 @@ class Clock:
         return event
 
     def lap(self) -> None:
-        """End a lap."""
+        """End the current lap and begin the next."""
         self._marks.append(self.now())
         self._models.append([])
 
     def note_model(self, start: Mark, end: Mark) -> None:
-        """A forward pass of this lap."""
+        """Count a forward pass towards the current lap."""
         self._models[-1].append((start, end))
 
     def laps(self) -> tuple[list[float], list[float]]:

@@ -27,7 +27,7 @@ class FrozenEnds:
     fingerprint: str
 
     def to(self, device: torch.device) -> None:
-        """Move both, in place."""
+        """Move the embedding and the LM head to ``device``, in place."""
         self.embed.to(device)
         self.lm_head.to(device)
 
@@ -84,7 +84,7 @@ def _tensor_files(name: str, revision: str | None) -> dict[str, str]:
 
 
 def _fetch(name: str, file: str, revision: str | None) -> str:
-    """Path of one file of a local folder or a Hub repository."""
+    """The local path of one file of a model, downloaded if it is on the Hub."""
     if Path(name).is_dir():
         path = Path(name) / file
         if not path.is_file():

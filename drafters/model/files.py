@@ -82,7 +82,7 @@ def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
 
 
 def _from_pretrained(kind: Any, name: str, revision: str | None, what: str, needs: str) -> Any:
-    """What transformers' class ``kind`` loads; ``what`` that is, and the files it ``needs``, for a ValueError."""
+    """Load with transformers' class ``kind``; errors say ``what`` was wanted and which files it ``needs``."""
     try:
         look_up(name, revision)
         return kind.from_pretrained(str(name), revision=revision or "main", trust_remote_code=False)
@@ -91,7 +91,7 @@ def _from_pretrained(kind: Any, name: str, revision: str | None, what: str, need
 
 
 def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError:
-    """What to say of transformers' ``error``: its first line, or that code would have to run."""
+    """The error to raise for one of transformers': with its first line, or saying that code would have to be run."""
     if "trust_remote_code" in str(error):  # transformers says to set it
         return ValueError(
             f"{str(name)!r} comes with code of its own (auto_map in its JSON files), and code that was downloaded is "
@@ -133,7 +133,7 @@ def refuse_integers(path: str | Path, name: str, dtype: str) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated."""
+    """Bytes that can still be allocated on ``device``."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free within torch's own pool

@@ -157,7 +157,10 @@ class FusedMLP:
 
 
 class FusedLayer:
-    """A decoder layer: ``h + attention(norm(h))``, then, if it has an MLP, ``h + mlp(norm(h))``."""
+    """A decoder layer: ``h + attention(norm(h))``, then, if it has an MLP, ``h + mlp(norm(h))``.
+
+    ``products``: its linear layers, a mixture's experts apart.
+    """
 
     def __init__(self, layer: Any) -> None:
         self.attention_norm, self.attention = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn)
@@ -165,6 +168,9 @@ class FusedLayer:
         self.mlp: FusedMLP | None = None
         if hasattr(layer, "mlp"):
             self.mlp_norm, self.mlp = FusedNorm(layer.post_attention_layernorm), FusedMLP(layer.mlp)
+        self.products = [self.attention.heads, self.attention.out]
+        if self.mlp is not None and self.mlp.experts is None:
+            self.products += [self.mlp.gate_up, self.mlp.down]
 
     def __call__(
         self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
@@ -172,14 +178,6 @@ class FusedLayer:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
-
-    @property
-    def products(self) -> list[Product]:
-        """The layer's linear layers, a mixture's experts apart."""
-        own = [self.attention.heads, self.attention.out]
-        if self.mlp is None or self.mlp.experts is not None:
-            return own
-        return [*own, self.mlp.gate_up, self.mlp.down]
 
     def quantize(self, layer: Any, kind: Quantization) -> None:
         """Quantise the projections and take their weights from the stock ``layer``, which cannot run any more.

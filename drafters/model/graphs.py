@@ -27,7 +27,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)
 
 
 def padded_rows(rows: int) -> int:
-    """The count that ``rows`` are padded to; at most ``MOST_ROWS`` of them."""
+    """The number of rows that ``rows`` (at most ``MOST_ROWS``) are padded to."""
     return next(count for count in ROWS if count >= rows)
 
 
@@ -37,7 +37,7 @@ def padded_rows_fit(rows: int, offset: int) -> bool:
 
 
 def seen_rows(end: int, capacity: int) -> int:
-    """How many cache rows attention reads where ``end`` are in use."""
+    """How many cache rows attention reads while ``end`` are in use."""
     step = 256 if end <= 2048 else 1024
     return min(-(-end // step) * step, capacity)
 
@@ -68,13 +68,13 @@ class Captured:
         self.outputs: tuple[Tensor, Taps]
 
     def fill(self, inputs: Sequence[Tensor], rows: Placed) -> None:
-        """Put a step's values into the buffers."""
+        """Copy a step's values into the buffers."""
         for buffer, value in zip(self.inputs, inputs, strict=True):
             buffer[:, : rows.count].copy_(value)
         self.rows.fill(rows)
 
     def forward(self) -> None:
-        """What is captured."""
+        """The operations that are captured; every input is a buffer, every shape is fixed."""
         part, rows, (cos, sin) = self.part, self.rows, self.table
         positions = rows.positions()
         biases = rows.biases(positions, part.windows, part.groups, self.storage.keys.dtype)
@@ -103,37 +103,40 @@ class GraphRunner(FusedRunner):
         fits = padded_rows_fit(rows.count, rows.offset) and rows.end > rows.count
         if self.broken is not None or cache is None or cache.storage is None or not fits:
             return super()._run(part, inputs, cache, rows, taps)
+        # The shape: rows and cache length, padded to the few that are captured.
         count, batch = padded_rows(rows.count), len(rows.lengths)
         uncommitted = padded_rows(rows.offset + count)
         seen = seen_rows(rows.end - rows.count + count, cache.capacity)
         key = (cache.storage, count, uncommitted, seen, taps, *(x.dtype for x in inputs))
         captured = part.captured.get(key)
-        if captured is None:
+        if captured is None:  # its first time: buffers that never move, which outlive this call's inference mode
             table = self.rope.table(cache.capacity + MOST_ROWS)
             with torch.inference_mode(False):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
                 captured = Captured(part, buffers, inputs, cache.storage, table, taps)
             part.captured[key] = captured
+        # Fill, capture on the first time, replay. What it gives is overwritten by the next replay: hence the copies.
         captured.fill(inputs, rows)
         if captured.replay is None:
             captured.replay = self._capture(captured.forward, rows.device)
         captured.replay()
         hidden, collected = captured.outputs
-        return hidden[:, : rows.count].clone(), {
-            index: tap[:, : rows.count].clone() for index, tap in collected.items()
-        }
+        own = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
+        return hidden[:, : rows.count].clone(), own
 
     def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """``forward`` as something that replays it. A forward that cannot be captured is run as it is from now on."""
+        """Capture ``forward``; returns what replays it. If that fails, no forward is captured from now on."""
         if device.type != "cuda":
             return forward
         try:
+            # Warm up, on a side stream: libraries set themselves up in the first calls, which a graph may not hold.
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):  # libraries set themselves up in the first calls, which a graph may not hold
+            with torch.cuda.stream(side):
                 for _ in range(2):
                     forward()
             torch.cuda.current_stream(device).wait_stream(side)
+            # Capture. All graphs share one memory pool, for only one of them runs at a time.
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()

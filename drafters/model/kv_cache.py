@@ -31,20 +31,20 @@ class Storage:
     values: Tensor
 
     def at(self, slots: Tensor, seen: int) -> "StorageRows":
-        """Directed at ``slots [B, R]``, its first ``seen`` rows to be read."""
+        """These rows as attention uses them: new ones go to ``slots [B, R]``, the first ``seen`` are read."""
         return StorageRows(self, slots[:, None, :, None], seen)
 
 
 @dataclass
 class StorageRows:
-    """What an attention layer of a captured forward calls ``update`` of."""
+    """What the attention layers of a captured forward use as their cache."""
 
     storage: Storage
     index: Tensor
     seen: int
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write ``[B, kv_heads, R, head_dim]`` to the slots; all rows up to ``seen``."""
+        """Write ``[B, kv_heads, R, head_dim]`` to the slots; returns the first ``seen`` rows."""
         index, all_keys, all_values = self.index.expand_as(keys), self.storage.keys[layer], self.storage.values[layer]
         all_keys.scatter_(2, index, keys)
         all_values.scatter_(2, index, values)
@@ -190,26 +190,26 @@ class KVCache:
         self.lengths = list(lengths)
 
     def copy_row(self, row: int, alone: "KVCache") -> None:
-        """Make batch row ``row`` what the only row of another cache is."""
+        """Copy the only row of the cache ``alone`` into batch row ``row``."""
         end = self.lengths[row] = alone.lengths[0]
         for ours, theirs in zip(self._parts, alone._parts, strict=True):
             for values, others in zip(ours, theirs, strict=True):
                 values[:, row, :, :end] = others[:, 0, :, :end]
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Do not lend the memory anew while ``stream`` may still work on it."""
+        """Keep the allocator from reusing the memory while ``stream`` may still work on it."""
         for tensor in itertools.chain.from_iterable(self._parts):
             tensor.record_stream(stream)
 
     def release(self) -> None:
-        """Give the memory up, so that the next cache can have it; this one is of no more use."""
+        """Give up the memory, so that the next cache can have it; this cache cannot be used any more."""
         self._parts, self._slots, self.storage = [], None, None
         self._new = self._seen = self._all = ((), ())
         self._returned()
 
     @classmethod
     def nothing(cls) -> "KVCache":
-        """No cache yet: room for no rows."""
+        """A cache without room for a single row, in place of None before the first prompt."""
         return cls(1, 0, 0, 0, 0, torch.float32, "cpu")
 
 

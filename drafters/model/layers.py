@@ -82,7 +82,7 @@ class AttentionLayer(nn.Module):
 
 
 def made(config: PretrainedConfig, kind: type[nn.Module], *arguments: Any, **named: Any) -> nn.Module:
-    """A module of a target's family.
+    """Build a module of a target's family.
 
     Raises:
         ValueError: the class wants something that the target's configuration does not have.
@@ -94,7 +94,7 @@ def made(config: PretrainedConfig, kind: type[nn.Module], *arguments: Any, **nam
 
 
 def no_head(config: PretrainedConfig, reason: object) -> ValueError:
-    """What is raised where no head can be built for a target, or would not be decoded as it is trained."""
+    """The error for a target that no head can be built for, or whose head would not decode as it was trained."""
     return ValueError(
         f"no learned head can be made for a target of model_type {config.model_type!r}: {str(reason).splitlines()[0]}; "
         f"use {SUPPORTED}, or a drafter that needs no training"

@@ -70,11 +70,7 @@ class Int8:
         )
         self.values = (weight.float() / self.scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         self.kernel = _int8_kernel(weight.device, weight.dtype, *weight.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept."""
-        return self.values.nbytes + self.scales.nbytes
+        self.nbytes = self.values.nbytes + self.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
@@ -111,11 +107,7 @@ class Int4:
         self.scales_and_zeros = torch.stack([scales.t(), middles.t()], dim=-1).contiguous().to(weight.dtype)
         self.kernel = _int4_kernel(weight.device, weight.dtype, outputs, inputs, group)
         self.values = _int4_layout(values) if self.kernel else _two_a_byte(values)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept."""
-        return self.values.nbytes + self.scales_and_zeros.nbytes
+        self.nbytes = self.values.nbytes + self.scales_and_zeros.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
@@ -175,7 +167,7 @@ def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs:
 
 
 def _gives(multiply: Callable[[], Tensor], expected: Tensor) -> bool:
-    """Whether a kernel is there, and right."""
+    """Whether a kernel exists and gives what is expected, up to rounding."""
     try:
         gap = (multiply().float() - expected).abs().max()
     except RuntimeError:

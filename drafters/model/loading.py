@@ -149,7 +149,5 @@ def layer_devices(model: Any) -> list[torch.device] | None:
 def is_only_moved(module: nn.Module) -> bool:
     """Whether accelerate's hook on a module, if any, does no more than move its inputs to where its weights are."""
     hook: Any = getattr(module, "_hf_hook", None)
-    if hook is None:
-        return True
-    hooks = getattr(hook, "hooks", (hook,))
+    hooks = getattr(hook, "hooks", (hook,)) if hook is not None else ()
     return all(type(one).__name__ == "AlignDevicesHook" and not one.offload for one in hooks)

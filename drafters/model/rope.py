@@ -14,7 +14,7 @@ Angles = tuple[Tensor, Tensor]  # cos and sin
 
 
 class Rope:
-    """cos and sin of positions.
+    """cos and sin by position.
 
     Args:
         body: the model's, with its ``rotary_emb``.

@@ -29,13 +29,13 @@ Transform = Callable[[Tensor], Tensor]
 Taps = dict[int, Tensor]
 
 
-def same(given: Any) -> Any:
-    """What stays as it is."""
+def identity(given: Any) -> Any:
+    """Return ``given`` unchanged."""
     return given
 
 
-class Placement(NamedTuple):
-    """A layer of an engine, its number in the cache, its sliding window, and where it lies if not all lie together."""
+class PartLayer(NamedTuple):
+    """A layer as an engine runs it, its number in the cache, its sliding window, its device if layers are spread."""
 
     layer: Layer
     number: int
@@ -53,9 +53,9 @@ class Part:
         captured: forwards of fixed shape that were captured of it.
     """
 
-    layers: list[Placement]
-    enter: Callable[..., Tensor] = same
-    leave: Transform = same
+    layers: list[PartLayer]
+    enter: Callable[..., Tensor] = identity
+    leave: Transform = identity
     captured: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,8 +65,7 @@ class Part:
     def through(
         self, hidden: Tensor, angles: Any, masks: dict[int | None, Tensor | None], cache: Any, taps: tuple[int, ...]
     ) -> tuple[Tensor, Taps]:
-        """The layers and ``leave``: ``[B, R, H]``, and the hidden states before each layer, or after the last, that
-        ``taps`` names."""
+        """Run the layers, then ``leave``: ``[B, R, H]``, and the taps (tap l is what enters layer l)."""
         collected: Taps = {}
         for layer, number, window, device in self.layers:
             if number in taps:
@@ -81,7 +80,7 @@ class Part:
 
 
 class StockLayer:
-    """A decoder layer of transformers'."""
+    """One of transformers' own decoder layers."""
 
     groups = 1
 
@@ -115,9 +114,9 @@ class Runner:
 
     engine: Engine = "eager"
     layer: Callable[[Any], Layer] = StockLayer
-    norm: Callable[[Any], Transform] = staticmethod(same)
-    linear: Callable[[Any], Transform] = staticmethod(same)
-    angles: Callable[[Angles], Angles] = staticmethod(same)
+    norm: Callable[[Any], Transform] = staticmethod(identity)
+    linear: Callable[[Any], Transform] = staticmethod(identity)
+    angles: Callable[[Angles], Angles] = staticmethod(identity)
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Looked up once: an attribute of a config costs a microsecond or more, and this is wanted in every forward.
@@ -125,9 +124,11 @@ class Runner:
         self.rope = Rope(model.model, model.config, self.angles)
         self.new_cache: Callable[..., KVCache] = partial(KVCache.for_config, model.config)
 
-    def part(self, layers: Sequence[nn.Module], enter: Callable[..., Tensor] = same, leave: Transform = same) -> Part:
-        """Of a learned head: its layers, with a cache of their own, and what comes before and after them."""
-        return Part([Placement(self.layer(layer), index) for index, layer in enumerate(layers)], enter, leave)
+    def part(
+        self, layers: Sequence[nn.Module], enter: Callable[..., Tensor] = identity, leave: Transform = identity
+    ) -> Part:
+        """A learned head's part: its layers, over a cache of their own, and what comes before and after them."""
+        return Part([PartLayer(self.layer(layer), index) for index, layer in enumerate(layers)], enter, leave)
 
     def run(
         self,
@@ -190,7 +191,7 @@ class FusedRunner(Runner):
 
 
 def fused_or_eager(model: PreTrainedModel, name: str, engine: Engine | None) -> Runner:
-    """What runs a model's layers, before any of it is captured.
+    """Choose what runs a model's layers; graphs are captured of it later.
 
     Raises:
         ValueError: its layers cannot be fused though that was asked for.

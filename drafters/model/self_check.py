@@ -28,7 +28,7 @@ from drafters.wording import dtype_name
 from .files import SUPPORTED
 from .kv_cache import KVCache
 from .rows import CHAIN, Rows
-from .runner import Part, Placement
+from .runner import Part, PartLayer
 
 if TYPE_CHECKING:
     from .graphs import GraphRunner
@@ -53,7 +53,7 @@ class _Overheard:
 
     @property
     def entered(self) -> list[Tensor]:
-        """What entered each layer."""
+        """The hidden states that entered each layer."""
         return [given[0] if given else named["hidden_states"] for given, named in self.arguments]
 
 
@@ -83,7 +83,7 @@ def check_layers_agree(target: "TargetModel") -> list[float]:
 
 @torch.no_grad()
 def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[float]) -> str | None:
-    """None if captured forwards give what uncaptured ones of the fused layers do, else what went wrong.
+    """None if captured forwards agree with uncaptured ones of the fused layers, else what went wrong.
 
     Two prompts of unequal length, then a chain and a tree twice each, so that graphs are replayed with other values
     than they were captured with. Drivers and libraries differ; a wrong replay would be garbage nobody asked for. Here,
@@ -98,8 +98,8 @@ def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[floa
     see[:, 4, 2] = True
     steps = ((1, CHAIN, [[0], [0]]), (5, Rows(see, see.sum(-1) - 1), [[0, 2, 4], [0]]))
     depth = target.num_layers
-    placements = [target.placement(index) for index in range(depth)]
-    whole = Part(placements, target.embed, target.norm)
+    layers = [target.part_layer(index) for index in range(depth)]
+    whole = Part(layers, target.embed, target.norm)
     errors: list[list[Tensor]] = [[] for _ in range(depth)]
     try:
         plain, captured = (one.new_cache(2, 32, target.dtype, target.device) for one in (target.runner, graphs))
@@ -116,7 +116,7 @@ def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[floa
                         return f"the {what} of a captured trial differs by {off}"
                 for index in range(depth):
                     before, after = taps[index], taps[index + 1]
-                    again, _ = target.runner.run(Part([placements[index]]), [before], plain, rows)
+                    again, _ = target.runner.run(Part([layers[index]]), [before], plain, rows)
                     errors[index].append(_relative(again, after, before).flatten())
                 for cache in (plain, captured):
                     cache.commit(kept)
@@ -217,7 +217,7 @@ def _layers_differ(target: "TargetModel", heard: _Overheard) -> str | list[float
     stock: list[Tensor] = []
     for index, (given, named) in enumerate(heard.arguments):
         layer, before = target.body.layers[index], heard.entered[index]
-        fitted = target.placement(index)
+        fitted = target.part_layer(index)
         if half:
             with _wide(layer):
                 true = _states(layer(*_widened(given), **_widened(named)))
@@ -249,7 +249,7 @@ def _layers_differ(target: "TargetModel", heard: _Overheard) -> str | list[float
     )
 
 
-def _through(target: "TargetModel", layer: Placement, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def _through(target: "TargetModel", layer: PartLayer, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """What leaves one layer of ours, ``[1, ROWS, H]`` -> ``[1, ROWS, H]``: prompt, chain, one row, and a tree."""
     where = target._devices if target._devices is not None else target.device
     cache = KVCache.for_config(target.config, 1, ROWS + 1, dtype, where)
@@ -326,7 +326,7 @@ def _named(target: "TargetModel") -> str:
 
 
 def _states(output: Any) -> Tensor:
-    """The hidden states that a layer gives, alone or as the first of several."""
+    """The hidden states among a layer's outputs: the only one, or the first."""
     return output[0] if isinstance(output, tuple) else output
 
 

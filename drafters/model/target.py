@@ -21,7 +21,7 @@ from .graphs import GraphRunner
 from .kv_cache import KVCache
 from .loading import DeviceMap, layer_devices, load_model
 from .rows import CHAIN, Rows
-from .runner import Part, Placement, Runner, fused_or_eager, same
+from .runner import Part, PartLayer, Runner, fused_or_eager, identity
 from .self_check import check_layers_agree, graphs_agree
 
 
@@ -139,7 +139,7 @@ class TargetModel:
 
     @property
     def engine(self) -> Engine:
-        """What runs the decoder layers."""
+        """The engine that runs the decoder layers."""
         return self.runner.engine
 
     @property
@@ -149,7 +149,7 @@ class TargetModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and hidden states."""
+        """The dtype of weights and hidden states."""
         return self.body.norm.weight.dtype
 
     @property
@@ -243,21 +243,21 @@ class TargetModel:
         """Layers ``start..stop``; from the embedding if there is no layer before, through the norm if none follows."""
         part = self._parts.get((start, stop))
         if part is None:
-            enter, leave = self.embed if start == 0 else same, self._leave if stop is None else same
-            part = Part([self.placement(index) for index in range(self.num_layers)[start:stop]], enter, leave)
+            enter, leave = self.embed if start == 0 else identity, self._leave if stop is None else identity
+            part = Part([self.part_layer(index) for index in range(self.num_layers)[start:stop]], enter, leave)
             self._parts[start, stop] = part
         return part
 
-    def placement(self, index: int) -> Placement:
-        """One of the layers, as the runner takes it."""
+    def part_layer(self, index: int) -> PartLayer:
+        """Layer ``index``, as a part takes it."""
         device = None if self._devices is None else self._devices[index]
-        return Placement(self.layers[index], index, self.windows[index], device)
+        return PartLayer(self.layers[index], index, self.windows[index], device)
 
     def _leave(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden if self._devices is None else hidden.to(self.body.norm.weight.device))
 
     def _captured(self, engine: Engine | None, bounds: list[float]) -> Runner:
-        """The runner that captures forwards as graphs, where it is asked for, or there is a GPU and it proves right.
+        """A runner that captures graphs, if asked for, or on a GPU where it passes the trial; else the present one.
 
         ``bounds``: of each layer, as ``check_layers_agree`` found them.
         """
