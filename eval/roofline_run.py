@@ -49,12 +49,12 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
 
 def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], None]) -> dict[str, Any]:
     """All figures, in seconds and bytes."""
+    methods = parts.methods(target, config)  # first: a profile that cannot give its tau is found before minutes pass
     about("copy bandwidth")
     bandwidth = parts.copy_bandwidth(target.device)
     size = parts.bytes_per_step(target, config.context)
     about("verification by rows")
     by_rows = parts.verification_seconds(target, config.context, config.rows, config.rounds, config.seed)
-    methods = parts.methods(target, config)
     about("warm-up")
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
     for once in methods.values():

@@ -11,12 +11,14 @@ os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # no test needs the chunked up
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 
+import ast
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 import tiny
 import tiny_run
@@ -29,6 +31,7 @@ from drafters import TargetModel
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 
 tiny_run.without_pictures()
+nursery.start(tiny_run.import_deepspeed)
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
 
 
@@ -71,6 +74,15 @@ def tiny_checkpoint(
         return saved[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def small_stdlib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few dozen modules of the standard library: all of it takes ten seconds to read."""
+    folder = tmp_path_factory.mktemp("stdlib")
+    for file in sorted(Path(ast.__file__).parent.glob("[a-d]*.py")):
+        (folder / file.name).symlink_to(file)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Runs that kill themselves, each in a forked process: python killed_run.py JOBS.json
+"""Runs that kill themselves, each in a forked process.
 
 A job is {"kind", "values", "point"}: train, die by SIGKILL at ``point``, and resume until the run is whole. Forking
 from one process that has imported everything makes a life cost a second instead of ten.
@@ -74,10 +74,9 @@ def live(job: dict[str, Any], resume: bool, point: str | None) -> int:
         os._exit(1)
 
 
-def main() -> None:
-    """Every job to its end."""
-    tiny_run.before_forks()
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+def kill_and_resume(jobs: str) -> int:
+    """Every job, as JSON, to its end."""
+    for job in json.loads(jobs):
         out = Path(job["values"]["out"])
         status = live(job, False, job["point"])
         if status != -signal.SIGKILL and not (status == 0 and job["point"].startswith("seconds")):
@@ -87,7 +86,4 @@ def main() -> None:
             shutil.rmtree(out, ignore_errors=True)  # killed before its first state
         if live(job, resume, None):
             sys.exit(f"{job['point']}: the run does not go on")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -14,9 +14,9 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(small_stdlib, tmp_path_factory):
     out = tmp_path_factory.mktemp("corpus")
-    main(["--out", str(out), "--max-dialogues", "400"])
+    main(["--out", str(out), "--stdlib", str(small_stdlib), "--max-dialogues", "400"])
     return out
 
 
@@ -24,9 +24,9 @@ def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_same_arguments_give_the_same_files(written, tmp_path):
+def test_same_arguments_give_the_same_files(written, small_stdlib, tmp_path):
     """Catches an order or a choice that depends on hash salting or on the file system."""
-    main(["--out", str(tmp_path), "--max-dialogues", "400"])
+    main(["--out", str(tmp_path), "--stdlib", str(small_stdlib), "--max-dialogues", "400"])
     for name in ("train.jsonl", "heldout.jsonl", "tune.jsonl", "manifest.json"):
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
 

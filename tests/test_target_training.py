@@ -23,9 +23,9 @@ SHAPE |= {"intermediate_size": 48, "max_positions": 128}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def corpus(small_stdlib, tmp_path_factory):
     out = tmp_path_factory.mktemp("corpus")
-    make_corpus(["--out", str(out), "--max-dialogues", "120"])
+    make_corpus(["--out", str(out), "--stdlib", str(small_stdlib), "--max-dialogues", "120"])
     return out
 
 

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import nursery
 import tiny
 import torch
 import yaml
@@ -140,25 +141,20 @@ def launch(ranks: int, line: list[str], **variables: str) -> "subprocess.Complet
 
 
 def killed_and_resumed(jobs: list[dict[str, Any]], folder: Path) -> None:
-    """Trainings that die and are resumed until they are whole; see killed_run.py, which is the process for it."""
-    file = folder / "killed.json"
-    file.write_text(json.dumps(jobs))
-    done = run([sys.executable, str(Path(__file__).with_name("killed_run.py")), str(file)], PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Trainings that die and are resumed until they are whole; see killed_run.py."""
+    log = folder / "killed.log"
+    status = nursery.run("killed_run.kill_and_resume", json.dumps(jobs), environment(), log, 300)
+    assert status == 0, log.read_text()[-3000:]
 
 
 def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds: float = 300) -> None:
     """``count`` processes that train one run after the other; a job's keys are the arguments of ``train_here``.
 
-    They are forked by one process that has imported everything, which takes longer than a run of some steps.
-
     ``partition_all``: at ZeRO-3 the small weights are split, too, which DeepSpeed would leave whole.
     """
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs))
-    shared = {"WORLD_SIZE": str(count), "LOCAL_SIZE": str(count)}
-    shared |= {"MASTER_ADDR": "127.0.0.1"}
-    start_ranks([sys.executable, __file__, str(file)], [shared], folder, seconds)
+    shared = environment(WORLD_SIZE=str(count), LOCAL_SIZE=str(count), MASTER_ADDR="127.0.0.1")
+    log = folder / "ranks.log"
+    assert nursery.run("tiny_run.fork_ranks", json.dumps(jobs), shared, log, seconds) == 0, log.read_text()[-6000:]
 
 
 def start_ranks(line: list[str], ranks: list[dict[str, str]], folder: Path, seconds: float = 300) -> None:
@@ -242,18 +238,15 @@ def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:
     leave(0)
 
 
-def before_forks() -> None:
-    """Import what takes seconds once, so that a forked training begins at once; and draw no summaries."""
+def import_deepspeed() -> None:
+    """All of it, before trainings are forked: it takes seconds."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 
-    without_pictures()
 
-
-def fork_ranks(file: str) -> int:
-    """Fork all ranks; 1, and none of them left, as soon as one fails."""
-    before_forks()
-    jobs = json.loads(Path(file).read_text())
+def fork_ranks(given: str) -> int:
+    """Fork all ranks of the jobs ``given`` as JSON; 1, and none of them left, as soon as one fails."""
+    jobs = json.loads(given)
     os.environ["MASTER_PORT"] = free_port()  # after seconds of imports another test might have taken it
     ranks = set()
     for rank in range(int(os.environ["WORLD_SIZE"])):
@@ -269,7 +262,3 @@ def fork_ranks(file: str) -> int:
                 os.kill(other, signal.SIGKILL)
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(fork_ranks(sys.argv[1]))
