@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -200,20 +198,6 @@ def test_each_shard_is_read_once(sharded: Path, monkeypatch: pytest.MonkeyPatch)
 def test_all_ranks_stop(settings: dict[str, Any], tmp_path: Path) -> None:
     """Catches a rank that waits for minutes in a collective since another one, which hashed the shard, has left."""
     flip_a_bit(tmp_path / "features" / "train" / "shard-00001.safetensors")  # rank 1's
-    values = tmp_path / "jobs.json"
-    values.write_text(json.dumps([{"kind": "eagle", "values": settings}]))
-    shared = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": tiny_run.free_port()}
-    processes = []
-    for rank in "01":
-        own = tiny_run.environment(**shared, RANK=rank, LOCAL_RANK=rank, PYTHONPATH=str(tiny_run.ROOT))
-        line = [sys.executable, tiny_run.__file__, str(values)]
-        processes.append(subprocess.Popen(line, env=own, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in processes:
-            _, said = process.communicate(timeout=300)
-            assert process.returncode
-            assert "shard-00001.safetensors in" in said
-    finally:
-        for process in processes:
-            process.kill()
+    failed, said = tiny_run.run_ranks("failing_ranks", 2, tmp_path, [{"kind": "eagle", "values": settings}])
+    assert failed == 2 and said.count("shard-00001.safetensors in") >= 2
     assert not (tmp_path / "run" / "model.safetensors").exists()

@@ -152,9 +152,17 @@ def train_on_ranks(count: int, folder: Path, jobs: list[dict[str, Any]], seconds
 
     ``partition_all``: at ZeRO-3 the small weights are split, too, which DeepSpeed would leave whole.
     """
+    status, said = run_ranks("fork_ranks", count, folder, jobs, seconds)
+    assert status == 0, said[-6000:]
+
+
+def run_ranks(
+    function: str, count: int, folder: Path, jobs: list[dict[str, Any]], seconds: float = 300
+) -> tuple[int, str]:
+    """What ``function`` (below) makes of ``count`` ranks, and what they wrote."""
     shared = environment(WORLD_SIZE=str(count), LOCAL_SIZE=str(count), MASTER_ADDR="127.0.0.1")
     log = folder / "ranks.log"
-    assert nursery.run("tiny_run.fork_ranks", json.dumps(jobs), shared, log, seconds) == 0, log.read_text()[-6000:]
+    return nursery.run(f"tiny_run.{function}", json.dumps(jobs), shared, log, seconds), log.read_text()
 
 
 def start_ranks(line: list[str], ranks: list[dict[str, str]], folder: Path, seconds: float = 300) -> None:
@@ -246,14 +254,7 @@ def import_deepspeed() -> None:
 
 def fork_ranks(given: str) -> int:
     """Fork all ranks of the jobs ``given`` as JSON; 1, and none of them left, as soon as one fails."""
-    jobs = json.loads(given)
-    os.environ["MASTER_PORT"] = free_port()  # after seconds of imports another test might have taken it
-    ranks = set()
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        child = os.fork()
-        if not child:
-            train_as_rank(rank, jobs)
-        ranks.add(child)
+    ranks = _forked(json.loads(given))
     while ranks:
         ended, status = os.wait()
         ranks.discard(ended)
@@ -262,3 +263,19 @@ def fork_ranks(given: str) -> int:
                 os.kill(other, signal.SIGKILL)
             return 1
     return 0
+
+
+def failing_ranks(given: str) -> int:
+    """How many ranks of the jobs ``given`` as JSON fail, each left to itself."""
+    return sum(os.waitpid(rank, 0)[1] != 0 for rank in _forked(json.loads(given)))
+
+
+def _forked(jobs: list[dict[str, Any]]) -> set[int]:
+    os.environ["MASTER_PORT"] = free_port()
+    ranks = set()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        child = os.fork()
+        if not child:
+            train_as_rank(rank, jobs)
+        ranks.add(child)
+    return ranks
