@@ -1,7 +1,6 @@
-"""Measures what a training run holds at most, in a process of its own: python tests/memory_run.py FOLDER PRECISION."""
+"""Measures what a training run holds at most, in a process of its own."""
 
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,9 @@ def settings(folder: Path, precision: str) -> dict[str, Any]:
     return tiny_run.settings(str(folder / "target"), folder / "features", folder / "run", **changes)
 
 
-def main() -> None:
-    """One small run to have all libraries loaded, then the one that counts."""
-    folder, precision = Path(sys.argv[1]), sys.argv[2]
+def measure(given: str) -> int:
+    """One small run to have all libraries loaded, then the one that counts; ``given``: its folder and precision."""
+    folder, precision = Path(json.loads(given)[0]), json.loads(given)[1]
     torch.set_num_threads(1)
     features = tiny_run.write_stores(folder / "small-features", tiny_run.save_target(folder / "small"))
     tiny_run.train_here("eagle", tiny_run.settings(str(folder / "small"), features, folder / "small-run", steps=1))
@@ -70,7 +69,4 @@ def main() -> None:
     peak.done.set()
     state = sum(file.stat().st_size for file in (folder / "run" / "state").glob("step-*/*"))
     print(json.dumps({"memory": peak.highest - peak.before, "state": state}))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

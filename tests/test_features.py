@@ -274,7 +274,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path, target_folder: Path, monkeypat
     assert bytes_in_all < 150_000
 
 
-def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: Path) -> None:
+def test_killed_run_continues_to_the_same_bytes(
+    tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches dialogues lost, doubled or computed otherwise after a kill -9 in the middle of the dump."""
     config = write_config(tmp_path, target_folder, count=80, shard_tokens=40)
     command = [sys.executable, "-m", "data_prep.features", "--config", str(config)]
@@ -291,8 +293,10 @@ def test_killed_run_continues_to_the_same_bytes(tmp_path: Path, target_folder: P
     assert not state.complete and len(state.shards) >= 3
     first = store / "shard-00000.safetensors"
     written = first.stat().st_mtime_ns
-    resumed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"process {process.pid} on" in resumed.stdout and "died here; going on after its" in resumed.stdout
+    capsys.readouterr()
+    run(config)
+    resumed = capsys.readouterr().out
+    assert f"process {process.pid} on" in resumed and "died here; going on after its" in resumed
     assert first.stat().st_mtime_ns == written
     run(config, f"out={tmp_path / 'whole'}")
     for split in ("train", "heldout"):

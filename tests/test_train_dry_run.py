@@ -1,15 +1,13 @@
 """--dry-run: what it finds, what it leaves alone, and how near its estimates are to what a run takes."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import memory_run
+import nursery
 import pytest
 import recipes
 import tiny
@@ -181,16 +179,9 @@ def test_estimates_against_a_run(tmp_path: Path, precision: str) -> None:
     micro = MicroBatch(memory_run.DIALOGUES, memory_run.LENGTH)
     expected = sum(memory_parts(config, target, 1).values())
     expected += pass_memory(config, target, micro)["pass"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "memory_run.py"), str(tmp_path), precision],
-        env=tiny_run.environment(PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    given, log = json.dumps([str(tmp_path), precision]), tmp_path / "memory.log"
+    assert nursery.run("memory_run.measure", given, tiny_run.environment(), log, 300) == 0, log.read_text()
+    measured = json.loads(log.read_text().splitlines()[-1])
     assert expected == pytest.approx(measured["memory"], rel=0.33)
     count = parameters(meta_task(config, meta_ends(target)).module)
     state = (run_folder_bytes(count) - 4 * count) / 3
