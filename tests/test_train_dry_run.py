@@ -29,7 +29,6 @@ from train.preflight.dry_run import dry_run
 from train.preflight.estimate import (
     MicroBatch,
     memory_parts,
-    meta_ends,
     meta_task,
     parameters,
     pass_memory,
@@ -177,13 +176,14 @@ def test_estimates_against_a_run(tmp_path: Path, precision: str) -> None:
     config = validate(EagleConfig, memory_run.settings(tmp_path, precision), source="test")
     target = LlamaConfig(**memory_run.SHAPE)
     micro = MicroBatch(memory_run.DIALOGUES, memory_run.LENGTH)
-    expected = sum(memory_parts(config, target, 1).values())
+    task = meta_task(config, target)
+    expected = sum(memory_parts(config, task, 1).values())
     expected += pass_memory(config, target, micro)["pass"]
     given, log = json.dumps([str(tmp_path), precision]), tmp_path / "memory.log"
     assert nursery.run("memory_run.measure", given, tiny_run.environment(), log, 300) == 0, log.read_text()
     measured = json.loads(log.read_text().splitlines()[-1])
     assert expected == pytest.approx(measured["memory"], rel=0.33)
-    count = parameters(meta_task(config, meta_ends(target)).module)
+    count = parameters(task.module)
     state = (run_folder_bytes(count) - 4 * count) / 3
     assert state == pytest.approx(measured["state"], rel=0.05)
 
@@ -195,8 +195,9 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     def config(**changes: Any) -> EagleConfig:
         return validate(EagleConfig, {**settings, "precision": "bf16", **changes}, source="test")
 
-    count = parameters(meta_task(config(), meta_ends(target)).module)
-    stages = [memory_parts(config(zero_stage=stage), target, 4) for stage in (0, 1, 2, 3)]
+    task = meta_task(config(), target)
+    count = parameters(task.module)
+    stages = [memory_parts(config(zero_stage=stage), task, 4) for stage in (0, 1, 2, 3)]
     assert [parts["Adam's moments"] for parts in stages] == [2 * count] * 4  # bf16 runs stage 0 as stage 1
     assert [parts["float32 masters"] for parts in stages] == [count] * 4
     assert [parts["weights"] for parts in stages] == [2 * count] * 3 + [count // 2]
@@ -204,10 +205,10 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert [parts["gradients"] for parts in stages] == [
         6 * count, 6 * count, count + 4 * largest, count + 4 * 50_000_000
     ]  # fmt: skip
-    single = memory_parts(config(precision="float32"), target, 1)
+    single = memory_parts(config(precision="float32"), task, 1)
     del single["embedding and LM head"]
     assert sum(single.values()) == 16 * count
-    offloaded = memory_parts(config(zero_stage=3, offload="parameters"), target, 1)
+    offloaded = memory_parts(config(zero_stage=3, offload="parameters"), task, 1)
     assert offloaded["weights"] == offloaded["Adam's moments"] == offloaded["float32 masters"] == 0
     micro = MicroBatch(4, 512)
     large, small = (pass_memory(config(loss_chunk_rows=rows), target, micro)["loss"] for rows in (1024, 256))
@@ -252,7 +253,7 @@ def test_parameters_of_the_papers() -> None:
         return LlamaConfig(**json.loads((ROOT / "configs" / "shapes" / f"{name}.json").read_text()))
 
     def billions(config: Any, name: str) -> float:
-        return round(parameters(meta_task(config, meta_ends(shape(name))).module) / 1e9, 2)
+        return round(parameters(meta_task(config, shape(name)).module) / 1e9, 2)
 
     assert billions(eagle, "vicuna-7b") == 0.24
     assert billions(eagle, "vicuna-13b") == 0.37

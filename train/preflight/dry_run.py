@@ -94,7 +94,7 @@ class Estimates:
     given: Namespace
 
     def __post_init__(self) -> None:
-        self.task = estimate.meta_task(self.config, estimate.meta_ends(self.target))
+        self.task = estimate.meta_task(self.config, self.target)
         longest = self.workload.longest if self.workload else self.given.max_length
         share = -(-self.config.batch_tokens // (self.given.ranks * self.config.gradient_accumulation))
         self.micro = estimate.MicroBatch(dialogues=max(1, -(-share // longest)), length=longest)
@@ -122,7 +122,7 @@ class Estimates:
         on_gpu = given.device is not None or torch.cuda.is_available()
         passes = estimate.pass_memory(config, target, self.micro, config.activation_checkpointing, on_gpu)
         less = estimate.pass_memory(config, target, self.micro, checkpointing=True, on_gpu=on_gpu)["pass"]
-        parts = estimate.memory_parts(config, target, given.ranks) | {"forward and backward": passes["pass"]}
+        parts = estimate.memory_parts(config, self.task, given.ranks) | {"forward and backward": passes["pass"]}
         if config.data is not None:
             width = resolve_dtype(config.data.target_dtype).itemsize
             parts["target, for features"] = estimate.target_parameters(target)[0] * width
@@ -139,7 +139,7 @@ class Estimates:
         stages = []
         for stage in (0, 1, 2, 3):
             changed = config.model_copy(update={"zero_stage": stage, "offload": "none"})
-            whole = sum((parts | estimate.memory_parts(changed, target, given.ranks)).values())
+            whole = sum((parts | estimate.memory_parts(changed, self.task, given.ranks)).values())
             stages.append(f"{stage}: {size_text(whole)}")
         report.add("  by ZeRO stage", ", ".join(stages))
         device = resolve_device()

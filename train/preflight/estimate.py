@@ -73,10 +73,10 @@ def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig
     )
 
 
-def meta_task(config: TrainConfig, ends: FrozenEnds) -> Task:
+def meta_task(config: TrainConfig, target: PretrainedConfig) -> Task:
     """The task, its module without contents."""
     with torch.device("meta"):
-        return make_task(config, ends)
+        return make_task(config, meta_ends(target))
 
 
 def parameters(module: nn.Module) -> int:
@@ -102,15 +102,13 @@ def target_parameters(config: PretrainedConfig) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------- memory
 
 
-def memory_parts(config: TrainConfig, target: PretrainedConfig, ranks: int) -> dict[str, int]:
+def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
     """Bytes of what stays in a rank's memory for the whole run: what DeepSpeed keeps, by ZeRO stage, and the ends.
 
     A weight, in bf16: 2, its float32 master 4, Adam's moments 8, its gradient 2 and the float32 sum of those 4. Stage 1
     (as which bf16 runs at stage 0, too) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In
     float32 there are masters from stage 1 on. docs/training.md has the table, a test of the engine counts it.
     """
-    ends = meta_ends(target)
-    task = meta_task(config, ends)
     count, largest = parameters(task.module), max(weights.numel() for weights in task.module.parameters())
     settings = deepspeed_config(config)["zero_optimization"]
     stage = int(settings["stage"])
@@ -123,7 +121,7 @@ def memory_parts(config: TrainConfig, target: PretrainedConfig, ranks: int) -> d
         3: 4 * (part + int(settings["reduce_bucket_size"])),
     }[stage]
     on_host = config.offload != "none"
-    ends_count = sum(weights.numel() for weights in {ends.embed.weight, ends.lm_head.weight})
+    ends_count = sum(weights.numel() for weights in {task.ends.embed.weight, task.ends.lm_head.weight})
     return {
         "weights": 0 if config.offload == "parameters" else width * (part if stage == 3 else count),
         "float32 masters": 0 if on_host or stage == 0 else 4 * part,
