@@ -129,7 +129,6 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
-    # Check everything before anything is computed.
     _check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = _prompts(input_ids, prompt_lengths)
@@ -149,8 +148,7 @@ def generate(
         eos=eos_ids(target, eos_token_id),
         finished=[False] * len(prompts),
     )
-    trace = Trace()
-    rule = drafter.rule(sampling)
+    trace, rule = Trace(), drafter.rule(sampling)
     # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
     _prefill(state, drafter)
