@@ -22,7 +22,7 @@ PACKAGES = ("drafters", "data_prep", "train", "eval")
 LARGEST_FILE = 1_000_000  # bytes, outside checkpoints/
 LARGEST_CHECKPOINT_FILE = 17 * 1024**2
 OWN_LOADERS = ("TargetModel", "nn")  # whose from_pretrained is not transformers'
-LONGEST_MODULE, LONGEST_FUNCTION = 450, 100  # lines
+LONGEST_MODULE, LONGEST_FUNCTION = 450, 59  # lines
 # Each package from left to right: what stands in one place imports from there and from the left. A folder is a room and
 # has a place of its own; files that are not named here (methods, programs) stand on the right of all.
 HOUSE = {
