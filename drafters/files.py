@@ -38,9 +38,9 @@ def replace_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def replace_json(path: Path, value: Any) -> None:
-    """Write ``value`` as strict JSON; raises OSError as ``replacing`` does, and ValueError for a NaN."""
-    replace_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+def replace_json(path: Path, value: Any, allow_nan: bool = False) -> None:
+    """Write ``value`` as JSON; raises OSError as ``replacing`` does, and ValueError for a NaN that is not allowed."""
+    replace_text(path, json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ def check(config: TrainConfig) -> None:
         check_source(config.data.train)
         check_source(config.data.heldout)
     elif not Path(config.features).is_dir():
-        raise ValueError(f"features: there is no folder {config.features}; make it with python -m data_prep.features")
+        make = "python -m data_prep.features --config F"
+        raise ValueError(f"features: there is no folder {config.features}; make it with {make}")
 
 
 def parse_arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:

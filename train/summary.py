@@ -26,7 +26,7 @@ def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         ValueError: the folder holds no run, or one that logged nothing.
     """
     summary = make_summary(run, ended)
-    replace_json(run / "summary.json", summary)
+    replace_json(run / "summary.json", summary, allow_nan=True)  # as a diverged run's figures may be
     from train.run.picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
 
     draw(summary, read_metrics(run), run / "summary.png")
@@ -41,7 +41,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     """
     info, rows = read_object(run / "run.json"), read_metrics(run)
     if not info or not rows:
-        missing = "figures in metrics.jsonl" if info else "run.json"
+        missing = "figures in metrics.jsonl" if info else "run.json that can be read"
         raise ValueError(f"no training run to sum up in {run}: it has no {missing}; give the `out` of a config")
     steps = [row for row in rows if "loss" in row]
     last = steps[-1] if steps else {}

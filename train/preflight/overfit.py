@@ -84,7 +84,7 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
     if ranks.is_first:
         print("sound: the drafter learns these dialogues" if sound else "NOT sound: see above")
         config.out.mkdir(parents=True, exist_ok=True)
-        replace_json(config.out / RESULT, [vars(finding) for finding in findings])
+        replace_json(config.out / RESULT, [vars(finding) for finding in findings], allow_nan=True)
     engine.stop()
     return 0 if sound else 1
 
