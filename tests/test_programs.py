@@ -78,6 +78,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["none.jsonl", "--out", "x"], "no data file at none.jsonl"),
         (["none.jsonl", "--out", "x", "--heldout", "0"], "--heldout: must be a whole number of at least 1, found .0."),
     ],
+    "data_prep.gguf": [
+        (["none.gguf", "--out", "x"], "no file at none.gguf"),
+        (["prompts.jsonl", "--out", "x"], "prompts.jsonl is no GGUF file"),
+        (["none.gguf", "--out", "x", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+    ],
     "data_prep.inspect": [
         (["none"], "none"),
         (["none", "--sample", "0"], "--sample: must be a whole number of at least 1"),

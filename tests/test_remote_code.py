@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_gguf
 import tiny_run
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
@@ -19,6 +20,7 @@ from test_repository import PACKAGES, ROOT, sources
 from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
 
 import data_prep.features
+import data_prep.gguf
 import data_prep.inspect
 import data_prep.regenerate
 import data_prep.throughput
@@ -214,7 +216,7 @@ WITHOUT_A_MODEL = {
     "eval/roofline.py",
     "train/summary.py",
 }
-ELSEWHERE = {"data_prep/inspect.py", "train/target/__main__.py"}  # below
+ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "train/target/__main__.py"}  # below
 
 
 def programs() -> set[str]:
@@ -287,6 +289,15 @@ def test_a_corpus_tokenizer_runs_no_code(trap: Trap, said_yes: None) -> None:
     shape = SimpleNamespace(vocab_size=CHAT_VOCAB, max_positions=64)
     get_tokenizer(SimpleNamespace(corpus=corpus, model=shape))  # type: ignore[arg-type]
     assert not trap.marker.exists()
+
+
+def test_a_gguf_file_is_read_alone(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches a converter that takes configuration and tokenizer, and their code, from what lies beside the file."""
+    shutil.copytree(trap.strange, tmp_path / "downloaded")
+    tiny_gguf.write(tmp_path / "downloaded" / "tiny.gguf")
+    data_prep.gguf.main([str(tmp_path / "downloaded" / "tiny.gguf"), "--out", str(tmp_path / "target")])
+    assert not trap.marker.exists()
+    assert not [file for file in (tmp_path / "target").glob("*.json") if "auto_map" in file.read_text()]
 
 
 def test_a_template_runs_nothing(trap: Trap) -> None:
