@@ -23,7 +23,7 @@ from typing import Any
 
 from drafters.files import replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, run_program
-from eval.report.gpu import Ending, Goal, Part, page
+from eval.report.gpu import Ending, Goal, Section, page
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
@@ -41,27 +41,27 @@ def _lines(*commands: str) -> list[list[str]]:
 
 
 PARTS = [
-    Part("exact", "every method's tokens on captured forwards are the CPU's; memory stands still",
+    Section("exact", "every method's tokens on captured forwards are the CPU's; memory stands still",
          _lines("python tests/gpu_exact.py --out {out}/exact.json"), "exact.json", 180),
-    Part("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",
+    Section("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",
          _lines(f"{_ROOFLINE} compiled=false"), "roofline-llama-7b.json", 400),
-    Part("train-7b", "training beside the plain formulation: the head of a 7B target",
+    Section("train-7b", "training beside the plain formulation: the head of a 7B target",
          _lines(f"{_TRAINING},vocab=32000,heads=32,kv_heads=32,intermediate=11008"), "throughput.json", 200),
-    Part("train-128k", "training beside the plain formulation: a vocabulary of 128k",
+    Section("train-128k", "training beside the plain formulation: a vocabulary of 128k",
          _lines(f"{_TRAINING},vocab=128256,heads=32,kv_heads=8,intermediate=14336"), "throughput.json", 240),
-    Part("dump", "writing features beside the bare target",
+    Section("dump", "writing features beside the bare target",
          _lines(_CORPUS, f"python -m data_prep.throughput {_FEATURES} limit=2000 --out {{out}}/dump.json"),
          "dump.json", 180),
-    Part("speed", "the shipped models, every method, greedy and sampled",
+    Section("speed", "the shipped models, every method, greedy and sampled",
          _lines(_CORPUS, "python -m eval.speed --config configs/speed/stdlib.yaml target.device=cuda prompts.count=8 "
                          "out={out}"), "report.json", 420),
-    Part("fused", "the same decoding without graphs",
+    Section("fused", "the same decoding without graphs",
          _lines(f"{_ROOFLINE} engine=fused stock=false"), "roofline-llama-7b.json", 130),
-    Part("int8", "weights in int8", _lines(f"{_ROOFLINE} quantize=int8"), "roofline-llama-7b-int8.json", 130),
-    Part("int4", "weights in int4", _lines(f"{_ROOFLINE} quantize=int4"), "roofline-llama-7b-int4.json", 130),
-    Part("compiled", "stock generate on a compiled static cache",
+    Section("int8", "weights in int8", _lines(f"{_ROOFLINE} quantize=int8"), "roofline-llama-7b-int8.json", 130),
+    Section("int4", "weights in int4", _lines(f"{_ROOFLINE} quantize=int4"), "roofline-llama-7b-int4.json", 130),
+    Section("compiled", "stock generate on a compiled static cache",
          _lines(f"{_ROOFLINE} compiled=true rows=[1] batches=[1] rounds=1"), "roofline-llama-7b.json", 180),
-    Part("run", "memory and speed of a training run (its estimate is in the part's log)",
+    Section("run", "memory and speed of a training run (its estimate is in the part's log)",
          _lines(_CORPUS, f"python -m data_prep.features {_FEATURES} limit=500 out={{out}}/features",
                 f"python {_EAGLE} --dry-run --measure", f"deepspeed {_EAGLE} minutes=1"),
          "run/summary.json", 200, needs=("deepspeed", "datasets")),
@@ -138,7 +138,7 @@ GOALS = [
 # ------------------------------------------------------------------------------------------------------- running
 
 
-def run_part(part: Part, folder: Path) -> Ending:
+def run_part(part: Section, folder: Path) -> Ending:
     """Run its commands one after the other, into ``folder``; what they print goes to log.txt there."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [[word.replace("{out}", str(folder)) for word in words] for words in part.commands]
@@ -180,7 +180,7 @@ def _run(line: list[str], log: Any, seconds: float) -> int | None:
                     process.wait(patience)
 
 
-def run(parts: list[Part], out: Path, again: list[str], minutes: float | None) -> dict[str, Ending]:
+def run(parts: list[Section], out: Path, again: list[str], minutes: float | None) -> dict[str, Ending]:
     """Run what is not done; the page is written after every part."""
     began = time.monotonic()
     outcomes: dict[str, Ending] = {}

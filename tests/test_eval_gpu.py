@@ -21,7 +21,7 @@ import train.throughput
 import train.throughput_run
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
-from eval.report.gpu import Ending, Goal, Part, judge
+from eval.report.gpu import Ending, Goal, Section, judge
 from eval.report.gpu import page as page_of
 from train.cli import parse_arguments
 from train.task import task_class
@@ -36,9 +36,9 @@ EXAMPLES = {
 }
 
 
-def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60) -> Part:
+def made(name: str, *words: str, needs: tuple[str, ...] = (), seconds: int = 60) -> Section:
     """A part that runs a line of Python."""
-    return Part(name, "a test", [[sys.executable, "-c", *words]], "found.json", seconds, needs=needs)
+    return Section(name, "a test", [[sys.executable, "-c", *words]], "found.json", seconds, needs=needs)
 
 
 def test_limits() -> None:
@@ -49,7 +49,7 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_programs_take_the_commands(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an option, a key or a value that its program refuses: on a GPU the part would end in seconds, and
     nothing would be measured."""
     ran: list[str] = []

@@ -10,7 +10,7 @@ from drafters.program import command
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """One process, or a few in a row.
 
     Attributes:
@@ -58,7 +58,7 @@ class Ending:
     commands: list[str] = field(default_factory=list)
 
 
-def judge(goal: Goal, parts: Sequence[Part], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
+def judge(goal: Goal, parts: Sequence[Section], out: Path, outcomes: dict[str, Ending]) -> tuple[str, str]:
     """What was measured, and whether the goal was met."""
     outcome = outcomes.get(goal.part)
     if outcome is None:
@@ -78,7 +78,7 @@ def judge(goal: Goal, parts: Sequence[Part], out: Path, outcomes: dict[str, Endi
     return goal.form.format(value), "" if met is None else "yes" if met else "**no**"
 
 
-def page(parts: Sequence[Part], goals: Sequence[Goal], out: Path, outcomes: dict[str, Ending]) -> str:
+def page(parts: Sequence[Section], goals: Sequence[Goal], out: Path, outcomes: dict[str, Ending]) -> str:
     """Every goal, what was measured, and whether it was met; then the parts."""
     from eval.report.page import table  # torch comes with it, and whoever only lists the parts need not wait
 

@@ -183,7 +183,7 @@ def from_shape(
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = _plan(config, lengths, arguments.steps)
     with torch.device(device):
-        task = make_task(config, meta_ends(random_target(shape), str(device), config.dtype))
+        task = make_task(config, meta_ends(config_of_shape(shape), str(device), config.dtype))
     with exact_buffers(task.module):
         task.module.to(device, config.dtype)
     store: Any = RandomStore(lengths, shape, config.dtype, config.taps)
@@ -235,7 +235,7 @@ class RandomStore:
         )
 
 
-def random_target(shape: dict[str, int]) -> LlamaConfig:
+def config_of_shape(shape: dict[str, int]) -> LlamaConfig:
     """The configuration of a Llama of this ``shape``."""
     return LlamaConfig(
         vocab_size=shape["vocab"],
