@@ -70,15 +70,14 @@ def convert(file: Path, out: Path, dtype: str) -> dict[str, Any]:
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving a model imports DeepSpeed, which would say what it found
     with _alone(file) as folder, _said_of(file):
-        given = {"pretrained_model_name_or_path": folder, "gguf_file": file.name, "trust_remote_code": False}
-        config = AutoConfig.from_pretrained(**given)
+        config = AutoConfig.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
         check_memory(str(file), config, torch.float32, [torch.device("cpu")], 1, 1)
         room = weight_bytes(config, resolve_dtype(dtype))
         check_room(out, 1.02 * room, f"--out {out}", "give a folder on another disk, or --dtype bfloat16")
-        tokenizer = AutoTokenizer.from_pretrained(**given)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
         if tokenizer.chat_template is None:
             raise ValueError("it has no chat template, so it cannot be asked anything; give an instruct model")
-        model = _read(file, config, given)
+        model = _read(folder, file, config)
         wrong = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
         if wrong:
             raise ValueError(f"{len(wrong)} weights hold NaN or infinity, first {wrong[0]}: the file is damaged")
@@ -98,15 +97,16 @@ def convert(file: Path, out: Path, dtype: str) -> dict[str, Any]:
     return facts
 
 
-def _read(file: Path, config: "PretrainedConfig", given: dict[str, Any]) -> "PreTrainedModel":
+def _read(folder: str, file: Path, config: "PretrainedConfig") -> "PreTrainedModel":
     """The model in float32; newer versions of transformers keep the blocks packed unless told otherwise."""
     import torch
     import transformers
 
+    whole: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):
-        given = given | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+        whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        config=config, dtype=torch.float32, output_loading_info=True, **given
+        folder, gguf_file=file.name, trust_remote_code=False, **whole
     )
     if unread := [*loaded["missing_keys"], *loaded["mismatched_keys"]]:
         raise ValueError(f"{len(unread)} weights of the model are not in it, first {unread[0]}")
