@@ -13,6 +13,7 @@ from .methods import drafter_class, load_drafter, make_drafter
 if TYPE_CHECKING:
     from .base import Drafter, LearnedDrafter
     from .decoding.loop import GenerateResult, generate
+    from .decoding.refill import Continued, generate_many
     from .decoding.sampling import Sampling
     from .model.ends import FrozenEnds, load_frozen_ends
     from .model.target import FeatureOutput, TargetModel
@@ -21,6 +22,7 @@ else:
     _NAMES = {
         "base": ("Drafter", "LearnedDrafter"),
         "decoding.loop": ("GenerateResult", "generate"),
+        "decoding.refill": ("Continued", "generate_many"),
         "decoding.sampling": ("Sampling",),
         "model.ends": ("FrozenEnds", "load_frozen_ends"),
         "model.target": ("FeatureOutput", "TargetModel"),
@@ -41,6 +43,7 @@ else:
 
 
 __all__ = [
+    "Continued",
     "Drafter",
     "FeatureOutput",
     "FrozenEnds",
@@ -50,6 +53,7 @@ __all__ = [
     "TargetModel",
     "drafter_class",
     "generate",
+    "generate_many",
     "load_drafter",
     "load_frozen_ends",
     "make_drafter",

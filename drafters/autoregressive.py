@@ -2,6 +2,7 @@
 
 from .base import Drafter
 from .decoding.loop import DecodeState
+from .model.target import FeatureOutput
 
 
 class AutoregressiveDrafter(Drafter):
@@ -10,6 +11,9 @@ class AutoregressiveDrafter(Drafter):
     name = "autoregressive"
     max_batch = None
     rewinds = True
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        pass
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         pass

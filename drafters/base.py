@@ -68,6 +68,14 @@ class Drafter:
         A drafter's own prefill belongs here, where the clock counts it as prefill.
         """
 
+    def join(self, state: "DecodeState", rows: list[int], part: "DecodeState", output: FeatureOutput) -> None:
+        """``rows`` of a running batch were given to the prompts of ``part``, prefilled beside it as for ``begin``.
+
+        Raises:
+            NotImplementedError: the method decodes one row at a time, or a batch only as a whole.
+        """
+        raise NotImplementedError(f"{self.name} takes no prompt into a running batch")
+
     def propose(self, state: "DecodeState") -> DraftTree:
         """The draft that follows the last committed token of every row."""
         return DraftTree.empty(state.batch, self.target.device)

@@ -147,6 +147,16 @@ class EagleDrafter(LearnedDrafter):
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts = [1] * batch
 
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        whole, features, counts = self._cache, self._features, self._counts
+        self._cache = KVCache.nothing()
+        self.begin(part, output)
+        for number, row in enumerate(rows):
+            whole.copy_row(row, self._cache, number)
+            features[row, 0], counts[row] = self._features[number, 0], 1
+        self._cache.release()
+        self._cache, self._features, self._counts = whole, features[:, : max(counts)], counts
+
     def propose(self, state: DecodeState) -> DraftTree:
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)

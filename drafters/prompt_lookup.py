@@ -47,6 +47,10 @@ class PromptLookupDrafter(Drafter):
         for index, tokens in zip(self._rows, state.tokens, strict=True):
             index.read(tokens)
 
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        for row in rows:
+            self._rows[row] = NgramIndex(self.min_ngram, self.max_ngram)
+
     def propose(self, state: DecodeState) -> DraftTree:
         drafts = []
         for row, index in enumerate(self._rows):

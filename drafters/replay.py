@@ -78,6 +78,9 @@ class ReplayDrafter(Drafter):
         self._generator = torch.Generator().manual_seed(self.seed)
         self.inner.begin(state, output)
 
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        self.inner.join(state, rows, part, output)
+
     def propose(self, state: DecodeState) -> DraftTree:
         return self.inner.propose(state)
 

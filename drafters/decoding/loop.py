@@ -79,6 +79,11 @@ class DecodeState:
         self.finished[row] = len(kept) == room or (bool(kept) and kept[-1] in self.eos)
         return len(kept)
 
+    def give(self, row: int, other: "DecodeState", number: int) -> None:
+        """Let ``row`` go on with what row ``number`` of another state has come to; its cache row has been copied."""
+        self.tokens[row], self.prompt_lengths[row] = other.tokens[number], other.prompt_lengths[number]
+        self.finished[row], self._roots = other.finished[number], None
+
     def replace(self, row: int, tokens: list[int]) -> None:
         """Put other tokens into a row; bringing the cache into line is the caller's task."""
         self.tokens[row] = list(tokens)
@@ -133,7 +138,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     prompts = _prompts(input_ids, prompt_lengths)
     max_new_tokens, seed = _whole(max_new_tokens, "max_new_tokens"), _whole(seed, "seed")
-    _check(target, drafter, prompts, max_new_tokens, seed)
+    check_call(target, drafter, prompts, max_new_tokens, seed)
     # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
@@ -151,7 +156,9 @@ def generate(
     trace, rule = Trace(), drafter.rule(sampling)
     # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
-    _prefill(state, drafter)
+    output = prefill(state, drafter.taps)
+    if not all(state.finished):
+        drafter.begin(state, output)
     clock.lap()
     _notify(state, on_tokens, state.prompt_lengths)
     while not all(state.finished):
@@ -216,16 +223,14 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
     return steps
 
 
-def _prefill(state: DecodeState, drafter: "Drafter") -> None:
-    """Run the prompts, sample each row's first token, and let the drafter begin."""
-    device = state.target.device
-    output = state.target.run(padded(state.tokens, device), state.cache, taps=drafter.taps)
+def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:
+    """Run the prompts and sample each row's first token."""
+    output = state.target.run(padded(state.tokens, state.target.device), state.cache, taps=taps)
     state.cache.commit_first(state.prompt_lengths)
     logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
     for row, token in enumerate(state.sampling.pick(logits, state.generator).tolist()):
         state.append(row, [token])
-    if not all(state.finished):
-        drafter.begin(state, output)
+    return output
 
 
 def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
@@ -320,7 +325,9 @@ def _check_types(target: object, drafter: object, on_tokens: object) -> None:
         raise ValueError(f"on_tokens is called with (row, new ids), found {shortened(on_tokens)}; give a function")
 
 
-def _check(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int, seed: int) -> None:
+def check_call(
+    target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int, seed: int = 0
+) -> None:
     """Everything that would otherwise fail, or silently go wrong, after the work began."""
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed must fit in 64 bits, found {seed}")

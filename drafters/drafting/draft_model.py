@@ -47,6 +47,14 @@ class DraftModelDrafter(Drafter):
         self.draft_model.run(padded(prompts, self.draft_model.device), self._cache)
         self._cache.commit_first([len(prompt) for prompt in prompts])
 
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        whole, self._cache = self._cache, KVCache.nothing()
+        self.begin(part, output)
+        for number, row in enumerate(rows):
+            whole.copy_row(row, self._cache, number)
+        self._cache.release()
+        self._cache = whole
+
     def _read(self, tokens: list[int]) -> Tensor:
         """Run the draft model over ``tokens`` of the one row and keep them; features ``[1, H]`` after the last."""
         rows = torch.tensor([tokens], device=self.target.device)

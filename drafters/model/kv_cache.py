@@ -189,12 +189,12 @@ class KVCache:
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
         self.lengths = list(lengths)
 
-    def copy_row(self, row: int, alone: "KVCache") -> None:
-        """Copy the only row of the cache ``alone`` into batch row ``row``."""
-        end = self.lengths[row] = alone.lengths[0]
-        for ours, theirs in zip(self._parts, alone._parts, strict=True):
+    def copy_row(self, row: int, other: "KVCache", number: int = 0) -> None:
+        """Copy batch row ``number`` of another cache into batch row ``row``."""
+        end = self.lengths[row] = other.lengths[number]
+        for ours, theirs in zip(self._parts, other._parts, strict=True):
             for values, others in zip(ours, theirs, strict=True):
-                values[:, row, :, :end] = others[:, 0, :, :end]
+                values[:, row, :, :end] = others[:, number, :, :end]
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing the memory while ``stream`` may still work on it."""

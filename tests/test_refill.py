@@ -1,0 +1,136 @@
+"""Continuous batching: a prompt put into a running batch goes as it would alone, and no other row notices."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, rows_of, target_of
+from test_batch import METHODS, prompts_of
+
+from drafters import TargetModel, generate, generate_many, make_drafter
+from drafters.decoding.refill import Continued, Prompt
+
+LIMIT = 18
+
+
+def ask(prompts: list[list[int]]) -> Any:
+    """What ``generate_many`` asks for the next prompt: one after the other, with their numbers as keys."""
+    waiting = deque(enumerate(prompts))
+    return lambda: waiting.popleft() if waiting else None
+
+
+def continued(
+    target: TargetModel, method: str, prompts: list[list[int]], batch: int, **options: Any
+) -> list[Continued]:
+    """In the order of the prompts."""
+    drafter, longest = METHODS[method](target), max(map(len, prompts))
+    made = generate_many(target, drafter, ask(prompts), batch=batch, longest=longest, **options)
+    return sorted(made, key=lambda one: int(str(one.key)))
+
+
+def steps_before_the_limit(one: list[Any]) -> list[int]:
+    """Drafts accepted in each step, as long as a draft of full depth fits: alone, it is cut at the limit."""
+    found, done = [], 1
+    for step in one:
+        if LIMIT - done > 5:
+            found.append(step.accepted)
+        done += step.committed
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("method", METHODS)
+def test_prompts_go_as_alone(method: str, family: str) -> None:
+    """Catches a joined row that sees what its forerunner left (keys, features, n-grams, a finished flag), one whose
+    drafter did not begin anew (drafts that are not accepted), and neighbours that a join disturbs."""
+    target, prompts = target_of(family), prompts_of(13)
+    free = [
+        rows_of(generate(target, METHODS[method](target), [ids], max_new_tokens=LIMIT, eos_token_id=NO_EOS))[0]
+        for ids in prompts
+    ]
+    eos = [free[1][4], free[3][9], free[6][0]]  # rows end at different times, one with its first token
+    options: dict[str, Any] = {"max_new_tokens": LIMIT, "eos_token_id": eos}
+    found = continued(target, method, prompts, 4, **options)
+    assert [one.key for one in found] == list(range(13))
+    for ids, one in zip(prompts, found, strict=True):
+        alone = generate(target, METHODS[method](target), [ids], **options)
+        assert one.tokens == alone.tokens[0, : alone.lengths[0]].tolist()
+        assert steps_before_the_limit(one.steps) == steps_before_the_limit(alone.trace.steps)
+        assert 1 + sum(step.committed for step in one.steps) == len(one.tokens)
+    assert len({len(one.tokens) for one in found}) > 3
+
+
+def test_rows_are_kept_busy() -> None:
+    """Catches rows that wait for the longest: the forwards of a batch that stays together."""
+    target, prompts = target_of("llama"), prompts_of(24)
+    free = rows_of(
+        generate(target, make_drafter("autoregressive", target), prompts, max_new_tokens=40, eos_token_id=NO_EOS)
+    )
+    eos = [free[1][4], free[3][9], free[5][2]]
+    run, forwards = target.run, [0]
+
+    def counted(*given: Any, **named: Any) -> Any:
+        forwards[0] += 1
+        return run(*given, **named)
+
+    target.run = counted  # type: ignore[method-assign]
+    try:
+        found = continued(target, "autoregressive", prompts, 8, max_new_tokens=40, eos_token_id=eos)
+        refilled, forwards[0] = forwards[0], 0
+        for start in range(0, 24, 8):
+            generate(
+                target, make_drafter("autoregressive", target), prompts[start : start + 8], max_new_tokens=40,
+                eos_token_id=eos,
+            )  # fmt: skip
+    finally:
+        target.run = run  # type: ignore[method-assign]
+    lengths = sorted(len(one.tokens) for one in found)
+    assert lengths[0] < 10 and lengths[-1] == 40
+    assert refilled < 0.85 * forwards[0]
+
+
+def test_an_answer_may_bring_the_next_prompt() -> None:
+    """Catches a generator that asks ahead, or ends while an answer could still bring a turn of its dialogue."""
+    target = target_of("llama")
+    drafter = make_drafter("autoregressive", target)
+    waiting: deque[Prompt] = deque([("a", [5, 6]), ("b", [7])])
+    asked = {"a": 0, "b": 0}
+    for one in generate_many(
+        target, drafter, lambda: waiting.popleft() if waiting else None, batch=2, longest=40, max_new_tokens=5,
+        eos_token_id=NO_EOS,
+    ):  # fmt: skip
+        key = str(one.key)
+        asked[key] += 1
+        if asked[key] < 3:
+            waiting.append((key, [*one.tokens, 9]))
+    assert asked == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize("method", ["speculative", "eagle-static", "prompt_lookup"])
+def test_sampled_rows_follow_the_target(method: str) -> None:
+    """Catches a join after which the residual is of another row's distribution."""
+    target, count = target_of("llama"), 1500
+    ids = prompt(6, 3)
+    found = continued(target, method, [ids] * count, 48, max_new_tokens=3, eos_token_id=NO_EOS, temperature=1.0, seed=1)
+    with torch.inference_mode():
+        first = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).softmax(-1)
+        longer = torch.tensor([[*ids, token] for token in range(target.vocab_size)])
+        p = first @ target.lm_head(target.features(longer).features[:, -1]).softmax(-1)
+    seen = torch.bincount(torch.tensor([one.tokens[1] for one in found]), minlength=target.vocab_size)
+    kept = p * count >= 5
+    statistic = ((seen - count * p)[kept].square() / (count * p)[kept]).sum()
+    degrees = int(kept.sum()) - 1
+    assert (statistic - degrees) / (2 * degrees) ** 0.5 < 5
+
+
+def test_bad_calls() -> None:
+    """Catches a prompt that does not fit found as an assertion of the cache, and methods of one row run on many."""
+    target = target_of("llama")
+    plain = make_drafter("autoregressive", target)
+    with pytest.raises(ValueError, match=r"a prompt of 9 tokens came, and longest is 4"):
+        list(generate_many(target, plain, ask([prompt(9, 1)]), batch=2, longest=4))
+    with pytest.raises(ValueError, match="decodes at most 1 row"):
+        lookahead = make_drafter("lookahead", target)
+        list(generate_many(target, lookahead, ask(prompts_of(3)), batch=2, longest=40, max_new_tokens=4))
+    assert list(generate_many(target, plain, lambda: None, batch=2, longest=4)) == []
