@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from . import checkpoint
 from .config import Config, validate
 from .decoding.acceptance import Rule, Verdict, rule_for
+from .decoding.call import check_loaded
 from .decoding.draft_tree import DraftTree
-from .decoding.loop import check_loaded
 from .decoding.sampling import Sampling
 from .model.target import FeatureOutput, TargetModel
 

@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.progress import Bar
 from drafters import TargetModel
-from drafters.decoding.loop import eos_ids
+from drafters.decoding.call import eos_ids
 from drafters.drafting.draft_model import load_draft_model
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes

@@ -16,7 +16,6 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
 from data_prep import regenerate, regenerate_run
-from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers
 from data_prep.answers.writing import Writing
@@ -186,19 +185,22 @@ def run_killed(monkeypatch: pytest.MonkeyPatch, batches: int, config: Path, *arg
 def test_a_killed_run_goes_on_and_writes_what_it_would_have_written(
     temperature: float, tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a batch done twice or left out, and seeds that depend on where a run began."""
+    """Catches a turn done twice or left out, and seeds that depend on where a run began."""
     whole = run(write_config(tmp_path / "whole", target_folder, temperature=temperature))
-    made = []
-    generate = target_answers.generate
-    monkeypatch.setattr(target_answers, "generate", lambda *a, **k: made.append(a[2]) or generate(*a, **k))
-    run(write_config(tmp_path / "counted", target_folder, temperature=temperature))
-    batches, made[:] = len(made), []
-    config = write_config(tmp_path / "killed", target_folder, temperature=temperature)
-    for _ in range(batches):
+    written: list[Turn] = []
+    write = AnswerJournal.write
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerJournal, "write", lambda self, batch: written.extend(batch.turns) or write(self, batch))
+        run(write_config(tmp_path / "counted", target_folder, temperature=temperature))
+    config, kills = write_config(tmp_path / "killed", target_folder, temperature=temperature), 0
+    journals = tmp_path / "killed" / "new.jsonl.unfinished"
+    while sum(len(batch.turns) for batch in read_journals(journals)) < len(written):
         run_killed(monkeypatch, 1, config)
         assert not (tmp_path / "killed" / "new.jsonl").exists()
+        kills += 1
+    turns = [(turn.index, turn.turn) for batch in read_journals(journals) for turn in batch.turns]
+    assert kills > 3 and sorted(turns) == sorted((turn.index, turn.turn) for turn in written)
     assert run(config) == whole
-    assert len(made) == batches
     assert facts(config)["tokens"] == facts(tmp_path / "whole" / "regenerate.yaml")["tokens"]
 
 
@@ -349,16 +351,16 @@ def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> Non
     ids = ours.chat.tokenizer("Hello!", add_special_tokens=False)["input_ids"]
     end, start = (ours.chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>"))
     count = len(ids)
-    assert ours._turn(4, 1, [*ids, end], "") == Turn(4, 1, "Hello!", count + 1)
-    assert ours._turn(4, 1, [*ids, 1], "Hel").answer == "lo!"  # the generation config's EOS; and a lead
-    assert ours._turn(4, 1, ids, "") == Turn(4, 1, "Hello!", count, truncated=True)
-    assert dropping._turn(4, 1, ids, "") == Turn(4, 1, end="truncated")
-    assert ours._turn(4, 1, [end], "").drop == "empty_answer"
+    assert ours.turn(4, 1, [*ids, end], "") == Turn(4, 1, "Hello!", count + 1)
+    assert ours.turn(4, 1, [*ids, 1], "Hel").answer == "lo!"  # the generation config's EOS; and a lead
+    assert ours.turn(4, 1, ids, "") == Turn(4, 1, "Hello!", count, truncated=True)
+    assert dropping.turn(4, 1, ids, "") == Turn(4, 1, end="truncated")
+    assert ours.turn(4, 1, [end], "").drop == "empty_answer"
     spaces = ours.chat.tokenizer(" \n ", add_special_tokens=False)["input_ids"]
-    assert ours._turn(4, 1, [*spaces, end], "").drop == "empty_answer"
-    assert ours._turn(4, 1, [*ids, start, end], "").drop == "special_token_in_text"
+    assert ours.turn(4, 1, [*spaces, end], "").drop == "empty_answer"
+    assert ours.turn(4, 1, [*ids, start, end], "").drop == "special_token_in_text"
     euro = ours.chat.tokenizer("no €", add_special_tokens=False)["input_ids"]
-    assert ours._turn(4, 1, euro[:-1], "").answer == "no "  # half a character is no text
+    assert ours.turn(4, 1, euro[:-1], "").answer == "no "  # half a character is no text
 
 
 def test_a_dialogue_ends_where_there_is_no_room(answers: Callable[..., TargetAnswers]) -> None:

@@ -1,13 +1,17 @@
 """Answers written by a target in this process, through the one decoding loop, several dialogues at a time."""
 
+import contextlib
+import heapq
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from drafters import Drafter, TargetModel, generate
-from drafters.decoding.loop import eos_ids
+from drafters import Drafter, TargetModel, generate, generate_many
+from drafters.decoding.call import eos_ids
+from drafters.decoding.refill import Continued
 
 from ..dialogues.loss_mask import ChatTokenizer
 from ..dialogues.reader import DroppedError
@@ -18,14 +22,15 @@ REPLACEMENT = "\ufffd"  # what a decoder prints for half a character
 
 
 class TargetAnswers:
-    """Answers conversations in groups that stay together from the first turn to the last.
+    """Answers conversations turn by turn; a run that was killed and started again writes what it would have written.
 
-    The groups, and the seed of every batch, follow from the conversations given and the configuration alone: a run that
-    was killed and started again writes what it would have written anyway. Greedy answers do not depend on the groups
-    (in float32; in 16 bits batches round differently), sampled ones do.
+    Greedy answers do not depend on what else is in a batch (in float32; in 16 bits batches round differently): a row
+    whose answer has ended is given to another conversation at once. Sampled ones do: for them conversations are
+    answered in groups that stay together from the first turn to the last, and the groups, and the seed of every batch,
+    follow from the conversations given and the configuration alone.
 
     Args:
-        batch: dialogues in a group; less where the drafter decodes fewer rows.
+        batch: dialogues at once; less where the drafter decodes fewer rows.
 
     Raises:
         ValueError: the drafter was made for shorter contexts than ``writing`` allows.
@@ -48,6 +53,9 @@ class TargetAnswers:
 
     def batches(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
         """Answer all that is open; between two batches the caller takes the turns of the last one in."""
+        if self.writing.temperature == 0 and self.batch > 1:
+            yield from self._refilled(conversations)
+            return
         for group in self.groups(conversations):
             while rows := [conversation for conversation in group if not conversation.done]:
                 yield self.answer(rows)
@@ -59,6 +67,41 @@ class TargetAnswers:
         random.Random(self.writing.seed).shuffle(groups)
         return groups
 
+    def _refilled(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
+        """Greedy answers, in batches of those that ended at about the same time."""
+        waiting = Waiting(self, [conversation for conversation in conversations if not conversation.done])
+        while waiting.prompts or waiting.turns:
+            longest = waiting.longest()
+            with self._memory(self.batch):
+                made = generate_many(
+                    self.target,
+                    self.drafter,
+                    partial(waiting.next_prompt, longest),
+                    batch=self.batch,
+                    longest=longest,
+                    max_new_tokens=self.writing.max_new_tokens,
+                    eos_token_id=sorted(self.eos),
+                )
+                for one in made:
+                    waiting.take(one)
+                    if len(waiting.turns) >= max(1, self.batch // 8) or not waiting.prompts:
+                        yield waiting.batch()
+                        waiting.ask_on()
+            if waiting.turns:  # the last ones, and those that could not be asked
+                yield waiting.batch()
+                waiting.ask_on()
+
+    def ask(self, conversation: Conversation) -> tuple[list[int], str] | Turn:
+        """The prompt of a conversation's next turn and the text that leads its answer; or how it ends without one."""
+        turn = len(conversation.answers)
+        try:
+            ids, lead = self.chat.prompt(conversation.history())
+        except DroppedError as error:
+            return Turn(conversation.index, turn, drop=error.reason)
+        if len(ids) + self.writing.max_new_tokens > self.max_context:
+            return Turn(conversation.index, turn, end="no_room")
+        return ids, lead
+
     def answer(self, rows: list[Conversation]) -> AnsweredBatch:
         """The next turn of each conversation, in one batch.
 
@@ -68,22 +111,17 @@ class TargetAnswers:
         turns, asked, prompts, leads = [], [], [], []
         # Prompts: a conversation whose next turn cannot be asked ends here, and the others go on without it.
         for row in rows:
-            turn = len(row.answers)
-            try:
-                ids, lead = self.chat.prompt(row.history())
-            except DroppedError as error:
-                turns.append(Turn(row.index, turn, drop=error.reason))
+            found = self.ask(row)
+            if isinstance(found, Turn):
+                turns.append(found)
                 continue
-            if len(ids) + self.writing.max_new_tokens > self.max_context:
-                turns.append(Turn(row.index, turn, end="no_room"))
-                continue
-            asked.append((row.index, turn))
-            prompts.append(ids)
-            leads.append(lead)
+            asked.append((row.index, len(row.answers)))
+            prompts.append(found[0])
+            leads.append(found[1])
         if not prompts:
             return AnsweredBatch(turns)
         # One decoding for all. The seed is that of these very turns, so that a resumed run draws the same answers.
-        try:
+        with self._memory(len(prompts)):
             result = generate(
                 self.target,
                 self.drafter,
@@ -95,18 +133,24 @@ class TargetAnswers:
                 eos_token_id=sorted(self.eos),
                 seed=derived_seed(self.writing.seed, asked),
             )
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"out of memory while {len(prompts)} dialogues were answered; lower batch (now {self.batch}) and run "
-                "again: what was answered before is kept"
-            ) from error
         # Answers, without the padding behind a row that ended before the longest.
         answers = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
         for (index, turn), ids, lead in zip(asked, answers, leads, strict=True):
-            turns.append(self._turn(index, turn, ids, lead))
+            turns.append(self.turn(index, turn, ids, lead))
         return AnsweredBatch(turns, result.trace.decoded_tokens, sum(step.forwards for step in result.trace.steps))
 
-    def _turn(self, index: int, turn: int, ids: list[int], lead: str) -> Turn:
+    @contextlib.contextmanager
+    def _memory(self, rows: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"out of memory while {rows} dialogues were answered; lower batch (now {self.batch}) and run again: "
+                "what was answered before is kept"
+            ) from error
+
+    def turn(self, index: int, turn: int, ids: list[int], lead: str) -> Turn:
+        """What becomes of an answer of these token ids."""
         ended = ids[-1] in self.eos
         if not ended and self.writing.truncated == "drop":
             return Turn(index, turn, end="truncated")
@@ -121,6 +165,63 @@ class TargetAnswers:
         except DroppedError as error:
             return Turn(index, turn, drop=error.reason)
         return Turn(index, turn, text, len(ids), not ended)
+
+
+class Waiting:
+    """Conversations that wait to be asked, those that are being answered, and turns not handed on yet.
+
+    Prompts wait in classes of length, powers of two, so that a batch's cache is at most twice what its rows need.
+    """
+
+    def __init__(self, answers: TargetAnswers, conversations: list[Conversation]) -> None:
+        self.answers = answers
+        self.order = random.Random(answers.writing.seed)  # long and short answers mixed, for a fair rate
+        self.prompts: list[tuple[int, float, int]] = []  # a heap of (length class, place, conversation)
+        self.open = {one.index: one for one in conversations}
+        self.asked: dict[int, tuple[list[int], str]] = {}  # by conversation: the prompt, and what leads its answer
+        self.turns: list[Turn] = []
+        self.committed = self.forwards = 0
+        for one in conversations:
+            self._ask(one)
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt in the lowest class that waits."""
+        return self.prompts[0][0] if self.prompts else 1
+
+    def next_prompt(self, longest: int) -> tuple[int, list[int]] | None:
+        """A conversation's index and the prompt of its next turn, of at most ``longest`` tokens."""
+        if not self.prompts or self.prompts[0][0] > longest:
+            return None
+        index = heapq.heappop(self.prompts)[2]
+        return index, self.asked[index][0]
+
+    def take(self, one: Continued) -> None:
+        """An answer has ended."""
+        index = int(str(one.key))
+        _, lead = self.asked.pop(index)
+        self.turns.append(self.answers.turn(index, len(self.open[index].answers), one.tokens, lead))
+        self.committed += sum(step.committed for step in one.steps)
+        self.forwards += sum(step.forwards for step in one.steps)
+
+    def batch(self) -> AnsweredBatch:
+        """All turns that were not handed on."""
+        return AnsweredBatch(self.turns, self.committed, self.forwards)
+
+    def ask_on(self) -> None:
+        """The turns were handed on and taken in: their conversations' next ones wait."""
+        known, self.turns, self.committed, self.forwards = self.turns, [], 0, 0
+        for turn in known:
+            if not self.open[turn.index].done:
+                self._ask(self.open[turn.index])
+
+    def _ask(self, conversation: Conversation) -> None:
+        found = self.answers.ask(conversation)
+        if isinstance(found, Turn):
+            self.turns.append(found)
+            return
+        self.asked[conversation.index] = found
+        length = max(256, 1 << (len(found[0]) - 1).bit_length())
+        heapq.heappush(self.prompts, (length, self.order.random(), conversation.index))
 
 
 def _length(conversation: Conversation) -> int:

@@ -3,10 +3,9 @@
 Every method, plain decoding included, runs through it: the same cache, stop rules, token counts and clock.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from ..model.clock import Clock
 from ..model.kv_cache import KVCache
 from ..model.rows import CHAIN, Rows
 from ..model.target import FeatureOutput, TargetModel
-from ..wording import shortened, with_article
 from .acceptance import Rule, Verdict
+from .call import check_call, check_types, eos_ids, prompts_of, whole
 from .draft_tree import DraftTree
 from .sampling import Sampling
 from .trace import Step, Trace
@@ -134,10 +133,10 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
-    _check_types(target, drafter, on_tokens)
+    check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
-    prompts = _prompts(input_ids, prompt_lengths)
-    max_new_tokens, seed = _whole(max_new_tokens, "max_new_tokens"), _whole(seed, "seed")
+    prompts = prompts_of(input_ids, prompt_lengths)
+    max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), whole(seed, "seed")
     check_call(target, drafter, prompts, max_new_tokens, seed)
     # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
@@ -269,115 +268,3 @@ def _result(state: DecodeState, trace: Trace) -> GenerateResult:
     width = max(len(row) for row in new)
     filled = torch.tensor([row + [fill] * (width - len(row)) for row in new])
     return GenerateResult(filled, [len(row) for row in new], trace)
-
-
-def _prompts(input_ids: Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:
-    if isinstance(input_ids, Tensor):
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
-        input_ids = input_ids.tolist()
-    if isinstance(input_ids, Mapping):
-        raise ValueError("input_ids is a whole tokenizer output; try input_ids['input_ids']")
-    try:
-        if any(isinstance(row, int) for row in input_ids):
-            raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
-        rows = [[operator.index(token) for token in row] for row in input_ids]
-    except TypeError as error:
-        raise ValueError(f"input_ids must be whole numbers, [batch, tokens]; found something else ({error})") from None
-    if prompt_lengths is not None:
-        if isinstance(prompt_lengths, int):
-            raise ValueError(f"prompt_lengths is a list with the length of each row, found {prompt_lengths}")
-        if len(prompt_lengths) != len(rows):
-            raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one a row")
-        lengths = [_whole(length, "prompt_lengths") for length in prompt_lengths]
-        for row, length in zip(rows, lengths, strict=True):
-            if not 0 <= length <= len(row):
-                raise ValueError(f"prompt_lengths says {length} for a row of {len(row)} ids")
-        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    if not rows or any(not row for row in rows):
-        raise ValueError("the prompt is empty: there must be at least one token id a row (a BOS token will do)")
-    return rows
-
-
-def _whole(value: object, name: str) -> int:
-    """``value`` as an int; if it is none, a ValueError that names it."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ValueError(f"{name} must be a whole number, found {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:  # a tensor of a float has the method, too
-        raise ValueError(f"{name} must be a whole number, found {value!r}") from None
-
-
-def check_loaded(target: object) -> None:
-    """Raise ValueError where a target is something else: a name, or transformers' own model."""
-    if not isinstance(target, TargetModel):
-        found = with_article(type(target).__name__)
-        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}")
-
-
-def _check_types(target: object, drafter: object, on_tokens: object) -> None:
-    check_loaded(target)
-    if not hasattr(drafter, "propose"):
-        found = with_article(type(drafter).__name__)
-        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
-    if on_tokens is not None and not callable(on_tokens):
-        raise ValueError(f"on_tokens is called with (row, new ids), found {shortened(on_tokens)}; give a function")
-
-
-def check_call(
-    target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int, seed: int = 0
-) -> None:
-    """Everything that would otherwise fail, or silently go wrong, after the work began."""
-    if not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"seed must fit in 64 bits, found {seed}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
-    if drafter.target is not target:
-        raise ValueError(
-            f"the drafter was built for target {drafter.target.name!r} and generate was given {target.name!r}: "
-            "build the drafter with the target object that is passed here"
-        )
-    if drafter.max_batch is not None and len(prompts) > drafter.max_batch:
-        raise ValueError(
-            f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s) at once, found {len(prompts)}: "
-            "call generate once a prompt"
-        )
-    low, high = min(map(min, prompts)), max(map(max, prompts))
-    if low < 0 or high >= target.vocab_size:
-        raise ValueError(
-            f"token ids run from {low} to {high}, but {target.name}'s vocabulary has {target.vocab_size}: "
-            "tokenize with the target's own tokenizer"
-        )
-    longest = max(len(prompt) for prompt in prompts)
-    limit = drafter.max_context
-    if longest + max_new_tokens > limit:
-        whose = target.name if limit == target.max_context else f"{drafter.name}'s draft model"
-        raise ValueError(
-            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the {limit} positions of "
-            f"{whose}: shorten the prompt or ask for at most {max(limit - longest, 0)} new tokens"
-        )
-
-
-def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """Where rows end: the given ids, else (None) those of the target's generation config.
-
-    Raises:
-        ValueError: one that is no token of the target, so that no row would ever end there.
-    """
-    source = "eos_token_id"
-    if eos_token_id is None:
-        generation = getattr(target.model, "generation_config", None)
-        eos_token_id = getattr(generation, "eos_token_id", None)
-        source = f"eos_token_id in the generation config of {target.name}"
-    if eos_token_id is None:
-        return frozenset()
-    several = eos_token_id if isinstance(eos_token_id, list | tuple | set | frozenset) else [eos_token_id]
-    given = frozenset(_whole(token, source) for token in several)
-    wrong = sorted(token for token in given if not 0 <= token < target.vocab_size)
-    if wrong:
-        raise ValueError(
-            f"{source} is {wrong[0]}, but the vocabulary of {target.name} has {target.vocab_size} tokens: give the id "
-            "that ends an answer, or [] for none"
-        )
-    return given

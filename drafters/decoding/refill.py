@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .loop import DecodeState, check_call, eos_ids, prefill, step
+from .call import check_call, eos_ids
+from .loop import DecodeState, prefill, step
 from .sampling import Sampling
 from .trace import Step
 
