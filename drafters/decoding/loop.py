@@ -155,9 +155,7 @@ def generate(
     trace, rule = Trace(), drafter.rule(sampling)
     # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
-    output = prefill(state, drafter.taps)
-    if not all(state.finished):
-        drafter.begin(state, output)
+    start(state, drafter)
     clock.lap()
     _notify(state, on_tokens, state.prompt_lengths)
     while not all(state.finished):
@@ -220,6 +218,13 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
         steps.append(Step(row, nodes, verdict.depths[row], accepted, kept, 1 + draft.target_forwards))
     state.cache.commit(verdict.rows)
     return steps
+
+
+def start(state: DecodeState, drafter: "Drafter") -> None:
+    """Run the prompts, sample each row's first token, and let the drafter begin."""
+    output = prefill(state, drafter.taps)
+    if not all(state.finished):
+        drafter.begin(state, output)
 
 
 def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:

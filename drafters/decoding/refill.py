@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .call import check_call, eos_ids
-from .loop import DecodeState, prefill, step
+from .loop import DecodeState, prefill, start, step
 from .sampling import Sampling
 from .trace import Step
 
@@ -117,8 +117,7 @@ class Refilled:
         taken = [Continued(key) for key, _ in prompts]
         if self.state is None or not self.at_work():
             self.state, self.at = self._state(ids, self.capacity), list(taken)
-            output = prefill(self.state, self.drafter.taps)
-            self.drafter.begin(self.state, output)
+            start(self.state, self.drafter)
             return
         part = self._state(ids, length)
         output = prefill(part, self.drafter.taps)
