@@ -8,7 +8,9 @@ import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
 from test_batch import METHODS, prompts_of
 
-from drafters import TargetModel, generate, generate_many, make_drafter
+from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
 from drafters.decoding.refill import Continued, Prompt
 
 LIMIT = 18
@@ -59,6 +61,40 @@ def test_prompts_go_as_alone(method: str, family: str) -> None:
         assert steps_before_the_limit(one.steps) == steps_before_the_limit(alone.trace.steps)
         assert 1 + sum(step.committed for step in one.steps) == len(one.tokens)
     assert len({len(one.tokens) for one in found}) > 3
+
+
+def recorded(drafter: Drafter) -> dict[tuple[tuple[int, ...], int], list[int]]:
+    """Fills with each draft's tokens, by the row's prompt and how many new tokens it had."""
+    found: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    propose = drafter.propose
+
+    def recording(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        for row, (tokens, start) in enumerate(zip(state.tokens, state.prompt_lengths, strict=True)):
+            if not state.finished[row] and LIMIT - (len(tokens) - start) > 8:  # near the limit drafts are shorter
+                found[tuple(tokens[:start]), len(tokens) - start] = draft.tokens[row].tolist()
+        return draft
+
+    drafter.propose = recording  # type: ignore[method-assign]
+    return found
+
+
+def test_drafts_are_those_of_the_row_alone() -> None:
+    """Catches a head that goes on from the features, or the cache, of the answer that was there before: its drafts are
+    lossless, and wrong."""
+    target, prompts = target_of("llama"), prompts_of(11)
+    make, longest = METHODS["eagle-random"], max(map(len, prompts_of(11)))
+    plain = make_drafter("autoregressive", target)
+    free = rows_of(generate(target, plain, prompts, max_new_tokens=LIMIT, eos_token_id=NO_EOS))
+    options: dict[str, Any] = {"max_new_tokens": LIMIT, "eos_token_id": [free[1][4], free[3][9], free[6][2]]}
+    drafter = make(target)
+    together = recorded(drafter)
+    list(generate_many(target, drafter, ask(prompts), batch=4, longest=longest, **options))
+    drafter = make(target)
+    alone = recorded(drafter)
+    for ids in prompts:
+        generate(target, drafter, [ids], **options)
+    assert len(together) > 25 and together == alone
 
 
 def test_rows_are_kept_busy() -> None:
