@@ -91,11 +91,12 @@ class KVCache:
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
-        # Each layer's: the slots of the new rows, of the rows up to them, and of all rows.
+        # Each layer's: the slots of the new rows, and of the rows up to them.
         self._new: Views = ((), ())
         self._seen: Views = ((), ())
+        # Where batch rows differ in length: all slots as one list of rows, and each new row's number in it.
         self._all: Views = ((), ())
-        self._slots: tuple[Tensor, ...] | None = None  # of each new row, where batch rows differ in length
+        self._slots: tuple[Tensor, ...] | None = None
 
     @classmethod
     def for_config(
@@ -136,10 +137,14 @@ class KVCache:
         if starts.count(starts[0]) == len(starts):
             self._new, self._slots = self.views(starts[0], end), None
         else:
+            heads, dim = self._parts[0][0].shape[2], self._parts[0][0].shape[4]
             slots = torch.tensor(starts)[:, None] + torch.arange(rows)
-            spread = [(slots.to(keys.device)[:, None, :, None],) * len(keys) for keys, _ in self._parts]
+            bands = torch.arange(self.batch * heads).view(self.batch, heads, 1)  # a batch row's slots of one head
+            numbers = (bands * self.capacity + slots[:, None]).flatten()
+            spread = [(numbers.to(keys.device),) * len(keys) for keys, _ in self._parts]
             self._slots = tuple(itertools.chain.from_iterable(spread))
-            self._all = self.views(0, self.capacity)
+            keys, values = self.views(0, self.capacity)
+            self._all = tuple(x.view(-1, dim) for x in keys), tuple(x.view(-1, dim) for x in values)
         return self
 
     def update(
@@ -150,9 +155,10 @@ class KVCache:
             self._new[0][layer_idx].copy_(key_states)
             self._new[1][layer_idx].copy_(value_states)
         else:
-            index = self._slots[layer_idx].expand_as(key_states)
-            self._all[0][layer_idx].scatter_(2, index, key_states)
-            self._all[1][layer_idx].scatter_(2, index, value_states)
+            # Not scatter_: in bf16 on a CPU that takes a hundred times as long, for it copies the whole cache.
+            index, dim = self._slots[layer_idx], key_states.shape[-1]
+            self._all[0][layer_idx].index_copy_(0, index, key_states.reshape(-1, dim))
+            self._all[1][layer_idx].index_copy_(0, index, value_states.reshape(-1, dim))
         return self._seen[0][layer_idx], self._seen[1][layer_idx]
 
     def views(self, first: int, end: int) -> Views:
