@@ -16,6 +16,7 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
 from data_prep import regenerate, regenerate_run
+from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers
 from data_prep.answers.writing import Writing
@@ -148,6 +149,20 @@ def test_batches_do_not_change_greedy_answers_and_one_row_drafters_work(
     assert run(write_config(tmp_path / "one", target_folder, batch=1)) == expected[0]
     ouroboros = {"drafter": "ouroboros", "draft_model": str(draft_folder)}
     assert run(write_config(tmp_path / "many", target_folder, batch=5, drafter=ouroboros)) == expected[0]
+
+
+def test_prompts_of_more_tokens_than_their_text_lets_expect(
+    tmp_path: Path, target_folder: Path, expected: tuple[list[dict[str, Any]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt longer than its class is put off, not lost, cut or a crash: of this tokenizer a byte is a token."""
+    monkeypatch.setattr(target_answers, "SHORTEST", 8)
+    put_off: list[int] = []
+    wait = target_answers.Waiting._wait
+    monkeypatch.setattr(
+        target_answers.Waiting, "_wait", lambda self, index, tokens: (put_off.append(index), wait(self, index, tokens))
+    )
+    assert run(write_config(tmp_path, target_folder)) == expected[0]
+    assert len(put_off) > 13  # each of the 13 turns once, and again where it was put off
 
 
 def test_the_output_feeds_the_feature_store(tmp_path: Path, target_folder: Path) -> None:

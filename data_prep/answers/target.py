@@ -18,6 +18,8 @@ from ..dialogues.reader import DroppedError
 from .journal import AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
+SHORTEST = 256  # prompts up to so many tokens are one class
+CHARACTERS = 3  # a token has at least so many in most texts; where it has less, the prompt is put off
 REPLACEMENT = "\ufffd"  # what a decoder prints for half a character
 
 
@@ -170,7 +172,9 @@ class TargetAnswers:
 class Waiting:
     """Conversations that wait to be asked, those that are being answered, and turns not handed on yet.
 
-    Prompts wait in classes of length, powers of two, so that a batch's cache is at most twice what its rows need.
+    Conversations wait in classes of length, powers of two, so that a batch's cache is at most twice what its rows need.
+    Their text says about how long a prompt will be; it becomes ids once a row is free, for all prompts' ids together
+    would fill the memory.
     """
 
     def __init__(self, answers: TargetAnswers, conversations: list[Conversation]) -> None:
@@ -178,7 +182,7 @@ class Waiting:
         self.order = random.Random(answers.writing.seed)  # long and short answers mixed, for a fair rate
         self.prompts: list[tuple[int, float, int]] = []  # a heap of (length class, place, conversation)
         self.open = {one.index: one for one in conversations}
-        self.asked: dict[int, tuple[list[int], str]] = {}  # by conversation: the prompt, and what leads its answer
+        self.leads: dict[int, str] = {}  # by conversation that is being answered: the text that leads its answer
         self.turns: list[Turn] = []
         self.committed = self.forwards = 0
         for one in conversations:
@@ -190,16 +194,23 @@ class Waiting:
 
     def next_prompt(self, longest: int) -> tuple[int, list[int]] | None:
         """A conversation's index and the prompt of its next turn, of at most ``longest`` tokens."""
-        if not self.prompts or self.prompts[0][0] > longest:
-            return None
-        index = heapq.heappop(self.prompts)[2]
-        return index, self.asked[index][0]
+        while self.prompts and self.prompts[0][0] <= longest:
+            index = heapq.heappop(self.prompts)[2]
+            found = self.answers.ask(self.open[index])
+            if isinstance(found, Turn):
+                self.turns.append(found)
+            elif len(found[0]) > longest:  # longer than its text let expect
+                self._wait(index, len(found[0]))
+            else:
+                self.leads[index] = found[1]
+                return index, found[0]
+        return None
 
     def take(self, one: Continued) -> None:
         """An answer has ended."""
         index = int(str(one.key))
-        _, lead = self.asked.pop(index)
-        self.turns.append(self.answers.turn(index, len(self.open[index].answers), one.tokens, lead))
+        turn, lead = len(self.open[index].answers), self.leads.pop(index)
+        self.turns.append(self.answers.turn(index, turn, one.tokens, lead))
         self.committed += sum(step.committed for step in one.steps)
         self.forwards += sum(step.forwards for step in one.steps)
 
@@ -215,13 +226,13 @@ class Waiting:
                 self._ask(self.open[turn.index])
 
     def _ask(self, conversation: Conversation) -> None:
-        found = self.answers.ask(conversation)
-        if isinstance(found, Turn):
-            self.turns.append(found)
-            return
-        self.asked[conversation.index] = found
-        length = max(256, 1 << (len(found[0]) - 1).bit_length())
-        heapq.heappush(self.prompts, (length, self.order.random(), conversation.index))
+        text = sum(len(message["content"]) for message in conversation.history())
+        self._wait(conversation.index, text // CHARACTERS)
+
+    def _wait(self, index: int, tokens: int) -> None:
+        most = self.answers.max_context - self.answers.writing.max_new_tokens  # what is longer is not asked at all
+        length = min(most, max(SHORTEST, 1 << (tokens - 1).bit_length()))
+        heapq.heappush(self.prompts, (length, self.order.random(), index))
 
 
 def _length(conversation: Conversation) -> int:

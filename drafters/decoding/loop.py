@@ -48,6 +48,22 @@ class DecodeState:
     finished: list[bool]
     _roots: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        target: TargetModel,
+        prompts: list[list[int]],
+        capacity: int,
+        max_new_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        eos: frozenset[int],
+    ) -> "DecodeState":
+        """Where the generation of some prompts starts, over an empty cache of ``capacity`` rows each."""
+        lengths, finished = [len(prompt) for prompt in prompts], [False] * len(prompts)
+        cache = target.new_cache(len(prompts), capacity)
+        return cls(target, cache, prompts, lengths, sampling, generator, max_new_tokens, eos, finished)
+
     @property
     def batch(self) -> int:
         """Number of rows B."""
@@ -141,17 +157,8 @@ def generate(
     # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
-    state = DecodeState(
-        target=target,
-        cache=target.new_cache(len(prompts), capacity),
-        tokens=prompts,
-        prompt_lengths=[len(prompt) for prompt in prompts],
-        sampling=sampling,
-        generator=generator,
-        max_new_tokens=max_new_tokens,
-        eos=eos_ids(target, eos_token_id),
-        finished=[False] * len(prompts),
-    )
+    eos = eos_ids(target, eos_token_id)
+    state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
     trace, rule = Trace(), drafter.rule(sampling)
     # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)

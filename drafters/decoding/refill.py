@@ -57,8 +57,8 @@ def generate_many(
         ValueError: as ``generate``, or a prompt longer than ``longest``.
         NotImplementedError: the drafter cannot take prompts into a running batch.
     """
-    rows = Refilled(target, drafter, batch, longest, max_new_tokens, Sampling(temperature, top_k, top_p), seed)
-    rows.eos = eos_ids(target, eos_token_id)
+    sampling, eos = Sampling(temperature, top_k, top_p), eos_ids(target, eos_token_id)
+    rows = Refilled(target, drafter, batch, longest, max_new_tokens, sampling, eos, seed)
     while True:
         if (free := rows.free()) >= rows.enough or not rows.at_work():
             given = [prompt for _ in range(free) if (prompt := next_prompt()) is not None]
@@ -88,15 +88,15 @@ class Refilled:
         longest: int,
         max_new_tokens: int,
         sampling: Sampling,
+        eos: frozenset[int],
         seed: int,
     ) -> None:
         self.target, self.drafter, self.batch, self.longest = target, drafter, batch, longest
-        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        self.max_new_tokens, self.sampling, self.eos = max_new_tokens, sampling, eos
         self.enough = max(1, batch // 8)
         self.capacity = longest + max_new_tokens + drafter.max_draft + 1
         self.generator = torch.Generator(device=target.device).manual_seed(seed)
         self.rule = drafter.rule(sampling)
-        self.eos: frozenset[int] = frozenset()
         self.state: DecodeState | None = None
         self.at: list[Continued | None] = []  # which prompt each row works on
 
@@ -144,14 +144,5 @@ class Refilled:
                 yield one
 
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
-        return DecodeState(
-            target=self.target,
-            cache=self.target.new_cache(len(prompts), capacity),
-            tokens=prompts,
-            prompt_lengths=[len(prompt) for prompt in prompts],
-            sampling=self.sampling,
-            generator=self.generator,
-            max_new_tokens=self.max_new_tokens,
-            eos=self.eos,
-            finished=[False] * len(prompts),
-        )
+        arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
+        return DecodeState.of(self.target, prompts, capacity, *arguments)
