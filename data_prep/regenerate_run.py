@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import EndpointAnswers
-from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, check_identity, read_journals, replay
+from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, check_identity, read_journals, replay
 from .answers.target import TargetAnswers
 from .dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
 from .dialogues.loss_mask import ChatTokenizer
@@ -144,9 +145,10 @@ def answer_all(
     config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: AnswerJournal, rank: Rank
 ) -> None:
     """Answer what is left of one process's share, and write it down batch by batch."""
-    answers = open_answers(config, chat, rank)
     by_index = {conversation.index: conversation for conversation in own}
     done = sum(conversation.done for conversation in own)
+    limit = math.inf if config.minutes is None else 60 * config.minutes
+    answers = open_answers(config, chat, rank)
     with Bar(desc="regenerating", total=len(own), initial=done, unit=" dialogues") as progress:
         tokens = 0
         for batch in answers.batches(own):
@@ -157,6 +159,10 @@ def answer_all(
                 progress.update(by_index[turn.index].done)
             elapsed = progress.format_dict["elapsed"]
             progress.set_postfix_str(f"{tokens / max(elapsed, 1e-9):,.0f} tokens/s", refresh=False)
+            if journal.seconds > limit:
+                left = [conversation for conversation in own if not conversation.done]
+                journal.write(AnsweredBatch([Turn(one.index, len(one.answers), end="out_of_time") for one in left]))
+                break
 
 
 def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Rank) -> TargetAnswers | EndpointAnswers:

@@ -324,6 +324,28 @@ def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
     assert facts(config)["kept"] == len(expected[0])
 
 
+def test_a_limit_of_time_leaves_out_the_rest_and_counts_what_a_killed_run_spent(
+    tmp_path: Path,
+    target_folder: Path,
+    expected: tuple[list[dict[str, Any]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run told to take minutes that takes hours; or one that loses its answers, or starts its clock again."""
+    config = write_config(tmp_path, target_folder, minutes=60, temperature=1.0)
+    run_killed(monkeypatch, 2, config)
+    journal = next((tmp_path / "new.jsonl.unfinished").glob("rank-*.jsonl"))
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    journal.write_text("".join(json.dumps({**line, "seconds": 3590 / len(lines)}) + "\n" for line in lines))
+    moments = iter(range(0, 10**6, 20))
+    monkeypatch.setattr("data_prep.answers.journal.time.perf_counter", lambda: float(next(moments)))
+    kept = run(config)
+    found = facts(config)
+    assert 0 < len(kept) < 7 and found["dropped"]["out_of_time"] == 7 - len(kept)
+    assert found["answers"] - 3 <= sum(len(line["turns"]) for line in lines) and found["seconds"] > 3600
+    assert "out_of_time" in capsys.readouterr().out
+
+
 def test_a_full_disk_costs_one_batch(
     tmp_path: Path, target_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

