@@ -81,7 +81,9 @@ def test_every_package_of_the_library_is_installed() -> None:
 
 
 def test_a_wheel_holds_the_library_alone(tmp_path: Path) -> None:
-    """Catches `train` and `eval` as top-level names of site-packages, and an editable install without them."""
+    """Catches `train` and `eval` as top-level names of site-packages, an editable install without them, and a library
+    without the source of its kernels.
+    """
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("drafters", "train"):
@@ -91,7 +93,9 @@ def test_a_wheel_holds_the_library_alone(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
     (whole,), (editable,) = (list((tmp_path / folder).glob("*.whl")) for folder in ("whole", "editable"))
-    names = {name.split("/")[0] for name in zipfile.ZipFile(whole).namelist()}
+    files = zipfile.ZipFile(whole).namelist()
+    assert "drafters/model/cpu_kernels.cpp" in files
+    names = {name.split("/")[0] for name in files}
     assert {name for name in names if not name.endswith(".dist-info")} == {"drafters"}
     with zipfile.ZipFile(editable) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".pth"))

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from drafters.choices import Quantization
 
+from . import cpu_kernels
 from .kv_cache import KVCache
 from .linear import Product
 from .loading import is_only_moved
@@ -87,6 +88,8 @@ class FusedAttention:
         self.query_heads = attention.q_proj.out_features // self.head_dim
         self.key_heads = attention.k_proj.out_features // self.head_dim
         self.groups = self.query_heads // self.key_heads
+        # So many new rows, or fewer, go through a kernel of our own, which reads off the cache how far each one sees.
+        self.few_rows = cpu_kernels.attention_rows(attention.q_proj.weight, self.head_dim, self.groups)
         self.head_norm: Tensor | None = None
         if hasattr(attention, "q_norm"):  # Qwen3: over each head, before RoPE
             self.eps = attention.q_norm.variance_epsilon
@@ -100,7 +103,7 @@ class FusedAttention:
 
         Args:
             angles: of the rows' positions, ``signed``.
-            bias: of the rows (``Placed.bias``), for ``groups``; None: one row sees all, more are causal.
+            bias: of the rows (``Placed.bias``), for ``groups``; None: each sees all up to itself.
             cache: directed at the rows' slots (``KVCache.at``); None attends within the rows.
             index: the cache's layer.
         """
@@ -112,9 +115,13 @@ class FusedAttention:
         cos, sin = angles
         turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
         queries, keys = turned.split_with_sizes((self.query_heads, self.key_heads), dim=2)
-        queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(keys, values, index)
+            if rows <= self.few_rows and isinstance(cache, KVCache):
+                attended = cpu_kernels.attend(queries, keys, values, bias, cache.ends, self.scale)
+                return self.out(attended.view(batch, rows, -1))
+        queries = queries.transpose(1, 2)
         if bias is None and rows > 1:
             attended = self._prompt(queries, keys, values)
         else:
@@ -164,7 +171,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any) -> None:
         self.attention_norm, self.attention = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn)
-        self.groups = self.attention.groups
+        self.groups, self.few_rows = self.attention.groups, self.attention.few_rows
         self.mlp: FusedMLP | None = None
         if hasattr(layer, "mlp"):
             self.mlp_norm, self.mlp = FusedNorm(layer.post_attention_layernorm), FusedMLP(layer.mlp)

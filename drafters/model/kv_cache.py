@@ -63,6 +63,7 @@ class KVCache:
 
     Attributes:
         storage: what captured forwards are bound to; None for a cache that is not made for them.
+        ends: ``[batch]`` on the host, slots of each batch row in use with those that ``at`` gave to new rows.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class KVCache:
         assert all(keys.shape[1:] == shape for keys, _ in self._parts)
         self.batch, self.capacity = batch, capacity
         self.lengths = [0] * batch
+        self.ends = torch.zeros(batch, dtype=torch.long)
         self._returned: Callable[[], object] = lambda: None  # called where the memory was lent
         # Each layer's: the slots of the new rows, and of the rows up to them.
         self._new: Views = ((), ())
@@ -131,6 +133,7 @@ class KVCache:
         """Direct the next ``update`` of every layer to the ``rows`` slots after ``lengths + offset``."""
         starts = [length + offset for length in self.lengths]
         end = max(starts) + rows
+        self.ends = torch.tensor([start + rows for start in starts])
         assert end <= self.capacity, f"cache of {self.capacity} rows asked for {end}"
         # Views of all layers at once: slicing costs microseconds, which every layer would pay again.
         self._seen = self.views(0, end)

@@ -85,12 +85,15 @@ class Placed:
             mask = mask & near(self.positions(), self._key_positions(), window)
         return mask[:, None]
 
-    def bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, window: int | None, groups: int, dtype: torch.dtype, causal: bool = False) -> Tensor | None:
         """``mask`` as values to add to the scores: ``[B or 1, 1, groups * R, end]`` or None.
 
-        The R rows are repeated once for each of the ``groups`` query heads that share a key head.
+        The R rows are repeated once for each of the ``groups`` query heads that share a key head. ``causal``: attention
+        needs none for rows that see all before them.
         """
         limited = window is not None and self.end > window
+        if causal and self.see is None and not limited:
+            return None
         if self.see is None and not limited and self.uniform and not self._needs_no_mask():
             before = self.lengths[0] + self.offset
             width = 1 << max(before - 1, 255).bit_length()

@@ -50,6 +50,7 @@ class Part:
     Attributes:
         enter: inputs ``[B, R, ...]`` each -> hidden states ``[B, R, H]``. leave: of those after the last layer.
         windows: that its layers have. groups: query heads that share a key head, in a bias of the engine.
+        few_rows: new rows that need no bias to be causal, however long each batch row is (``FusedAttention``).
         captured: forwards of fixed shape that were captured of it.
     """
 
@@ -61,6 +62,7 @@ class Part:
     def __post_init__(self) -> None:
         self.windows = frozenset(layer.window for layer in self.layers)
         self.groups: int = getattr(self.layers[0].layer, "groups", 1)
+        self.few_rows: int = getattr(self.layers[0].layer, "few_rows", 0)
 
     def through(
         self, hidden: Tensor, angles: Any, masks: dict[int | None, Tensor | None], cache: Any, taps: tuple[int, ...]
@@ -159,7 +161,8 @@ class Runner:
         if cache is not None:
             cache.at(rows.count, rows.offset)
         hidden, angles = part.enter(*inputs), self._angles(rows)
-        masks = {window: self._mask(rows, window, part.groups, hidden.dtype) for window in part.windows}
+        causal = cache is not None and rows.count <= part.few_rows
+        masks = {window: self._mask(rows, window, part.groups, hidden.dtype, causal) for window in part.windows}
         hidden, collected = part.through(hidden, angles, masks, cache, taps)
         if hidden.device != rows.device:  # what leaves lies where what entered does
             hidden = hidden.to(rows.device)
@@ -168,7 +171,7 @@ class Runner:
     def _angles(self, rows: Placed) -> tuple[Tensor, ...]:
         return *self.rope(rows), rows.positions()
 
-    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
         mask = rows.mask(window, always=self._adds)
         # Under SDPA a bool mask is right and a float one is added; under eager attention only addition exists.
         return additive(mask, 1, dtype, torch.finfo(dtype).min) if mask is not None and self._adds else mask
@@ -186,8 +189,8 @@ class FusedRunner(Runner):
     def _angles(self, rows: Placed) -> tuple[Tensor, ...]:
         return self.rope(rows)
 
-    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-        return rows.bias(window, groups, dtype)
+    def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
+        return rows.bias(window, groups, dtype, causal)
 
 
 def fused_or_eager(model: PreTrainedModel, name: str, engine: Engine | None) -> Runner:

@@ -1,0 +1,136 @@
+"""Kernels of our own for a CPU, where torch's waste most of what its memory could give: see cpu_kernels.cpp.
+
+They are compiled for the machine when they are first wanted, which takes some ten seconds, and kept in the user's cache
+folder. Without a compiler everything runs on torch's kernels, as it does with DRAFTERS_CPU_KERNELS=0 set.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math")
+SWITCH = "DRAFTERS_CPU_KERNELS"
+WIDTHS = frozenset({16, 32, 64, 96, 128})  # of a head
+MOST_QUERIES = 16  # of one key head: for more, products of matrices are faster
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_log = logging.getLogger(__name__)
+
+
+def attention_rows(weight: Tensor, width: int, groups: int) -> int:
+    """The most new rows that ``attend`` is for, of heads so wide and so many to a key head; 0 if it is for none."""
+    known = weight.device.type == "cpu" and weight.dtype in DTYPES and width in WIDTHS
+    return MOST_QUERIES // groups if known and library() is not None else 0
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, ends: Tensor, scale: float) -> Tensor:
+    """Attention of a few new rows over a cache, each batch row over its own slots alone.
+
+    What comes out for a batch row is the same, to the last bit, whatever else is in the batch.
+
+    Args:
+        queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new rows' included.
+        bias: ``[B or 1, 1, R or a multiple, slots]``, of which the first R are added; None: each row sees all slots up
+            to its own.
+        ends: int64 ``[B]``, slots in use; the last R are the new rows'.
+
+    Returns:
+        ``[B, R, heads, D]``.
+    """
+    batch, rows, heads, width = queries.shape
+    kernel = getattr(library(), f"attend_{DTYPES[queries.dtype]}")
+    assert queries.stride()[2:] == (width, 1) and keys.stride()[2:] == (width, 1) and keys.stride() == values.stride()
+    out = queries.new_empty(batch, rows, heads, width)
+    bias_steps = (0, 0)
+    if bias is not None:
+        assert bias.stride(3) == 1 and bias.dtype == queries.dtype
+        bias_steps = bias.stride(0) if len(bias) > 1 else 0, bias.stride(2)
+    kernel(
+        *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1], width),
+        *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), *bias_steps),
+        *(scale, torch.get_num_threads()),
+    )
+    return out
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, and a line in the log, where there is no way to have them."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_compiled()))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        _log.warning("decoding on this CPU runs on torch's kernels, more slowly: %s", error)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for dtype in DTYPES.values():
+        kernel = getattr(loaded, f"attend_{dtype}")
+        kernel.argtypes, kernel.restype = [pointer] * 6 + [number] * 11 + [ctypes.c_float, ctypes.c_int], None
+    return loaded
+
+
+def _compiled() -> Path:
+    """The shared library for this source, compiler, processor and torch; compiled unless it lies in the cache.
+
+    Raises:
+        ValueError: no compiler, no OpenMP to share with torch, or the compiler's complaint. OSError: no place for it.
+    """
+    name = os.environ.get("CXX") or "g++"
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise ValueError(f"there is no compiler {name!r}; install g++, or set CXX")
+    openmp = _openmp()
+    age = Path(compiler).stat()
+    identity = repr((SOURCE.read_bytes(), FLAGS, compiler, age.st_size, age.st_mtime, _processor(), openmp))
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafters"
+    built = folder / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if built.exists():
+        return built
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        compiled, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+        # Linked with the OpenMP that torch has loaded: a second one's threads would fight the first one's.
+        for words in (
+            [*FLAGS, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
+            ["-shared", str(compiled), openmp, "-Wl,-z,defs", "-lm", "-o", str(linked)],
+        ):
+            done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=300)
+            if done.returncode != 0:
+                raise ValueError(f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[-500:]}")
+        linked.rename(built)  # at once: another process may be looking
+    _log.info("compiled %s in %.0f s", built, time.monotonic() - start)
+    return built
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch has loaded into this process."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
+    found = sorted(path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp")))
+    if not found:
+        raise ValueError("torch's OpenMP library, libgomp or libiomp5, was not found in this process")
+    return found[0]
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))

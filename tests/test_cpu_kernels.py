@@ -1,0 +1,148 @@
+"""The CPU kernels of our own against float64, over odd shapes, and what happens where they cannot be had."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conformance import NO_EOS, prompt, rows_of
+from torch import Tensor
+
+from drafters import TargetModel, generate, make_drafter
+from drafters.model import cpu_kernels
+
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, see: Tensor, scale: float) -> Tensor:
+    """In float64; ``see [B, R, slots]``."""
+    groups = queries.shape[2] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (keys, values))
+    scores = torch.einsum("brhd,bhsd->bhrs", queries.double(), keys) * scale
+    weights = scores.masked_fill(~see[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhrs,bhsd->brhd", weights, values)
+
+
+def operands(rows: int, groups: int, width: int, ends: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries that are part of a wider tensor; keys and values of a cache with more slots, which hold nan."""
+    batch, key_heads = len(ends), 3
+    queries = torch.randn(batch, rows, key_heads * (groups + 1), width).to(dtype)[:, :, : key_heads * groups]
+    cache = torch.randn(2, batch, key_heads, max(ends) + 7, width).to(dtype)
+    for b, end in enumerate(ends):
+        cache[:, b, :, end:] = torch.nan
+    return queries, cache[0], cache[1]
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(
+    ("rows", "groups", "width", "ends"),
+    [
+        (1, 3, 64, [1, 2, 15, 16, 17, 255, 256, 257, 600]),
+        (1, 1, 128, [40]),
+        (5, 1, 96, [5, 513, 258]),
+        (4, 4, 16, [33]),
+    ],
+)
+def test_attention_of_a_chain(dtype: torch.dtype, rows: int, groups: int, width: int, ends: list[int]) -> None:
+    """Catches slots beyond a row's length read, a chunk of a long row left out, and a row that sees the next one."""
+    queries, keys, values = operands(rows, groups, width, ends, dtype)
+    queries[0] *= 30  # weights of zero and one
+    found = cpu_kernels.attend(queries, keys, values, None, torch.tensor(ends), 0.2)
+    for b, end in enumerate(ends):
+        see = torch.arange(end) <= end - rows + torch.arange(rows)[:, None]
+        one = slice(b, b + 1)
+        wanted = attention(queries[one], keys[one, :, :end], values[one, :, :end], see[None], 0.2)
+        gap = (found[one].double() - wanted).abs().max() / wanted.abs().max()
+        assert gap < (BOUND[dtype] if b else 10 * BOUND[dtype])  # scores of 30 times the size round by as much more
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("shared", [True, False])
+def test_attention_of_a_tree(dtype: torch.dtype, shared: bool) -> None:
+    """Catches a bias of another row, batch row or chunk, and weights left on a chunk that is hidden altogether."""
+    ends, rows, groups = ([300, 300] if shared else [300, 290]), 5, 3
+    queries, keys, values = operands(rows, groups, 32, ends, dtype)
+    see = torch.rand(1 if shared else 2, rows, 300) < 0.5
+    see[:, 1, :256] = False
+    see[:, :, 280] = True
+    bias = torch.zeros(see.shape).masked_fill_(~see, -torch.inf).to(dtype)[:, None].repeat(1, 1, groups, 1)
+    found = cpu_kernels.attend(queries, keys, values, bias, torch.tensor(ends), 0.2)
+    for b, end in enumerate(ends):
+        one = slice(b, b + 1)
+        wanted = attention(
+            queries[one], keys[one, :, :end], values[one, :, :end], see[b % len(see), :, :end][None], 0.2
+        )
+        assert (found[one].double() - wanted).abs().max() < BOUND[dtype] * wanted.abs().max()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_attends_as_alone_to_the_last_bit(threads: int) -> None:
+    """Catches work split by the longest row or by the threads: greedy tokens would depend on who else is there."""
+    ends = [700, 3, 256, 511]
+    queries, keys, values = operands(1, 3, 64, ends, torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = cpu_kernels.attend(queries, keys, values, None, torch.tensor(ends), 0.125)
+    finally:
+        torch.set_num_threads(before)
+    for b, end in enumerate(ends):
+        one = slice(b, b + 1)
+        alone = cpu_kernels.attend(queries[one], keys[one], values[one], None, torch.tensor([end]), 0.125)
+        assert torch.equal(together[b], alone[0])
+
+
+@pytest.fixture
+def without() -> Iterator[None]:
+    """``library`` forgets what it found, before and after."""
+    cpu_kernels.library.cache_clear()
+    yield
+    cpu_kernels.library.cache_clear()
+
+
+@pytest.mark.parametrize("reason", ["off", "no compiler", "an error", "no folder"])
+def test_without_them_torch_does_it(
+    reason: str, without: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Catches a target that cannot decode without a compiler, says so at every layer, or does not say why."""
+    said = {
+        "no compiler": "there is no compiler 'g++-0'",
+        "an error": "cannot compile wrong.cpp",
+        "no folder": "Not a d",
+    }
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if reason == "off":
+        monkeypatch.setenv("DRAFTERS_CPU_KERNELS", "0")
+    elif reason == "no compiler":
+        monkeypatch.setenv("CXX", "g++-0")
+    elif reason == "an error":
+        monkeypatch.setattr(cpu_kernels, "SOURCE", tmp_path / "wrong.cpp")
+        (tmp_path / "wrong.cpp").write_text("int main( {")
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        plain = TargetModel(tiny.build("llama"))
+    lines = [record.getMessage() for record in caplog.records if "torch's kernels" in record.getMessage()]
+    assert len(lines) == (reason != "off") and said.get(reason, "") in "".join(lines)
+    assert plain.layers[0].few_rows == 0 and not list(tmp_path.glob("**/*.so"))
+    monkeypatch.undo()
+    cpu_kernels.library.cache_clear()
+    quick = TargetModel(tiny.build("llama"))
+    assert quick.layers[0].few_rows == 8
+    prompts = [prompt(9), prompt(30, 1)]
+    each = [
+        generate(target, make_drafter("autoregressive", target), prompts, max_new_tokens=20, eos_token_id=NO_EOS)
+        for target in (plain, quick)
+    ]
+    assert rows_of(each[0]) == rows_of(each[1])
+
+
+def test_they_share_the_threads_of_torch() -> None:
+    """Catches a second OpenMP in the process, whose waiting threads would take the cores from the first one's."""
+    assert cpu_kernels.library() is not None
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    loaded = {line[5] for line in lines if len(line) > 5}
+    assert len([path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp"))]) == 1
