@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +76,28 @@ def test_a_second_run_does_not_overwrite_the_first(corpus, tmp_path):
         target_run.TargetRun(config, False, [])
     with pytest.raises(ValueError, match="no checkpoint"):
         target_run.TargetRun(tiny(corpus, tmp_path / "other"), True, [])
+
+
+def test_a_draft_model_takes_its_targets_tokenizer(corpus, tmp_path):
+    """Catches a draft model with a tokenizer of its own, whose drafts mean nothing to the target; or too few rows."""
+    target = tmp_path / "target"
+    target_run.run(tiny(corpus, target, steps=1), False, [])
+    shape = SHAPE | {"vocab_size": 410, "layers": 1}
+    other = {"tokenizer": str(target / "final"), "steps": 1}
+    copy = shutil.copytree(corpus, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer-*", "manifest.json"))
+    config = tiny(copy, tmp_path / "draft", **other, model=shape)
+    target_run.run(config, False, [])
+    texts = [
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab()
+        for folder in (target / "final", config.final_dir)
+    ]
+    assert texts[0] == texts[1] and not list(copy.glob("tokenizer-*"))
+    drafted = AutoModelForCausalLM.from_pretrained(config.final_dir, trust_remote_code=False)
+    assert drafted.config.vocab_size == 410
+    card = (config.final_dir / "README.md").read_text()
+    assert f"those of {target / 'final'}" in card and "standard library" not in card
+    with pytest.raises(ValueError, match=r"has 4\d\d tokens, and model.vocab_size is 300"):
+        target_run.TargetRun(tiny(copy, tmp_path / "less", **other, model=shape | {"vocab_size": 300}), False, [])
 
 
 def test_a_finished_run_is_left_alone(corpus, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Train a small Llama target (or draft model) from scratch, tokenizer included.
+"""Train a small Llama target from scratch, tokenizer included; or with `tokenizer:` a draft model for another target.
 
     python -m train.target --config configs/target/stdlib.yaml [key=value ...] [--resume]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 from drafters.config import load_config
+from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 from train.target.config import TargetConfig
 
@@ -31,7 +32,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(config: TargetConfig) -> None:
-    """Raise ValueError where the corpus is missing."""
+    """Raise ValueError where the corpus or the target whose tokenizer is wanted is missing."""
+    check_model(config.tokenizer, "tokenizer")
     for split in ("train", "heldout"):
         if not (file := config.corpus / f"{split}.jsonl").is_file():
             raise ValueError(f"corpus: no file {file}; make it with python -m data_prep.stdlib_corpus --out F")

@@ -34,6 +34,7 @@ class TargetConfig(Config):
 
     name: str
     corpus: Path = Path("runs/stdlib")
+    tokenizer: str | None = None  # the target's folder, for a draft model; default: one made for the corpus
     run_dir: Path
     final_dir: Path
     model: ModelShape = Field(default_factory=ModelShape)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.reader import Message, ReadCounts, read_dialogues
 from train.target.config import TargetConfig
 from train.target.files import DataPosition, replace_folder
@@ -65,7 +66,20 @@ def train_tokenizer(dialogues: list[list[Message]], vocab_size: int) -> PreTrain
 
 
 def get_tokenizer(config: TargetConfig) -> PreTrainedTokenizerFast:
-    """The corpus's tokenizer: trained once, shared by every model of that corpus (target and draft must agree)."""
+    """The corpus's tokenizer: trained once, shared by every model of that corpus (target and draft must agree).
+
+    Raises:
+        ValueError: another model's tokenizer was asked for, and ``model.vocab_size`` is less than it has.
+    """
+    if config.tokenizer is not None:
+        chat = load_tokenizer(config.tokenizer)
+        if (found := len(chat.tokenizer)) > config.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {config.tokenizer} has {found} tokens, and model.vocab_size is "
+                f"{config.model.vocab_size}; give the vocab_size in {config.tokenizer}/config.json"
+            )
+        chat.tokenizer.model_max_length = config.model.max_positions
+        return chat.tokenizer
     folder = config.corpus / f"tokenizer-{config.model.vocab_size}"
     if not folder.is_dir():
         tokenizer = train_tokenizer(read_messages(config.corpus / "train.jsonl"), config.model.vocab_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafters.files import keep_mode
 from train.target.config import TargetConfig
@@ -42,7 +42,7 @@ def sample_continuations(folder: Path, prompts: list[str], new_tokens: int = 120
     model = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
     ).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     samples = []
     for prompt in prompts:
         question = [{"role": "user", "content": prompt}]
@@ -60,6 +60,16 @@ def write_card(folder: Path, config: TargetConfig, info: dict[str, Any], progres
     curve = "\n".join(f"| {row['step']:,} | {row['tokens']:,} | {row['heldout_loss']:.4f} |" for row in shown)
     samples = "\n".join(f"**{prompt}**\n\n~~~text\n{answer}\n~~~\n" for prompt, answer in facts["samples"])
     loss = rows[-1]["heldout_loss"]
+    data, purpose, form = str(config.corpus), "It exists to draft for a larger model of the same tokenizer.", ""
+    if facts["python"]:
+        data = f"the source files (docstrings and code) of Python {facts['python']}'s standard library"
+        purpose = """It exists so that speculative decoding can be tried and tested offline on a CPU. It is not a useful
+assistant: it writes plausible Python and docstrings, and it invents facts."""
+        form = " The held-out ones are about classes and functions that training never saw."
+    if config.tokenizer is None:
+        form += " Chat format: `<|user|>question<|assistant|>answer<|end|>`; the tokenizer's chat template writes it."
+    else:
+        form += f" Tokenizer and chat template are those of {config.tokenizer}."
     folder.joinpath("README.md").write_text(f"""---
 license: apache-2.0
 language: [en]
@@ -69,17 +79,14 @@ tags: [speculative-decoding, llama, code]
 ---
 # {config.name}
 
-A very small Llama trained from scratch on dialogues made from the Python standard library's source files
-(docstrings and code). It exists so that speculative decoding can be tried and tested offline on a CPU. It is not a
-useful assistant: it writes plausible Python and docstrings, and it invents facts.
+A very small Llama trained from scratch on dialogues made from {data}. {purpose}
 
 | | |
 | --- | --- |
 | parameters | {facts["parameters"]:,} ({2 * facts["parameters"]:,} bytes in bf16) |
 | shape | {shape.layers} layers, hidden {shape.hidden_size}, {shape.heads} heads ({shape.kv_heads} kv), \
 intermediate {shape.intermediate_size}, vocabulary {shape.vocab_size}, tied embeddings |
-| data | {facts["dialogues"]:,} dialogues, {facts["tokens"]:,} tokens, \
-from Python {facts["python"]}'s standard library |
+| data | {facts["dialogues"]:,} dialogues, {facts["tokens"]:,} tokens |
 | trained on | {progress.tokens:,} tokens in {progress.step:,} steps ({progress.position.epoch + 1} epochs begun), \
 sequences of {config.seq_len} |
 | training time | {progress.seconds / 60:.1f} minutes, {config.threads} CPU threads, {platform.machine()} |
@@ -89,9 +96,7 @@ sequences of {config.seq_len} |
 transformers {info["versions"]["transformers"]} |
 | code commit | {info["commit"]} |
 
-The held-out dialogues are about classes and functions that training never saw. Chat format:
-`<|user|>question<|assistant|>answer<|end|>`; the tokenizer's chat template writes it. Sequences longer than
-{config.seq_len} tokens were never seen in training.
+{form.strip()} Sequences longer than {config.seq_len} tokens were never seen in training.
 
 ## Held-out loss
 | step | training tokens | nats per token |

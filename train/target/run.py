@@ -126,7 +126,7 @@ class TargetRun:
             "dialogues": len(self.documents),
             "tokens": sum(map(len, self.documents)),
             "heldout_tokens": self.heldout_rows[:, 1:].numel(),
-            "python": read_object(config.corpus / "manifest.json").get("python", "(unknown)"),
+            "python": read_object(config.corpus / "manifest.json").get("python"),
             "new_tokens": new_tokens,
         }
         write_card(config.final_dir, config, self.info, self.progress, facts)
