@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -13,6 +14,7 @@ from .decoding.acceptance import Rule, Verdict, rule_for
 from .decoding.call import check_loaded
 from .decoding.draft_tree import DraftTree
 from .decoding.sampling import Sampling
+from .model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, first_ids
 from .model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
@@ -126,15 +128,28 @@ class LearnedDrafter(Drafter):
 
     @classmethod
     def from_weights(cls, target: TargetModel, weights: dict[str, Tensor], options: dict[str, Any]) -> Self:
-        """A drafter whose module has a copy of ``weights``.
+        """A drafter whose module has a copy of ``weights``, and of the draft vocabulary's ids if they are among them.
 
         Raises:
-            ValueError: weights that are not the module's, or wrong options.
+            ValueError: weights that are not the module's, ids that are no tokens, or wrong options.
         """
         module = cls.build_module(target.config, options)
+        if (ids := weights.get(DRAFT_IDS)) is not None:
+            check_ids(ids, target.vocab_size, "the checkpoint")
+            module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
         checkpoint.load_state(module, weights)
         checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
         return cls(target, module, checked)
+
+    def draft_head(self, options: DraftHeadOptions) -> DraftHead:
+        """The target's LM head as this drafter uses it.
+
+        Raises:
+            ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
+        """
+        ids, count = getattr(self.module, DRAFT_IDS, None), options.draft_vocab
+        kept = None if count is None else first_ids(ids, count, "the checkpoint")
+        return DraftHead(self.target, kept, options.draft_dtype)
 
     def drafter_config(self) -> dict[str, Any]:
         """What ``build_module`` needs to build the module again."""

@@ -53,6 +53,7 @@ class CascadeDrafter(DraftModelDrafter):
         _check(self.inner)
         self.max_draft, self.remembers = self.gamma + self.inner.max_draft, self.inner.remembers
         self.max_context = min(self.max_context, self.inner.max_context)
+        self._drafting = self.lm_head.as_model()  # to the inner drafter it is the target
         self._state: DecodeState  # the draft model's
         self._shared = 0  # tokens that the draft model and the target agreed on when the last draft began
         self._q: list[Tensor] = []
@@ -60,7 +61,7 @@ class CascadeDrafter(DraftModelDrafter):
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
         self._state = DecodeState(
-            target=self.draft_model,
+            target=self._drafting,
             cache=self.draft_model.new_cache(1, capacity),
             tokens=[list(state.tokens[0])],
             prompt_lengths=[len(prompt)],

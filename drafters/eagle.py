@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter
-from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
 from .model.rows import CHAIN, Rows
@@ -75,7 +75,7 @@ class EagleHead(nn.Module):
         )
 
 
-class EagleOptions(Config):
+class EagleOptions(DraftHeadOptions):
     """``tree``: chain and dynamic are ``depth`` deep, by default 5 and 6; static is the paper's tree of Figure 9 unless
     ``paths`` says else.
 
@@ -109,7 +109,8 @@ class EagleDrafter(LearnedDrafter):
 
     def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
         super().__init__(target, module, options)
-        self.tree, self.top_k, self.nodes = options.tree, min(options.top_k, target.vocab_size), options.nodes
+        self.lm_head = self.draft_head(options)
+        self.tree, self.top_k, self.nodes = options.tree, min(options.top_k, self.lm_head.width), options.nodes
         self.depth, self._own_depth = options.depth or DEPTHS[self.tree], options.depth
         self.paths = None if self.tree == "chain" else options.paths
         chain = [[0] * level for level in range(1, self.depth + 1)]
@@ -122,6 +123,8 @@ class EagleDrafter(LearnedDrafter):
         self._head = target.runner.part(
             head.layers, lambda features, tokens: fc(torch.cat([target.embed(tokens), features], dim=-1))
         )
+        if options.draft_dtype is not None:
+            quantize_layers(self._head, options.draft_dtype, fc)
         self._cache = KVCache.nothing()
         self._features: Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
@@ -134,7 +137,7 @@ class EagleDrafter(LearnedDrafter):
         options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
         # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
         options |= {} if self._own_depth is None else {"depth": self._own_depth}
-        return options | ({"paths": self.paths} if self.paths else {})
+        return options | ({"paths": self.paths} if self.paths else {}) | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         target, batch = self.target, state.batch
@@ -166,14 +169,22 @@ class EagleDrafter(LearnedDrafter):
         depth = state.longest_draft(self.depth)
         if depth < 1:
             return DraftTree.empty(state.batch, self.target.device)
+        head = self.lm_head
         if self.tree == "dynamic":
-            return grow_dynamic(predicted, self._extend, self.target.lm_head, depth, self.top_k, self.nodes)
-        return grow_static(predicted, self._extend, self.target.lm_head, self.plan, state.sampling, state.generator)
+            draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.nodes)
+        else:
+            draft = grow_static(predicted, self._extend_tree, head, self.plan, state.sampling, state.generator)
+        draft.tokens, draft.q = head.tokens(draft.tokens), None if draft.q is None else head.spread(draft.q)
+        return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self._counts = [len(rows) for rows in verdict.rows]  # none for a finished row
         rows = padded(verdict.rows, output.features.device)[..., None]
         self._features = output.features.gather(1, rows.expand(-1, -1, output.features.shape[2]))
+
+    def _extend_tree(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
+        """``_extend`` by nodes of a tree that grows of places among the LM head's logits."""
+        return self._extend(features, self.lm_head.tokens(places), rows)
 
     def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``."""

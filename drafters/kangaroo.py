@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter
-from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
+from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import AttentionLayer, check_head, layer_kind
 from .model.rows import Rows
@@ -63,7 +63,7 @@ class KangarooAdapter(nn.Module):
         return self.norm(after)
 
 
-class KangarooOptions(Config):
+class KangarooOptions(DraftHeadOptions):
     """``eta``: drafting stops after a token whose top-1 probability is eta or less; 0 never stops early."""
 
     exit_layer: int = Field(ge=1)
@@ -92,6 +92,9 @@ class KangarooDrafter(LearnedDrafter):
         self.max_draft, self.taps = self.max_draft_tokens, (self.exit_layer,)
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
+        self.lm_head = self.draft_head(options)
+        if options.draft_dtype is not None:
+            quantize_layers(self._adapter, options.draft_dtype)
         self._cache = KVCache.nothing()
         self._behind: Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
 
@@ -100,7 +103,8 @@ class KangarooDrafter(LearnedDrafter):
         return KangarooAdapter(target_config)
 
     def drafter_config(self) -> dict[str, Any]:
-        return {"exit_layer": self.exit_layer, "eta": self.eta, "max_draft_tokens": self.max_draft_tokens}
+        options = {"exit_layer": self.exit_layer, "eta": self.eta, "max_draft_tokens": self.max_draft_tokens}
+        return options | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._cache.release()  # so that its memory can be taken again
@@ -117,14 +121,14 @@ class KangarooDrafter(LearnedDrafter):
         rows = torch.cat([self._behind, states[0]], dim=1)
         while len(tokens) < limit:
             logits = self._adapt(rows)
-            tokens.append(state.sampling.pick(logits, state.generator, q)[:, None])
+            tokens.append(self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None])
             states.append(self._shallow(state, tokens[-1], len(tokens)))
             rows = states[-1]
             # The second early exit reads one value a draft token: what is drafted next depends on it.
             if self.eta > 0 and logits.float().softmax(-1).amax().item() <= self.eta:
                 break
-        draft = DraftTree.chain(torch.cat(tokens, 1), torch.stack(q, 1) if q else None) if tokens else None
-        draft = draft or DraftTree.empty(1, self.target.device)
+        spread = self.lm_head.spread(torch.stack(q, 1)) if q else None
+        draft = DraftTree.chain(torch.cat(tokens, 1), spread) if tokens else DraftTree.empty(1, self.target.device)
         draft.hidden, draft.resume_layer = torch.cat(states, dim=1), self.exit_layer
         return draft
 
@@ -141,7 +145,7 @@ class KangarooDrafter(LearnedDrafter):
         return self.target.shallow(tokens, state.cache, self.exit_layer, Rows(offset=offset))
 
     def _adapt(self, rows: Tensor) -> Tensor:
-        """Run the adapter over exit states ``[1, R, H]`` and keep their rows; logits ``[1, V]`` after the last."""
+        """Run the adapter over exit states ``[1, R, H]`` and keep their rows; logits of ``lm_head`` after the last."""
         output, _ = self.target.runner.run(self._adapter, [rows], self._cache)
         self._cache.commit_first([rows.shape[1]])
-        return self.target.lm_head(output[:, -1])
+        return self.lm_head(output[:, -1])

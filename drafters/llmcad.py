@@ -228,7 +228,7 @@ class LLMCadDrafter(DraftModelDrafter):
         see = [node in path for node in range(inner)] + [True]
         depths = [length - 1 for length in tree.lengths[: inner + 1]]
         end = self._run([tree.tokens[inner]], np.array([see]), depths, inner)
-        guess = int(most_likely(self.draft_model.lm_head(end)))
+        guess = int(self.lm_head.tokens(most_likely(self.lm_head(end))))
         # What its nodes attend to, and where that stands: the likeliest branch and the guess, no other branch.
         see, depths = [*see, True], [*depths, length]
         features = self._run([guess], np.array([see]), depths, inner + 1)
@@ -248,8 +248,9 @@ class LLMCadDrafter(DraftModelDrafter):
                 stand.
         """
         while not tree.done and going():
-            logits = self.draft_model.lm_head(tree.features)
-            q, tokens = logits.softmax(-1, dtype=torch.float32).topk(min(self.branches, logits.shape[-1]), -1)
+            logits = self.lm_head(tree.features)
+            q, places = logits.softmax(-1, dtype=torch.float32).topk(min(self.branches, logits.shape[-1]), -1)
+            tokens = self.lm_head.tokens(places)
             both = torch.cat([q.double(), tokens.double()], 1).tolist()  # one copy to the host
             half = q.shape[1]
             tree.extend([row[:half] for row in both], [[int(token) for token in row[half:]] for row in both])

@@ -17,6 +17,7 @@ from .decoding.draft_tree import ROOT, DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling
 from .drafting.beam_search import Paths, beam_search, is_end, trace_back, until_end
+from .model.draft_head import DraftHead
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -45,7 +46,7 @@ class MJGDDrafter(Drafter):
     def __init__(self, target: TargetModel, options: MJGDOptions) -> None:
         super().__init__(target, options)
         self.k, self.beams, self.max_draft = options.k, options.beams, options.beams * (options.k - 1)
-        self._rule = JointMaximum()
+        self._rule, self._lm_head = JointMaximum(), DraftHead(target)
 
     def rule(self, sampling: Sampling) -> Rule:
         return self._rule
@@ -58,9 +59,8 @@ class MJGDDrafter(Drafter):
         if length == 0:
             return DraftTree.empty(1, self.target.device)
         root = self.target.run(state.roots, state.cache).features[:, -1]
-        levels = beam_search(
-            self.target, state.cache, root, length, self.beams, state.sampling, state.eos, state.generator, offset=1
-        )
+        models, how = (self.target, self._lm_head, state.cache), (state.sampling, state.eos, state.generator)
+        levels = beam_search(*models, root, length, self.beams, *how, offset=1)
         every = torch.arange(len(levels[-1].tokens), device=self.target.device)
         draft = side_by_side(trace_back(levels, every), state.eos)
         draft.target_forwards = length

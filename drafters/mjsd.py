@@ -70,7 +70,8 @@ class MJSDDrafter(DraftModelDrafter):
             return DraftTree.empty(1, self.target.device)
         features = self._catch_up(state)
         how = state.sampling, state.eos, state.generator
-        levels = beam_search(self.draft_model, self._cache, features, gamma, self.beams, *how, warped=self.warped)
+        models = self.draft_model, self.lm_head, self._cache
+        levels = beam_search(*models, features, gamma, self.beams, *how, warped=self.warped)
         best = trace_back(levels, levels[-1].score.argmax()[None])
         self._rows = best.rows[0].to("cpu", non_blocking=True)  # there with the verdict, without a wait of its own
         draft = DraftTree.chain(best.tokens, valid=until_end(best.tokens, state.eos))

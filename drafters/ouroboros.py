@@ -130,22 +130,23 @@ class OuroborosDrafter(DraftModelDrafter):
 
         Args:
             pending: committed tokens without a row in the draft model's cache, then what was drafted last.
-            q: gets the distribution ``[1, V]`` of each new token, when sampling.
+            q: gets the distribution ``[1, width]`` of each new token, when sampling.
         """
         if not self.accelerate:
-            logits = self.draft_model.lm_head(self._read(pending))
-            return state.sampling.pick(logits, state.generator, q).tolist()
+            logits = self.lm_head(self._read(pending))
+            return self.lm_head.tokens(state.sampling.pick(logits, state.generator, q)).tolist()
         tails = self.pool.get(pending[-1], self.guesses)
         trie = Trie.of(tails, longest - 1, state.eos)
         root, inner = len(pending) - 1, len(trie.tokens)
         logits = self._forward(pending, trie)
-        choice = most_likely(logits).tolist()
+        choice = self.lm_head.tokens(most_likely(logits)).tolist()
 
         def pick(row: int) -> int:
             # A sample of q: a phrase's token is accepted where the sample happens to equal it, which leaves every token
             # an exact sample.
-            greedy = state.sampling.greedy
-            return choice[row] if greedy else int(state.sampling.pick(logits[row : row + 1], state.generator, q))
+            if state.sampling.greedy:
+                return choice[row]
+            return int(self.lm_head.tokens(state.sampling.pick(logits[row : row + 1], state.generator, q)))
 
         # Down the trie for as long as the draft model itself goes on as one of the phrases does.
         at, new, path = -1, [pick(0)], []
@@ -171,7 +172,7 @@ class OuroborosDrafter(DraftModelDrafter):
         features = self.draft_model.run(rows, self._cache, Rows(see, depths)).features[0]
         first, end = last + 1, last + 2 + len(trie.tokens)
         wanted = torch.cat([features[first:end], features[len(features) - self.window.outputs :]])
-        return self.draft_model.lm_head(wanted)
+        return self.lm_head(wanted)
 
     def _tree(self, q: list[Tensor]) -> DraftTree:
         """The drafted chain with the phrases' trie hanging from its end."""
@@ -179,7 +180,7 @@ class OuroborosDrafter(DraftModelDrafter):
         return DraftTree.from_parents(
             self._ids(self._drafted + self._trie.tokens),
             [*range(-1, drafted - 1), *(drafted + p if p >= 0 else drafted - 1 for p in self._trie.parents)],
-            q=torch.cat(q)[None] if q else None,
+            q=self.lm_head.spread(torch.cat(q))[None] if q else None,
             q_row=[*range(drafted), *[-1] * len(self._trie.tokens)],
         )
 

@@ -13,18 +13,18 @@ from pydantic import Field
 from torch import Tensor
 
 from .base import Drafter
-from .config import Config
 from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling, residual
 from .drafting.draft_model import DraftModel
 from .drafting.merged_tree import MergedTree
+from .model.draft_head import DraftHeadOptions
 from .model.target import FeatureOutput, TargetModel
 from .speculative import SpeculativeDrafter, SpeculativeOptions
 
 
-class SpecInferOptions(Config):
+class SpecInferOptions(DraftHeadOptions):
     """``draft_models``: folders or Hub repositories of smaller LMs of the same tokenizer. ``gamma``: tokens of each."""
 
     draft_models: list[DraftModel] = Field(min_length=1)
@@ -45,7 +45,8 @@ class SpecInferDrafter(Drafter):
     def __init__(self, target: TargetModel, options: SpecInferOptions) -> None:
         super().__init__(target, options)
         self.gamma = options.gamma
-        speculators = [SpeculativeOptions(draft_model=model, gamma=self.gamma) for model in options.draft_models]
+        common = {key: getattr(options, key) for key in ("gamma", *DraftHeadOptions.model_fields)}
+        speculators = [SpeculativeOptions(draft_model=model, **common) for model in options.draft_models]
         self.speculators = [SpeculativeDrafter(target, each) for each in speculators]
         self.max_draft = self.gamma * len(self.speculators)
         self.max_context = min(speculator.max_context for speculator in self.speculators)

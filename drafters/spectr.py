@@ -66,7 +66,7 @@ class SpecTrDrafter(DraftModelDrafter):
         sampling = Sampling(temperature, state.sampling.top_k, state.sampling.top_p)
         self._shape = (1 if sampling.greedy else self.drafts, gamma)
         tokens, q = self._draw(features, sampling, state.generator)
-        return MergedTree.merge(tokens, None if state.sampling.greedy else q, state.eos)
+        return MergedTree.merge(tokens, None if state.sampling.greedy else self.lm_head.spread(q), state.eos)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         assert isinstance(draft, MergedTree)
@@ -81,24 +81,24 @@ class SpecTrDrafter(DraftModelDrafter):
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
     def _draw(self, features: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens ``[k, gamma]`` and what they were drawn from, q ``[k, gamma, V]``; nothing is copied to the host.
+        """Tokens ``[k, gamma]`` and what they were drawn from, q ``[k, gamma, width]``; nothing is copied to the host.
 
         Args:
             features: ``[1, H]`` of the draft model after the last committed token.
         """
-        k, gamma = self._shape
-        q_all, tokens = [sampling.probabilities(self.draft_model.lm_head(features)).expand(k, -1)], []
-        tokens.append(draw(q_all[0], generator))
+        (k, gamma), head = self._shape, self.lm_head
+        q_all, tokens = [sampling.probabilities(head(features)).expand(k, -1)], []
+        tokens.append(head.tokens(draw(q_all[0], generator)))
         alike = tokens[0][:, None] == tokens[0]  # drafts with the same tokens so far
         for level in range(1, gamma):
             offset = (level - 1) * k
             see = self._see[:, :, : offset + k] if k > 1 else None
             depths = self._depths[:, : offset + k] if k > 1 else None
             output = self.draft_model.run(tokens[-1][None], self._cache, Rows(see, depths, offset))
-            q = sampling.probabilities(self.draft_model.lm_head(output.features[0]))
+            q = sampling.probabilities(head(output.features[0]))
             # Of two rows with one context the last bits may differ, and K-SEQ wants drafts of one and the same q.
             q_all.append(q.index_select(0, alike.int().argmax(1)) if k > 1 else q)
-            tokens.append(draw(q_all[-1], generator))
+            tokens.append(head.tokens(draw(q_all[-1], generator)))
             alike = alike & (tokens[-1][:, None] == tokens[-1])
         return torch.stack(tokens, 1), torch.stack(q_all, 1)
 

@@ -43,12 +43,12 @@ class SpeculativeDrafter(DraftModelDrafter):
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
         for _ in range(state.longest_draft(self.gamma)):
             logits = self._advance(rows, counts)
-            rows = state.sampling.pick(logits, state.generator, q)[:, None]
+            rows = self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None]
             tokens.append(rows)
             counts = [1] * state.batch
         if not tokens:
             return DraftTree.empty(state.batch, self.target.device)
-        return DraftTree.chain(torch.cat(tokens, 1), q=torch.stack(q, 1) if q else None)
+        return DraftTree.chain(torch.cat(tokens, 1), q=self.lm_head.spread(torch.stack(q, 1)) if q else None)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         lengths = zip(self._cache.lengths, state.tokens, strict=True)
@@ -58,7 +58,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         self._cache.crop([min(self._cache.lengths[0], kept)])
 
     def _advance(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Run the draft model over the first ``counts[b]`` of ``rows [B, R]``; logits ``[B, V]`` after them."""
+        """Run the draft model over the first ``counts[b]`` of ``rows [B, R]``; logits of ``lm_head`` after them."""
         features = self.draft_model.run(rows, self._cache).features
         self._cache.commit_first(counts)
-        return self.draft_model.lm_head(last_of(features, counts))
+        return self.lm_head(last_of(features, counts))

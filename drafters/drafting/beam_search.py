@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.sampling import Sampling, draw_without_replacement
+from ..model.draft_head import DraftHead
 from ..model.kv_cache import KVCache
 from ..model.rows import Rows
 from ..model.target import TargetModel
@@ -43,6 +44,7 @@ class Paths(NamedTuple):
 
 def beam_search(
     model: TargetModel,
+    head: DraftHead,
     cache: KVCache,
     features: Tensor,
     length: int,
@@ -61,6 +63,7 @@ def beam_search(
     likelihood are kept. One that ended repeats EOS at no cost.
 
     Args:
+        head: the model's, by whose tokens hypotheses are extended.
         features: ``[1, H]`` of the model after the last token that all hypotheses share.
         sampling: how tokens are drawn.
         offset: uncommitted rows of the cache that all hypotheses share; theirs lie behind those, level by level.
@@ -77,7 +80,8 @@ def beam_search(
             depths = torch.cat([depths, depths.new_full((1, rows), offset + depth - 1)], 1)
             start = depths.shape[1] - rows
             features = model.run(last[None], cache, Rows(see[None], depths, start)).features[0]
-        step, tokens = _candidates(model.lm_head(features), width, sampling, generator, warped)
+        step, places = _candidates(head(features), width, sampling, generator, warped)
+        tokens = head.tokens(places)
         if levels:
             ended = is_end(last[:, None], eos) if eos else None
             # Looking costs nothing on a CPU; elsewhere it would wait for the device.
@@ -93,7 +97,8 @@ def beam_search(
 def _candidates(
     logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, warped: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-likelihoods and tokens ``[M, count]`` that may follow each hypothesis; fewer where there are fewer."""
+    """Log-likelihoods and places in ``logits`` ``[M, count]`` of what may follow each hypothesis; fewer where there are
+    fewer."""
     log_p = logits.log_softmax(-1, dtype=torch.float32)
     if sampling.greedy:
         step, tokens = log_p.topk(min(count, log_p.shape[1]), -1)

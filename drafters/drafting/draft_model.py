@@ -7,8 +7,8 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from ..base import Drafter
-from ..config import Config
 from ..decoding.loop import DecodeState, padded
+from ..model.draft_head import DraftHeadOptions, draft_head
 from ..model.files import load_bare_tokenizer
 from ..model.kv_cache import KVCache
 from ..model.target import FeatureOutput, TargetModel
@@ -17,7 +17,7 @@ from ..model.target import FeatureOutput, TargetModel
 DraftModel = str | InstanceOf[TargetModel]
 
 
-class DraftModelOptions(Config):
+class DraftModelOptions(DraftHeadOptions):
     """``draft_model``: folder or Hub repository of a smaller LM of the same tokenizer, loaded in the target's dtype."""
 
     draft_model: DraftModel
@@ -37,6 +37,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, target: TargetModel, options: DraftModelOptions) -> None:
         super().__init__(target, options)
         self.draft_model = load_draft_model(target, options.draft_model)
+        self.lm_head = draft_head(self.draft_model, options)
         self.max_context = min(target.max_context, self.draft_model.max_context)
         self._cache = KVCache.nothing()
 

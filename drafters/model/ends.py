@@ -51,14 +51,14 @@ def load_frozen_ends(
         raise ValueError(f"{name}: no tensors named {missing} in its safetensors files; its names must be Llama's")
 
     def read(key: str) -> Tensor:
-        path = _fetch(name, files[key], revision)
+        path = fetch(name, files[key], revision)
         with safe_open(path, framework="pt") as file:
             refuse_integers(path, key, file.get_slice(key).get_dtype())
             if str(device) == "meta" and key != NORM:
                 return torch.empty(file.get_slice(key).get_shape(), device="meta")
             return file.get_tensor(key)
 
-    with safe_open(_fetch(name, files[projection], revision), framework="pt") as file:
+    with safe_open(fetch(name, files[projection], revision), framework="pt") as file:
         projection_row = file.get_slice(projection)[0:1][0]
     kind = resolve_dtype(dtype)
     embedding = nn.Embedding.from_pretrained(read(EMBEDDING).to(device, kind), freeze=True)
@@ -72,18 +72,18 @@ def load_frozen_ends(
 def _tensor_files(name: str, revision: str | None) -> dict[str, str]:
     """Which file of the checkpoint holds each tensor."""
     try:
-        return weight_map(Path(_fetch(name, "model.safetensors.index.json", revision)))
+        return weight_map(Path(fetch(name, "model.safetensors.index.json", revision)))
     except EntryNotFoundError:
         pass
     try:
-        single = _fetch(name, "model.safetensors", revision)
+        single = fetch(name, "model.safetensors", revision)
     except (EntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError) as error:
         raise ValueError(f"{name}: no model.safetensors (nor its index) found there: {error}") from error
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), "model.safetensors")
 
 
-def _fetch(name: str, file: str, revision: str | None) -> str:
+def fetch(name: str, file: str, revision: str | None) -> str:
     """The local path of one file of a model, downloaded if it is on the Hub."""
     if Path(name).is_dir():
         path = Path(name) / file

@@ -1,0 +1,296 @@
+"""Drafting with a part of the LM head, or an int8 copy: lossless and by the right ids, for every drafter with one."""
+
+import tempfile
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import conformance
+import pytest
+import torch
+from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
+from distribution import LIMIT, VOCAB, WARPS, deviation, toy
+from rigged import EXIT_LAYER, OracleEagle, eagle, kangaroo, perturbed, quiet_depths
+from torch import Tensor
+
+from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
+from drafters.base import LearnedDrafter
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.files import save_tensors
+from drafters.kangaroo import KangarooDrafter, KangarooOptions
+from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHead
+
+Options = dict[str, Any]
+# ids, options of the drafter -> the drafter, whose draft model (or oracle) is often right.
+Make = Callable[[TargetModel, Tensor, Options], Drafter]
+
+
+def shuffled(vocab: int, count: int, seed: int = 0) -> Tensor:
+    """``count`` token ids in an order of no meaning."""
+    return torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:count].int()
+
+
+def listing(model: TargetModel, ids: Tensor) -> TargetModel:
+    """``model`` as if loaded from a folder in which ``ids`` lie."""
+    listed = copy(model)
+    listed.folder = tempfile.TemporaryDirectory()  # type: ignore[attr-defined]  # kept for as long as the model
+    listed.source = listed.folder.name  # type: ignore[attr-defined]
+    save_tensors({DRAFT_IDS: ids}, Path(listed.source) / DRAFT_IDS_FILE)
+    return listed
+
+
+def with_ids(drafter: LearnedDrafter, ids: Tensor, options: Options) -> Any:
+    """A learned drafter again, its module with ``ids``."""
+    drafter.module.register_buffer(DRAFT_IDS, ids)
+    before = EagleOptions if isinstance(drafter, EagleDrafter) else KangarooOptions
+    made = type(drafter)(drafter.target, drafter.module, before(**drafter.drafter_config(), **options))  # type: ignore[arg-type]
+    if isinstance(made, OracleEagle):
+        made.noise = drafter.noise  # type: ignore[attr-defined]
+    return made
+
+
+def eagle_with(tree: str, noise: float | None = 0.3, **shape: object) -> Make:
+    return lambda target, ids, options: with_ids(eagle(target, noise, tree, **shape), ids, options)
+
+
+def with_model(name: str, noise: float, **more: Any) -> Make:
+    """A method with a draft model: the target, perturbed."""
+
+    def make(target: TargetModel, ids: Tensor, options: Options) -> Drafter:
+        model = listing(perturbed(target, noise) if noise else target, ids)
+        inner = {"inner": {"drafter": "prompt_lookup"}} if name == "cascade" else {}
+        models = {"draft_models": [model, model]} if name == "specinfer" else {"draft_model": model}
+        return make_drafter(name, target, **models, **more, **inner, **options)
+
+    return make
+
+
+METHODS: dict[str, Make] = {
+    "eagle chain": eagle_with("chain", depth=4),
+    "eagle static": eagle_with("static"),
+    "eagle dynamic": eagle_with("dynamic", depth=4, top_k=4, nodes=12),
+    "kangaroo": lambda target, ids, options: with_ids(kangaroo(target, rigged=True, eta=0.0), ids, options),
+    "speculative": with_model("speculative", 0.05),
+    "specinfer": with_model("specinfer", 0.05, gamma=3),
+    "spectr": with_model("spectr", 0.05, gamma=3, drafts=2, draft_temperature=0.3),
+    "llmcad": with_model("llmcad", 0.0, nodes=8, branches=3),
+    "cascade": with_model("cascade", 0.05, gamma=3),
+    "ouroboros": with_model("ouroboros", 0.05, gamma=3, window=2, beta=3, k=2, guesses=2),
+    "mjsd": with_model("mjsd", 0.05, gamma=3, beams=3),
+    "bild": with_model("bild", 0.05, gamma=4, fallback=0.1),
+}
+
+
+def target_for(name: str) -> TargetModel:
+    return target_of("llama", quiet_depths(0.3)) if name == "kangaroo" else target_of("llama")
+
+
+TestStaticInt8 = conformance.suite(
+    lambda target: METHODS["eagle static"](
+        target, shuffled(target.vocab_size, 60), {"draft_vocab": 50, "draft_dtype": "int8"}
+    ),
+    accepts="some",
+    families=("llama", "mixtral"),
+)
+TestSpeculative = conformance.suite(
+    lambda target: METHODS["speculative"](target, shuffled(target.vocab_size, 60), {"draft_vocab": 60}),
+    accepts="some",
+    families=("qwen3",),
+)
+
+
+def decode(name: str, target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
+    options: Options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": 1}
+    return generate(target, drafter, [prompt(9)], **options)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_id_in_another_order_drafts_the_same(name: str) -> None:
+    """Catches a place among the rows taken for the token: with all tokens listed, in any order, nothing may change."""
+    target = target_for(name)
+    whole = decode(name, target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), {}))
+    options = {"draft_vocab": target.vocab_size}
+    listed = decode(name, target, METHODS[name](target, shuffled(target.vocab_size, target.vocab_size), options))
+    drafts = [[(step.drafted, step.accepted) for step in result.trace.steps] for result in (whole, listed)]
+    if name != "spectr":  # it draws its drafts, and the order decides which ones
+        assert drafts[0] == drafts[1]
+    assert rows_of(whole) == rows_of(listed)
+    assert max(accepted for _, accepted in drafts[1]) >= 2, "a rig that accepts nothing shows nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", METHODS)
+def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
+    """Catches drafts from the whole head, a q that is not over the kept tokens or not normalised there, lossy output.
+
+    Phrases of Ouroboros are its draft model's choices, too.
+    """
+    target = target_for(name)
+    ids = shuffled(target.vocab_size, 60)
+    drafter = METHODS[name](target, ids, {"draft_vocab": 40})
+    propose, seen = drafter.propose, []
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        seen.append(draft.size)
+        assert set(draft.tokens.flatten().tolist()) <= set(ids[:40].tolist())
+        assert draft.q is None or draft.q.shape[-1] == target.vocab_size
+        if draft.q is not None and draft.size:
+            torch.testing.assert_close(draft.q[..., ids[:40].long()].sum(-1), torch.ones(draft.q.shape[:-1]))
+            assert bool((draft.q.flatten(0, 1) > 0).sum(-1).max() <= 40)
+        return draft
+
+    with mock.patch.object(drafter, "propose", checked):
+        result = decode(name, target, drafter, temperature)
+    assert sum(seen) > 10
+    if drafter.lossless and temperature == 0:
+        assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)
+
+
+KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # of which 3 are drafted with; token 1 and 2 never are
+TOYS: dict[str, Make] = {
+    "eagle chain": eagle_with("chain", None, depth=3),
+    "eagle static": eagle_with("static", None, paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
+    "speculative": with_model("speculative", 0.5, gamma=3),
+    "specinfer": with_model("specinfer", 0.5, gamma=3),
+    "spectr": with_model("spectr", 0.5, gamma=3, drafts=2),
+    "cascade": with_model("cascade", 0.5, gamma=3),
+    "ouroboros": with_model("ouroboros", 0.5, gamma=2, window=2, beta=3, k=2, guesses=2),
+}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_output_is_distributed_as_the_targets(name: str) -> None:
+    """Catches a q over the whole vocabulary where tokens were drawn from a part of it: residuals would be too small."""
+    target = toy()
+    drafter = TOYS[name](target, KEPT, {"draft_vocab": 3})
+    assert VOCAB == target.vocab_size == 5
+    tokens = 8_000 if drafter.max_batch is None else 1_500
+    assert deviation(drafter, WARPS[name in ("eagle chain", "spectr")], tokens) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["eagle static", "speculative"])
+def test_the_measurement_sees_a_q_of_the_whole_vocabulary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a distribution test that cannot fail."""
+    drafter = TOYS[name](toy(), KEPT, {"draft_vocab": 3})
+    monkeypatch.setattr(DraftHead, "spread", wrongly_spread)
+    assert deviation(drafter, WARPS[0], 4_000) > 8.0
+
+
+def wrongly_spread(head: DraftHead, q: Tensor) -> Tensor:
+    """As if q had been normalised before tokens were left out: a third of its mass lies on those."""
+    assert head.ids is not None
+    whole = q.new_full((*q.shape[:-1], head.model.vocab_size), 1 / 6)
+    return whole.index_copy_(-1, head.ids, q * 2 / 3)
+
+
+def test_int8_rows_are_the_rows() -> None:
+    """Catches int8 rows of other tokens, a bias of the wrong rows, and int8 that changes a learned head when saved."""
+    target = target_of("llama")
+    ids, features = shuffled(target.vocab_size, 30), torch.randn(2, 3, target.hidden_size)
+    expected = target.lm_head(features)[..., ids.long()]
+    torch.testing.assert_close(DraftHead(target, ids)(features), expected, atol=1e-5, rtol=1e-5)
+    rounded = DraftHead(target, ids, "int8")(features)
+    assert 0 < (rounded - expected).abs().max() < 0.02 * expected.abs().max()
+    before = eagle(target, None, "chain")
+    weights = {name: value.clone() for name, value in before.module.state_dict().items()}
+    after = with_ids(before, ids, {"draft_dtype": "int8"})
+    assert all(torch.equal(after.module.state_dict()[name], value) for name, value in weights.items())
+
+
+def test_int8_reads_int8() -> None:
+    """Catches a draft_dtype that is accepted and does nothing: a learned head's layers, its ``fc`` and the LM head."""
+    target = target_of("llama")
+    drafter = with_ids(eagle(target, None, "chain"), shuffled(target.vocab_size, 30), {"draft_dtype": "int8"})
+    products = drafter._head.layers[0].layer.products
+    assert len(products) == 4 and all(product.quantized is not None for product in products)
+    assert drafter.lm_head._product.quantized is not None
+    inputs = torch.zeros(1, 1, target.hidden_size), torch.zeros(1, 1, dtype=torch.long)
+    with (
+        mock.patch.object(type(products[0].quantized), "__call__", side_effect=ZeroDivisionError),
+        pytest.raises(ZeroDivisionError),
+    ):
+        drafter._head.enter(*inputs)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """An EAGLE checkpoint that lists 60 ids and drafts with 40 of them."""
+    target = target_of("llama")
+    drafter = with_ids(eagle(target, None, "chain"), shuffled(target.vocab_size, 60), {"draft_vocab": 40})
+    drafter.save_pretrained(tmp_path / "eagle")
+    return tmp_path / "eagle"
+
+
+def test_a_checkpoint_carries_its_ids(saved: Path) -> None:
+    """Catches ids lost, cut or reordered between saving and loading, and options that do not choose among them."""
+    target = target_of("llama")
+    ids = shuffled(target.vocab_size, 60).long()
+    as_saved, fewer, whole = (load_drafter(str(saved), target, **more) for more in ({}, {"draft_vocab": 7}, WHOLE))
+    assert as_saved.lm_head.ids.tolist() == ids[:40].tolist() and fewer.lm_head.ids.tolist() == ids[:7].tolist()
+    assert whole.lm_head.ids is None and whole.lm_head.width == target.vocab_size
+    assert whole.module.draft_ids.tolist() == ids.tolist()
+    with pytest.raises(
+        ValueError, match=r"draft_vocab is 61, .* lists the 60 most frequent.*draft_vocab=60.*train\.draft"
+    ):
+        load_drafter(str(saved), target, draft_vocab=61)
+
+
+WHOLE: Options = {"draft_vocab": None}
+
+
+def test_ids_have_to_be_there() -> None:
+    """Catches an option that is dropped in silence where nothing says which tokens are frequent."""
+    target = target_of("llama")
+    drafter = EagleDrafter(target, EagleHead(target.config), EagleOptions())
+    with pytest.raises(
+        ValueError, match=r"draft_vocab is 8, .*no draft_ids.*leave draft_vocab out.*python -m train\.draft"
+    ):
+        drafter.draft_head(EagleOptions(draft_vocab=8))
+    with pytest.raises(ValueError, match=r"draft_vocab is 8, but tiny-llama does not say"):
+        make_drafter("speculative", target, draft_model=target, draft_vocab=8)
+
+
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        (torch.tensor([3, 97], dtype=torch.int32), r"lists token 97, and the vocabulary has 97"),
+        (torch.tensor([3, -1], dtype=torch.int32), r"lists token -1"),
+        (torch.tensor([3, 5, 3], dtype=torch.int32), r"lists 1 of its 3 tokens twice"),
+        (torch.tensor([3.0, 5.0]), r"holds float32 of shape \[2\], not a list of token ids"),
+        (torch.zeros(0, dtype=torch.int32), r"shape \[0\]"),
+        (torch.tensor([[3], [5]]), r"shape \[2, 1\]"),
+    ],
+)
+def test_damaged_ids_are_refused(ids: Tensor, wrong: str) -> None:
+    """Catches ids that would index outside the LM head, or give a token's probability twice."""
+    target = target_of("llama")
+    weights = eagle(target, None, "chain").module.state_dict()
+    with pytest.raises(ValueError, match=wrong):
+        EagleDrafter.from_weights(target, weights | {DRAFT_IDS: ids}, {"draft_vocab": 2})
+    with pytest.raises(ValueError, match=wrong):
+        make_drafter("speculative", target, draft_model=listing(target, ids), draft_vocab=2)
+
+
+def test_the_file_beside_a_draft_model_is_read_strictly(tmp_path: Path) -> None:
+    """Catches a file that is cut off, or holds something else, read as if it were ids."""
+    model = listing(target_of("llama"), shuffled(97, 9))
+    file = Path(str(model.source)) / DRAFT_IDS_FILE
+    save_tensors({"ids": shuffled(97, 9)}, file)
+    with pytest.raises(ValueError, match=r"must hold draft_ids alone, found \['ids'\]"):
+        make_drafter("speculative", target_of("llama"), draft_model=model, draft_vocab=2)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="cannot be read"):
+        make_drafter("speculative", target_of("llama"), draft_model=model, draft_vocab=2)
+
+
+def test_an_old_checkpoint_loads(tmp_path: Path) -> None:
+    """Catches a loader that wants ids of checkpoints that were trained before there were any."""
+    target = target_of("llama", quiet_depths(0.3))
+    kangaroo(target, rigged=True).save_pretrained(tmp_path)
+    drafter = load_drafter(str(tmp_path), target)
+    assert isinstance(drafter, KangarooDrafter) and drafter.exit_layer == EXIT_LAYER and drafter.lm_head.ids is None
