@@ -1,5 +1,6 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
 # make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (an hour)
+# make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make gpu         what only a GPU can measure: docs/gpu.md
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
@@ -21,7 +22,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup test lint format mutants gpu quickstart quickstart-clean real real-clean clean
+.PHONY: help setup engines test lint format mutants gpu quickstart quickstart-clean real real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -49,6 +50,20 @@ GPU_PYTHON ?= $(VENV)/bin/python
 gpu:
 	@test $(GPU_PYTHON) != $(VENV)/bin/python || $(MAKE) $(READY)
 	$(GPU_PYTHON) -m eval.gpu $(GPU)
+
+# Other engines, each in an environment of its own, never in the project's: docs/engines.md.
+engines: .venv-vllm/.installed .venv-llama/.installed
+
+.venv-vllm/.installed: configs/engines/vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --requirement configs/engines/vllm.txt
+	.venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-llama/.installed: configs/engines/llama.txt
+	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip install --requirement configs/engines/llama.txt
+	@touch $@
 
 lint: $(READY)
 	ruff check .

@@ -1,7 +1,7 @@
 """What eval.speed does with its config."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -28,6 +28,23 @@ from eval.report.rows import make_rows, shortage_line, tolerance_note
 from eval.speed import SpeedConfig, TargetEntry
 
 
+class Guests(Protocol):
+    """Methods that live elsewhere than in this process and take their turns beside ours (``eval.engines_run``).
+
+    Attributes:
+        described: by label, what the report's rows say of each. facts: for the report's environment.
+    """
+
+    described: dict[str, dict[str, Any]]
+    facts: dict[str, Any]
+
+    def start(self, target: TargetModel, prompts: PromptSet, limits: Limits) -> None:
+        """Load what can be loaded; before, ``described`` is empty."""
+
+    def methods(self, temperature: float, limits: Limits) -> Mapping[str, Method]:
+        """By label."""
+
+
 def load_models(chosen: TargetEntry, tokens: int = 0) -> Models:
     """The target; draft models join it when they are needed.
 
@@ -46,11 +63,14 @@ def load_models(chosen: TargetEntry, tokens: int = 0) -> Models:
     return Models(target, chosen.engine, stock)
 
 
-def run(config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None) -> dict[str, Any]:
+def run(
+    config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None, guests: Guests | None = None
+) -> dict[str, Any]:
     """Measure, write the report and print its table; returns the report.
 
     Args:
         models: of ``config.target``, where they are loaded already.
+        guests: methods from elsewhere.
 
     Raises:
         ValueError: something configured is missing or does not fit; found before anything is measured.
@@ -76,17 +96,22 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
-    with RunJournal(config.out, identity(facts, prompts), facts, config.methods) as journal, keeping(journal.kept):
+    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
+    if guests is not None:
+        guests.start(target, prompts, limits)
+        facts |= guests.facts
+
+    def methods(temperature: float) -> list[str]:
+        return [*config.methods(temperature), *(guests.described if guests is not None else ())]
+
+    with RunJournal(config.out, identity(facts, prompts), facts, methods) as journal, keeping(journal.kept):
         for note in journal.notes:
             console.print(note, markup=False, highlight=False)
         meter = EnergyMeter(target.device)
-        measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter)
+        measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter, limits, guests)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
-        described = dict(lineup.described)
-        for entry in config.stock:
-            described[entry.label] = {"lossless": True, "stock": True, "entry": entry.label, "grid": None}
-        names = described, config.entries[0].name
+        names = described_rows(config, lineup, guests), config.entries[0].name
         baseline, rows = make_rows(journal.runs, *names, prompts.measured, target, config.seed)
         report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
         try:
@@ -98,11 +123,18 @@ def run(config: SpeedConfig, argv: list[str], console: Console, models: Models |
     return report
 
 
+def described_rows(config: SpeedConfig, lineup: Lineup, guests: Guests | None) -> dict[str, dict[str, Any]]:
+    """Every row's label, in the report's order, and what is known of it."""
+    stock = {e.label: {"lossless": True, "stock": True, "entry": e.label, "grid": None} for e in config.stock}
+    return {**lineup.described, **stock, **(guests.described if guests is not None else {})}
+
+
 def identity(facts: dict[str, Any], prompts: PromptSet) -> Identity:
     """What runs must share to stand in one report; see ``eval.measure.identity``."""
     config = {key: value for key, value in facts["config"].items() if key != "out"}
     names = ("device", "engine", "commit", "cpu", "cpu_cores", "gpu", "platform", "versions", "threads")
     kept = {name: facts[name] for name in (*names, "code", "host", "files")}
+    kept |= {"engines": facts["engines"]} if "engines" in facts else {}
     ids = [[prompt.ids for prompt in some] for some in (prompts.measured, prompts.warmup)]
     return {"config": config, "weights": facts["target"]["fingerprint"], "prompt_tokens": digest(ids), **kept}
 
@@ -148,9 +180,10 @@ def measure_all(
     prompts: PromptSet,
     journal: RunJournal,
     meter: EnergyMeter,
+    limits: Limits,
+    guests: Guests | None,
 ) -> None:
     """Measure what the journal does not hold yet, with a progress bar; every run goes into the journal."""
-    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
 
     def build(temperature: float) -> Mapping[str, Method]:
         drafters = lineup.fresh(temperature).items()
@@ -159,10 +192,11 @@ def measure_all(
             methods[entry.label] = stock_method(stock, temperature, limits, entry, assistants.get(entry.label))
         if config.stock_generate:
             methods[STOCK] = stock_method(stock, temperature, limits)
-        return methods
+        return methods if guests is None else {**methods, **guests.methods(temperature, limits)}
 
     measured, others = prompts.measured, prompts.warmup
-    total = sum(len(config.methods(t)) for t in config.temperatures) * config.rounds * len(measured)
+    each = sum(len(config.methods(t)) + len(guests.described if guests else ()) for t in config.temperatures)
+    total = each * config.rounds * len(measured)
     remembering = lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
     done = list(journal.runs)
     with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:

@@ -29,6 +29,7 @@ TARGET_RUN = {"name": "x", "run_dir": "run", "final_dir": "final", "steps": 2, "
 CONFIGS: dict[str, dict[str, Any]] = {
     "eval.speed": SPEED,
     "eval.sweep": SPEED | {"vary": {"max_new_tokens": [4, 8]}},
+    "eval.engines": SPEED | {"engines": [{"label": "vLLM", "engine": "vllm"}]},
     "eval.tune": SPEED | {"temperatures": [0.0], "knobs": {"max_draft": [2, 4]}},
     "eval.batch_cost": {"target": {"path": TARGET}, "out": "out"},
     "data_prep.features": FEATURES,
@@ -49,6 +50,22 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["seed=1", "seed=2"], "overrides seed=1 and seed=2: the second would undo the first"),
     ],
     "eval.sweep": [(["target.path=./none"], NO_FOLDER), (['vary={"seeed": [1]}'], "did you mean 'seed'")],
+    "eval.engines": [
+        (["target.path=./none"], NO_FOLDER),
+        (['engines=[{"label": "E", "engine": "sglang"}]'], "engine: .*found 'sglang'"),
+        (['engines=[{"label": "E", "engine": "llama_cpp", "gguf": "none.gguf"}]'], "gguf: there is no file none.gguf"),
+        (['engines=[{"label": "autoregressive", "engine": "vllm"}]'], "autoregressive.* are taken twice"),
+        (
+            ['engines=[{"label": "E", "engine": "vllm", "beside": "chain"}]'],
+            "beside is 'chain', and there is no such row",
+        ),
+        (["target.quantize=int8"], "target.quantize is int8, and the engines have the target as it is"),
+    ],
+    "drafters.export": [
+        (["./none", "--engine", "vllm", "--out", "x"], "there is no folder ./none"),
+        (["./none", "--engine", "sglang", "--out", "x"], "--engine: invalid choice: 'sglang'"),
+        (["./none", "--engine", "vllm", "--out", "checkpoints"], "--out checkpoints is not empty"),
+    ],
     "eval.tune": [(["prompts.file=none.jsonl"], "no prompt file")],
     "eval.batch_cost": [(["target.path=../none/x"], NO_FOLDER)],
     "eval.roofline": [
@@ -139,9 +156,10 @@ def test_mistakes_are_found_without_torch(program: str, tmp_path: Path) -> None:
 def test_every_program_is_held_to_it() -> None:
     """Catches a new program that is left out above."""
     programs = set()
-    for folder in ("data_prep", "train", "eval"):
+    for folder in ("drafters", "data_prep", "train", "eval"):
         for file in (ROOT / folder).rglob("*.py"):
-            if '__name__ == "__main__"' in file.read_text():
+            workers = file.parent.name == "engine_workers"  # which nobody types
+            if '__name__ == "__main__"' in file.read_text() and not workers:
                 programs.add(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
     assert programs == {name.removesuffix(".py").replace("/", ".") for name in MISTAKES}
 

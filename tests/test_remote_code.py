@@ -24,7 +24,9 @@ import data_prep.gguf
 import data_prep.inspect
 import data_prep.regenerate
 import data_prep.throughput
+import drafters.export
 import eval.batch_cost
+import eval.engines
 import eval.speed
 import eval.sweep
 import eval.tune
@@ -198,6 +200,10 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
     "eval/speed.py, draft model": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **drafter(path))),
     "eval/speed.py, checkpoint": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **learned(path))),
     "eval/speed.py, assistant": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **stock(path))),
+    "eval/engines.py": (
+        eval.engines.main,
+        lambda path, trap: speed(path, trap, engines=[{"label": "E", "engine": "vllm", "python": "none"}]),
+    ),
     "eval/sweep.py": (eval.sweep.main, lambda path, trap: speed(path, trap, vary={"max_new_tokens": [2, 3]})),
     "eval/tune.py": (
         eval.tune.main,
@@ -216,7 +222,9 @@ WITHOUT_A_MODEL = {
     "eval/roofline.py",
     "train/summary.py",
 }
-ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "train/target/__main__.py"}  # below
+ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py", "train/target/__main__.py"}  # below
+# With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
+WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
 
 
 def programs() -> set[str]:
@@ -233,7 +241,7 @@ def test_every_program_is_tried() -> None:
     """Catches a new program that loads models and that no test below knows of."""
     tried = {name.partition(",")[0].partition(" ")[0] for name in CASES}
     trained = {f"train/{method}.py" for method in trained_methods()}  # which have one command line, tried above
-    assert tried | trained | WITHOUT_A_MODEL | ELSEWHERE == programs()
+    assert tried | trained | WITHOUT_A_MODEL | ELSEWHERE | WORKERS == programs()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -298,6 +306,18 @@ def test_a_gguf_file_is_read_alone(trap: Trap, said_yes: None, tmp_path: Path) -
     data_prep.gguf.main([str(tmp_path / "downloaded" / "tiny.gguf"), "--out", str(tmp_path / "target")])
     assert not trap.marker.exists()
     assert not [file for file in (tmp_path / "target").glob("*.json") if "auto_map" in file.read_text()]
+
+
+def test_an_export_runs_no_targets_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches a target's configuration read with its code, of which an export takes the widths."""
+    given = [str(trap.root / "clean-head"), "--engine", "vllm", "--out", str(tmp_path / "out"), "--target"]
+    target = TargetModel.from_pretrained(str(trap.clean), "float32", "cpu")
+    save_checkpoint(given[0], EagleHead(target.config), make_config("eagle", {}, target))
+    with pytest.raises(ValueError, match=REFUSED):
+        drafters.export.main([*given, str(trap.strange)])
+    drafters.export.main([*given, str(trap.known)])
+    assert not trap.marker.exists()
+    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_a_template_runs_nothing(trap: Trap) -> None:

@@ -45,7 +45,7 @@ HOUSE = {
         "bench",
         "target",
     ],
-    "eval": ["entries prompts", "measure", "figures", "report", "rooflines"],
+    "eval": ["entries prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 
 

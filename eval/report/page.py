@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eval.report.acceptance import ABOUT, acceptance_beside
 from eval.report.rows import number, shown_name, statements, warnings
 
 EXPLANATION = """\
@@ -115,7 +116,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]
-    lines += _grids(report) + _categories(report)
+    lines += _acceptance(report) + _grids(report) + _categories(report)
     return "\n".join([*lines, *run_again(report["environment"]["argv"])])
 
 
@@ -136,8 +137,18 @@ def setting(report: dict[str, Any]) -> list[str]:
         f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
         software_line(facts),
+        *engine_lines(facts),
         *parts_line(facts),
     ]
+
+
+def engine_lines(facts: dict[str, Any]) -> list[str]:
+    """Of a report with other engines: what each is, and which were left out."""
+    told = []
+    for label, engine in facts.get("engines", {}).items():
+        more = ", ".join(f"{key} {value}" for key, value in engine.items() if key not in ("engine", "version"))
+        told.append(f"- {label}: {engine['engine']} {engine['version']}{f' ({more})' if more else ''}")
+    return told + [f"- left out: {label}: {why}" for label, why in facts.get("engines_left_out", {}).items()]
 
 
 def parts_line(facts: dict[str, Any]) -> list[str]:
@@ -175,6 +186,11 @@ def software_line(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
     return f"- software: {versions}; commit {commit}; {facts['date']}"
+
+
+def _acceptance(report: dict[str, Any]) -> list[str]:
+    tables = [["", *table(head, rows)] for head, *rows in acceptance_beside(report["rows"])]
+    return ["## Acceptance by depth", "", ABOUT, *itertools.chain(*tables), ""] if tables else []
 
 
 def _categories(report: dict[str, Any]) -> list[str]:

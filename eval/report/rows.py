@@ -116,7 +116,7 @@ def warnings(report: dict[str, Any]) -> list[str]:
             )
     for row in report["rows"]:
         found = row.get("divergences", {"count": 0})
-        if not row["lossless"] or not found["count"]:
+        if not row["lossless"] or not found["count"] or row.get("engine"):  # another engine rounds otherwise
             continue
         count, fault = found["unexplained"], "more than rounding explains: a fault in the method or in the loop"
         if count is None:
@@ -131,7 +131,8 @@ def warnings(report: dict[str, Any]) -> list[str]:
 
 def shown_name(row: dict[str, Any]) -> str:
     """The label, with its mark where the method is lossy, or transformers' own."""
-    return row["drafter"] + (" (stock)" if row["stock"] else "") + ("" if row["lossless"] else " (lossy)")
+    engine = f" ({row['engine']})" if row.get("engine") else ""
+    return row["drafter"] + engine + (" (stock)" if row["stock"] else "") + ("" if row["lossless"] else " (lossy)")
 
 
 def number(value: float | None, digits: int, unit: str = "") -> str:
@@ -193,7 +194,9 @@ def shortage_line(prompts: dict[str, Any]) -> str | None:
 def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
     lines = []
     found = row.get("divergences", {"count": 0})
-    if row["lossless"] and found["count"] and found["unexplained"] is not None:
+    if row.get("engine") and row["temperature"] == 0:
+        lines.append(_agreement(row, dtype))
+    elif row["lossless"] and found["count"] and found["unexplained"] is not None:
         lines.append(
             f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
             f"{found['count'] - found['unexplained']} of them where rounding in {dtype} "
@@ -203,6 +206,21 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
         which = f"{row['drafter']}, T = {row['temperature']:g}"
         lines.append(f"{which}: no perplexity of its outputs ({row['perplexity_unavailable']})")
     return lines
+
+
+def _agreement(row: dict[str, Any], dtype: str) -> str:
+    """How far another engine's greedy outputs are plain decoding's; where they are not, nothing need be wrong."""
+    found = row["divergences"]
+    line = (
+        f"{shown_name(row)}: {row['prompts'] - found['count']} of {row['prompts']} greedy outputs are plain decoding's"
+    )
+    if not found["count"] or found["each"] is None:
+        return line
+    places = sorted(each["position"] for each in found["each"])
+    return (
+        f"{line}; the others leave it after {places[len(places) // 2]} tokens (median; the first after {places[0]}), "
+        f"{found['count'] - found['unexplained']} of them where rounding in {dtype} explains it"
+    )
 
 
 def tolerance_note(target: TargetModel) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""What eval.engines does with its config."""
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from drafters import TargetModel
+from drafters.export import export
+from eval.engines import EngineEntry, EnginesConfig
+from eval.measure.runner import Limits, Method
+from eval.measure.worker import Worker, WorkerError, worker_method
+from eval.prompts import PromptSet
+from eval.speed_run import run as run_speed
+
+SPARE = 16  # positions that an engine may want beyond the last draft
+
+
+class Engines:
+    """The engines that are installed, each loaded once: what ``eval.speed_run`` measures beside its own methods.
+
+    Attributes:
+        described: by label, what the report's rows say of each.
+        facts: for the report: ``engines`` by label, and ``engines_left_out`` with the reasons.
+    """
+
+    def __init__(self, config: EnginesConfig, stack: contextlib.ExitStack, console: Console) -> None:
+        self._config, self._stack, self._console = config, stack, console
+        self._workers: dict[str, Worker] = {}
+        self.described: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, Any] = {"engines": {}, "engines_left_out": {}}
+
+    def start(self, target: TargetModel, prompts: PromptSet, limits: Limits) -> None:
+        """Load every engine that is installed; the others are noted with what is missing.
+
+        Raises:
+            ValueError: a checkpoint that the engine cannot load.
+        """
+        longest = max(len(prompt.ids) for prompt in [*prompts.measured, *prompts.warmup])
+        for entry in self._config.engines:
+            context = min(longest + limits.max_new_tokens + entry.gamma + SPARE, target.max_context)
+            try:
+                worker = self._start(entry, self._job(entry, context, limits))
+            except WorkerError as error:
+                self.facts["engines_left_out"][entry.label] = str(error)
+                self._console.print(f"left out: {entry.label}: {error}", style="bold", markup=False, highlight=False)
+                continue
+            self._workers[entry.label] = worker
+            self.facts["engines"][entry.label] = worker.facts
+            row = {"lossless": True, "stock": False, "entry": entry.label, "grid": None, "beside": entry.beside}
+            self.described[entry.label] = row | {"engine": f"{worker.facts['engine']} {worker.facts['version']}"}
+
+    def methods(self, temperature: float, limits: Limits) -> Mapping[str, Method]:
+        """By label."""
+        return {label: worker_method(worker, temperature, limits) for label, worker in self._workers.items()}
+
+    def _start(self, entry: EngineEntry, job: dict[str, Any]) -> Worker:
+        python = entry.interpreter
+        if not python.exists():
+            raise WorkerError(f"not installed: there is no {python} (make engines, see docs/engines.md)")
+        log = self._config.out / "engines" / f"{'-'.join(entry.label.split())}.log"
+        self._console.print(f"starting {entry.label} (its log: {log})", markup=False, highlight=False)
+        return self._stack.enter_context(Worker(python, entry.worker, job, log.absolute()))
+
+    def _job(self, entry: EngineEntry, context: int, limits: Limits) -> dict[str, Any]:
+        chosen = self._config.target
+        drafter = entry.draft_model
+        if entry.checkpoint is not None and entry.interpreter.exists():
+            folder = self._config.out / "engines" / f"{'-'.join(entry.label.split())}-head"
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, perhaps of a head that was trained further
+            export(entry.checkpoint, "vllm", folder, chosen.path)
+            drafter = str(folder)  # of the same name every time: by it vLLM knows what it has compiled
+        return {
+            **entry.model_dump(mode="json", include={"method", "gamma", "min_ngram", "max_ngram", "gguf_type"}),
+            "target": _absolute(chosen.path),
+            "revision": chosen.revision,
+            "dtype": chosen.dtype,
+            "drafter": _absolute(drafter),
+            "gguf": None if entry.gguf is None else _absolute(str(entry.gguf)),
+            "max_context": context,
+            "max_new_tokens": limits.max_new_tokens,
+            "eos": sorted(limits.eos),
+            "top_k": limits.top_k,
+            "top_p": limits.top_p,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def _absolute(name: str | None) -> str | None:
+    """A folder or file of this machine for a process that may stand elsewhere; a Hub repository keeps its name."""
+    return name if name is None or not Path(name).exists() else str(Path(name).absolute())
+
+
+def run(config: EnginesConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Measure, write the report and print its table; returns the report. Raises as ``eval.speed_run.run`` does."""
+    with contextlib.ExitStack() as stack:
+        return run_speed(config, argv, console, guests=Engines(config, stack, console))

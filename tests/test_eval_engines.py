@@ -1,0 +1,211 @@
+"""`python -m eval.engines`: engines of other environments beside our methods; a fake one speaks their protocol."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import yaml
+from programs import status
+from test_eval_prompts import sharegpt, tiny_tokenizer, write
+
+import eval.engine_workers
+import eval.engines
+from drafters.checkpoint import make_config, save_checkpoint
+from drafters.eagle import EagleHead
+from eval.engine_workers.vllm_worker import speculation
+from eval.engines import PYTHONS, EngineEntry
+from eval.measure.runner import Limits
+from eval.measure.worker import Worker, WorkerError, steps_of, worker_method
+from eval.report.acceptance import acceptance_beside, differences
+
+ROOT = Path(__file__).parents[1]
+FAKE = {"python": sys.executable, "module": "tests.fake_engine"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of our chain beside an engine that serves the same head, one that is not there, and one that fails."""
+    folder = tmp_path_factory.mktemp("engines")
+    target = tiny_run.save_target(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    save_checkpoint(folder / "head", EagleHead(target.config), make_config("eagle", {}, target))
+    prompts = write(folder / "prompts.jsonl", [sharegpt(f"w{i} w{2 * i} w7", "w1") for i in range(8)])
+    head = {"engine": "vllm", "method": "eagle", "checkpoint": str(folder / "head"), "gamma": 2}
+    config = {
+        "target": {"path": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": {"file": str(prompts), "count": 4},
+        "drafters": [{"label": "chain", "drafter": "eagle", "checkpoint": str(folder / "head"), "tree": "chain"}],
+        "engines": [
+            {"label": "served", **head, **FAKE, "beside": "chain"},
+            {"label": "absent", "engine": "vllm", "python": str(folder / "none")},
+            {"label": "broken", "engine": "vllm", "python": sys.executable},  # which has no vLLM
+        ],
+        "stock_generate": False,
+        "temperatures": [0.0],
+        "max_new_tokens": 12,
+        "warmup": 1,
+        "out": str(folder / "out"),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    assert status(eval.engines.main, "--config", folder / "run.yaml") == 0
+    return folder, json.loads((folder / "out" / "report.json").read_text())
+
+
+def test_an_engine_has_a_row_by_our_counts(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Catches an engine decoded with other limits than ours, a tau by another rule, and no mark of what it is."""
+    folder, report = finished
+    plain, chain, served = report["rows"]
+    assert served["drafter"] == "served"
+    assert served["engine"] == "Fake 1.0"
+    assert served["new_tokens"] == plain["new_tokens"] == chain["new_tokens"]
+    assert served["decoded_tokens"] == plain["decoded_tokens"]
+    assert served["exact_match"] == 1.0
+    assert served["tau"] == pytest.approx(served["decoded_tokens"] / served["steps"])
+    assert 1.5 < served["tau"] <= 2.0  # steps of one and of three tokens in turns, the last one cut
+    assert served["n_alpha"][1] == 1.0
+    lines = [json.loads(line) for line in (folder / "out" / "measurements.jsonl").read_text().splitlines()[1:]]
+    theirs = [line for line in lines if line["method"] == "served"]
+    assert served["tokens_per_second"] == pytest.approx(11 * 4 / sum(line["decode_seconds"] for line in theirs))
+    page = (folder / "out" / "report.md").read_text()
+    assert "| served (Fake 1.0) | 0 |" in page
+    assert "served (Fake 1.0): 4 of 4 greedy outputs are plain decoding's" in page
+
+
+def test_engines_that_are_not_installed_are_left_out_with_the_reason(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Catches a report that stays silent about an engine, or that needs every engine there is."""
+    folder, report = finished
+    why = report["environment"]["engines_left_out"]
+    assert why["absent"] == f"not installed: there is no {folder / 'none'} (make engines, see docs/engines.md)"
+    assert "No module named 'vllm'" in why["broken"]
+    assert list(report["environment"]["engines"]) == ["served"]
+    page = (folder / "out" / "report.md").read_text()
+    assert "- left out: absent: not installed" in page
+
+
+def test_the_engine_is_given_the_exported_head_and_room_for_the_longest_prompt(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    """Catches our own checkpoint handed over as it is, which vLLM cannot load, and a context that cuts prompts."""
+    _, report = finished
+    facts = report["environment"]["engines"]["served"]
+    assert Path(facts["drafter"]).is_absolute()
+    assert json.loads((Path(facts["drafter"]) / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert facts["context"] >= report["environment"]["prompt_set"]["prompt_tokens"]["max"] + 12 + 2
+
+
+def test_acceptance_stands_depth_by_depth_beside_ours(finished: tuple[Path, dict[str, Any]]) -> None:
+    """Catches a comparison with another row, or of another temperature."""
+    folder, report = finished
+    ((head, ours, theirs, apart),) = acceptance_beside(report["rows"])
+    assert head[3:] == ["depth 1", "depth 2"][: len(head) - 3]
+    assert (ours[0], theirs[0]) == ("chain", "served (Fake 1.0)")
+    assert apart[0] == "difference, in standard errors"
+    assert "## Acceptance by depth" in (folder / "out" / "report.md").read_text()
+    assert not acceptance_beside([row | {"beside": None} for row in report["rows"]])
+
+
+def test_differences_are_in_standard_errors() -> None:
+    """Catches counts of the first depth used for the later ones, where far fewer steps come."""
+    one, other = ({"n_alpha": [0.5, rate], "steps": 1000} for rate in (0.5, 0.6))
+    first, second = differences(one, other)
+    assert first == 0
+    assert second == pytest.approx(0.1 / (0.25 / 500 + 0.24 / 500) ** 0.5, rel=0.01)  # 500 steps come to depth 2
+
+
+def test_steps_are_put_together_from_commits_and_verifications() -> None:
+    """Catches steps without a draft taken for failed drafts, and acceptance lowered by the limit that cut a step."""
+    steps = steps_of([1, 3, 1, 2], [4, 3, 5], [2, 0, 4])
+    assert [(step.drafted, step.accepted, step.committed) for step in steps] == [
+        (0, 0, 1),
+        (4, 2, 3),
+        (3, 0, 1),
+        (5, 4, 2),
+    ]
+    assert [step.drafted for step in steps_of([1, 1], [], [])] == [0, 0]
+    with pytest.raises(ValueError, match="step 0 gave 3 tokens, and no verification"):
+        steps_of([3, 1], [2], [1])
+    with pytest.raises(ValueError, match="1 verifications belong to no step"):
+        steps_of([1, 1], [2, 2, 2], [0, 0, 0])
+
+
+@pytest.fixture
+def simple(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    monkeypatch.setenv("FAKE_ENGINE", "simple")
+    return lambda **job: Worker(Path(sys.executable), "tests.fake_engine", job, tmp_path / "log")
+
+
+def test_a_worker_that_fails_says_why(simple: Callable[..., Worker], tmp_path: Path) -> None:
+    """Catches a run that waits for ever for a dead engine, or ends with nothing but a broken pipe."""
+    with simple() as worker:
+        assert worker.ask({"ids": [3], "seed": 7, "temperature": 0.0})["tokens"] == [7]
+        made = worker_method(worker, 0.0, Limits(4))([3], 8)
+        assert (made.tokens, made.trace, made.prefill_seconds, made.decode_seconds) == ([8], None, 0.1, 0.2)
+        with pytest.raises(WorkerError, match="ValueError: a prompt of two lines"):
+            worker.ask({"ids": [14], "seed": 0, "temperature": 0.0})
+        with pytest.raises(WorkerError, match="ended without an answer"):
+            worker.ask({"ids": [3], "seed": 0, "temperature": 0.0})
+    with simple() as worker, pytest.raises(WorkerError, match="ended without an answer; .*log: out of memory"):
+        worker.ask({"ids": [13], "seed": 0, "temperature": 0.0})
+    with pytest.raises(WorkerError, match="ModuleNotFoundError: No module named 'engine'"), simple(fails=True):
+        pass
+    with pytest.raises(WorkerError, match="none cannot be started"), Worker(Path("/none"), "x", {}, tmp_path / "log"):
+        pass
+
+
+def test_workers_need_nothing_of_ours() -> None:
+    """Catches a worker that imports torch, pydantic or the library at its start: an engine's environment has others."""
+    allowed = set(sys.stdlib_module_names) | {"eval"}
+    for file in sorted(Path(str(eval.engine_workers.__file__)).parent.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, file.name
+            assert all(name.startswith("eval.engine_workers") for name in names if name.startswith("eval"))
+    assert ast.get_docstring(ast.parse((ROOT / "eval" / "__init__.py").read_text()))
+    assert len(ast.parse((ROOT / "eval" / "__init__.py").read_text()).body) == 1  # it is imported on the way
+
+
+def test_engines_are_installed_apart() -> None:
+    """Catches an engine that became a dependency, and with it the transformers and torch that it pins."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        assert not re.search("vllm|llama", (ROOT / name).read_text(), flags=re.IGNORECASE), name
+    command = ["make", "--dry-run", "--always-make", "--no-print-directory", "engines"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    installs = [line for line in done.stdout.splitlines() if " install " in line]
+    assert [line.split()[0] for line in installs] == [str(python) for python in PYTHONS.values()]
+    assert all((ROOT / line.split()[-1]).is_file() for line in installs)
+
+
+def test_methods_have_vllms_names() -> None:
+    """Catches our words in vLLM's configuration."""
+    job = {"gamma": 4, "min_ngram": 2, "max_ngram": 3, "drafter": "folder"}
+    assert speculation(job | {"method": "plain"}) is None
+    assert speculation(job | {"method": "prompt_lookup"}) == {
+        "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3
+    }  # fmt: skip
+    eagle = {"method": "eagle", "num_speculative_tokens": 4, "model": "folder"}
+    assert speculation(job | {"method": "eagle"}) == eagle
+    assert speculation(job | {"method": "draft_model"}) == eagle | {"method": "draft_model"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"engine": "vllm", "method": "eagle"}, "checkpoint and method eagle go together"),
+        ({"engine": "vllm", "draft_model": "x"}, "draft_model and method draft_model go together; method is plain"),
+        ({"engine": "llama_cpp"}, "llama_cpp takes gguf and method plain or prompt_lookup"),
+        ({"engine": "vllm", "gguf": "x.gguf"}, "gguf and gguf_type are for llama_cpp"),
+        ({"engine": "vllm", "min_ngram": 4}, "min_ngram is 4, more than max_ngram 3"),
+    ],
+)
+def test_entries_that_no_engine_can_run_are_refused(entry: dict[str, Any], message: str) -> None:
+    """Catches a mistake that shows only when minutes of loading are over."""
+    with pytest.raises(ValueError, match=message):
+        EngineEntry.model_validate({"label": "E", **entry})
