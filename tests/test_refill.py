@@ -11,7 +11,7 @@ from test_batch import METHODS, prompts_of
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.decoding.refill import Continued, Prompt
+from drafters.decoding.refill import Continued, Prompt, alike_in_length
 
 LIMIT = 18
 
@@ -124,6 +124,13 @@ def test_rows_are_kept_busy() -> None:
     lengths = sorted(len(one.tokens) for one in found)
     assert lengths[0] < 10 and lengths[-1] == 40
     assert refilled < 0.85 * forwards[0]
+
+
+def test_prompts_are_prefilled_with_few_of_another_length() -> None:
+    """Catches prompts that are lost or padded to the longest of all: most of a prefill would be padding."""
+    prompts: list[Prompt] = [(n, [1] * n) for n in (100, 3, 80, 75, 4, 20, 74)]
+    lengths = [[len(ids) for _, ids in group] for group in alike_in_length(prompts)]
+    assert lengths == [[100, 80, 75], [74], [20], [4, 3]]
 
 
 def test_an_answer_may_bring_the_next_prompt() -> None:

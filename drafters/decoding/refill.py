@@ -110,22 +110,26 @@ class Refilled:
 
     def take(self, prompts: list[Prompt]) -> None:
         """Prefill prompts beside the batch and put them into free rows; if none is at work, make a batch of them."""
-        ids = [list(prompt) for _, prompt in prompts]
-        check_call(self.target, self.drafter, ids, self.max_new_tokens)
-        if (length := max(map(len, ids))) > self.longest:
+        check_call(self.target, self.drafter, [list(prompt) for _, prompt in prompts], self.max_new_tokens)
+        if (length := max(len(prompt) for _, prompt in prompts)) > self.longest:
             raise ValueError(f"a prompt of {length} tokens came, and longest is {self.longest}; give the right one")
-        taken = [Continued(key) for key, _ in prompts]
         if self.state is None or not self.at_work():
-            self.state, self.at = self._state(ids, self.capacity), list(taken)
+            self.state = self._state([list(prompt) for _, prompt in prompts], self.capacity)
+            self.at = [Continued(key) for key, _ in prompts]
             start(self.state, self.drafter)
             return
-        part = self._state(ids, length)
+        for alike in alike_in_length(prompts):
+            self._join(alike)
+
+    def _join(self, prompts: list[Prompt]) -> None:
+        assert self.state is not None
+        part = self._state([list(prompt) for _, prompt in prompts], max(len(prompt) for _, prompt in prompts))
         output = prefill(part, self.drafter.taps)
-        rows = [row for row, one in enumerate(self.at) if one is None][: len(ids)]
+        rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)
             self.state.give(row, part, number)
-            self.at[row] = taken[number]
+            self.at[row] = Continued(prompts[number][0])
         self.drafter.join(self.state, rows, part, output)
 
     def step(self) -> None:
@@ -146,3 +150,13 @@ class Refilled:
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
         arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
         return DecodeState.of(self.target, prompts, capacity, *arguments)
+
+
+def alike_in_length(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """The prompts in groups, none with much padding: a forward over many rows costs what its rows do."""
+    groups: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=lambda one: -len(one[1])):
+        if not groups or len(prompt[1]) < 0.75 * len(groups[-1][0][1]):
+            groups.append([])
+        groups[-1].append(prompt)
+    return groups
