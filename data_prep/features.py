@@ -40,6 +40,11 @@ class FeaturesConfig(TargetKeys):
     batch_tokens: int = Field(8192, ge=1)  # tokens of one forward, padding included
     shard_tokens: int = Field(65_536, ge=1)  # tokens of a shard: what a kill can cost, and what is held in memory
     limit: int | None = Field(None, ge=1)  # dialogues of each split, the first ones; default: all
+    # own: the answers of the split `heldout` are replaced by the target's own greedy ones, so that what training shows
+    # is what decoding gives. A file that data_prep.regenerate wrote with this target holds them already.
+    heldout_answers: Literal["own", "given"] = "own"
+    heldout_dialogues: int = Field(100, ge=1)  # so many are answered, the first ones
+    heldout_new_tokens: int = Field(256, ge=1)  # of one such answer; at most half the target's context
 
     @field_validator("splits")
     @classmethod

@@ -21,11 +21,13 @@ from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 from drafters.wording import size_text
 
+from .answers.ownership import WORDS, whose
 from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import source_digest
 from .disk import check_room, existing_folder, free_bytes
 from .features import FeaturesConfig
+from .heldout_answers import answered, with_own_answers
 from .progress import Bar
 from .ranks import Rank, load_target
 from .store.dump import Background, Buffers, Computed, Tokens, run_shard
@@ -58,7 +60,9 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
     """Make the stores, or this rank's share of them; what is there already is not made again."""
     chat = load_tokenizer(config.target, config.revision, config.chat_template)
     headers = make_headers(config, chat)
+    target = functools.cache(lambda: load_target(config.target, config, rank))
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
+        config = with_own_answers(config, headers, target)
         missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
         work = [encode(config, chat, split, headers[split]) for split in missing]
         if not work:
@@ -66,7 +70,6 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
         check_batch_tokens(config, work)
         check_disk(config, work)
 
-    target = functools.cache(lambda: load_target(config.target, config, rank))
     for split in work:
         manifest, tokens = write_store(target, split, config, rank)
         if tokens.real:
@@ -85,6 +88,8 @@ def kept(config: FeaturesConfig) -> str:
     """What a run that was interrupted leaves, and the command that goes on."""
     stores = [Path(config.out) / split for split in config.splits]
     dialogues = sum(read_manifest(store).consumed for store in stores if (store / MANIFEST).is_file())
+    if not dialogues and (answers := answered(config)):
+        return f"{answers:,} held-out answers are kept in {config.out}; to go on: {command()}"
     if not dialogues:
         return f"nothing was written yet; to start again: {command()}"
     return f"{dialogues:,} dialogues are kept in {config.out}; to go on: {command()}"
@@ -104,7 +109,7 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
     model = load_config_only(config.target, config.revision)
     check_target(config, model, len(chat.tokenizer))
     fingerprint = load_frozen_ends(config.target, device="meta", revision=config.revision).fingerprint
-    return {
+    headers = {
         split: StoreManifest(
             target_name=config.target,
             target_revision=config.revision,
@@ -126,6 +131,9 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
         )
         for split, source in config.splits.items()
     }
+    for header in headers.values():
+        header.answers = whose(header)
+    return headers
 
 
 def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -> None:
@@ -279,5 +287,5 @@ def describe(manifest: StoreManifest) -> str:
     return (
         f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens ({share:.0%} of them the assistant's), "
         f"{len(manifest.shards)} shards, {size_text(manifest.size)} of {manifest.dtype} (each token "
-        f"{manifest.token_bytes:,} bytes); dropped: {dropped}{changed}"
+        f"{manifest.token_bytes:,} bytes); answers: {WORDS[manifest.answers]}; dropped: {dropped}{changed}"
     )

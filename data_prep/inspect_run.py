@@ -12,6 +12,7 @@ from rich.text import Text
 
 from drafters.model.files import load_bare_tokenizer
 
+from .answers.ownership import WORDS
 from .dialogues.encoding import tokenizer_hash
 from .progress import Bar
 from .store.manifest import StoreManifest, read_manifest
@@ -99,6 +100,7 @@ def facts_table(manifest: StoreManifest) -> Table:
         "tokenizer": f"{manifest.tokenizer_hash}; template {manifest.template_hash}"
         + (f" from {manifest.chat_template}" if manifest.chat_template else ""),
         "source": f"{manifest.source}, digest {manifest.source_digest}",
+        "answers": WORDS[manifest.answers],
         "limits": f"max_length {manifest.max_length:,}, limit {manifest.limit or 'none'}",
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not recorded",
         "commit": manifest.commit or "not recorded",

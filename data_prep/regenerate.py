@@ -20,6 +20,7 @@ from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .answers.endpoint import EndpointConfig
+from .answers.ownership import sidecar
 from .answers.writing import Writing
 from .dialogues.reader import check_source
 from .ranks import TargetKeys, add_rank_arguments, find_rank
@@ -86,7 +87,7 @@ def check(config: RegenerateConfig) -> None:
     out = Path(config.out)
     if out.is_dir() or (out.exists() and out.samefile(config.source)):
         raise ValueError(f"out: {out} is {'a folder' if out.is_dir() else 'the source'}; give another file")
-    if out.exists() and not sidecar(config).exists() and not unfinished(config).exists():
+    if out.exists() and not sidecar(config.out).exists() and not unfinished(config.out).exists():
         raise ValueError(f"out: {out} exists and was not written by this program; give another file or delete it")
     if config.drafter is not None:
         check_method(config.drafter.drafter)
@@ -97,14 +98,9 @@ def check(config: RegenerateConfig) -> None:
     check_model(config.target, "target", config.revision)
 
 
-def sidecar(config: RegenerateConfig) -> Path:
-    """``<out>.json``: it exists once the output is whole."""
-    return Path(f"{config.out}.json")
-
-
-def unfinished(config: RegenerateConfig) -> Path:
+def unfinished(out: str) -> Path:
     """The folder of the journals."""
-    return Path(f"{config.out}.unfinished")
+    return Path(f"{out}.unfinished")
 
 
 if __name__ == "__main__":

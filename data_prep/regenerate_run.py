@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from drafters.checkpoint import drafter_type
 from drafters.files import replace_text
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device
+from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import EndpointAnswers
 from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, check_identity, read_journals, replay
+from .answers.ownership import sidecar
 from .answers.target import TargetAnswers
 from .dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
 from .dialogues.loss_mask import ChatTokenizer
@@ -26,13 +29,17 @@ from .dialogues.reader import ReadCounts, read_dialogues, source_digest
 from .disk import check_room, source_bytes
 from .progress import Bar
 from .ranks import Rank, load_target
-from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, sidecar, unfinished
+from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, unfinished
 from .split import record
 from .store.lock import folder_lock
 
 
-def run(config: RegenerateConfig, rank: Rank) -> None:
-    """Answer this process's share, and put all parts together if they are there."""
+def run(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] | None = None) -> None:
+    """Answer this process's share, and put all parts together if they are there.
+
+    Args:
+        target: gives the config's target, where it is in memory or will be wanted afterwards, too.
+    """
     if config.drafter is not None:
         check_drafter(config.drafter)
     check_target(config)
@@ -49,14 +56,14 @@ def run(config: RegenerateConfig, rank: Rank) -> None:
     dialogues = itertools.islice(read_dialogues(config.source, counts), config.limit)
     conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]
     print(f"{config.source}: {counts.describe()}")
-    folder = unfinished(config)
+    folder = unfinished(config.out)
     with AnswerJournal(folder, identity, rank) as journal:
         if report_finished(config, identity):  # by another process, meanwhile
             return
         replay(conversations, read_journals(folder), retry=config.endpoint is not None)
         own = conversations[rank.index :: rank.count]
         if any(not conversation.done for conversation in own):
-            answer_all(config, chat, own, journal, rank)
+            answer_all(config, open_answers(config, chat, rank, target), own, journal)
     merge(config, identity, counts, conversations)
 
 
@@ -64,10 +71,10 @@ def kept(config: RegenerateConfig) -> str:
     """What a run that was interrupted leaves, and the command that goes on."""
     if is_finished(config):
         return f"{config.out} is whole"
-    answered = sum(len(batch.turns) for batch in read_journals(unfinished(config)))
+    answered = sum(len(batch.turns) for batch in read_journals(unfinished(config.out)))
     if not answered:
         return f"no answer was written yet; to start again: {command()}"
-    return f"{answered:,} answers are kept in {unfinished(config)}; to go on: {command()}"
+    return f"{answered:,} answers are kept in {unfinished(config.out)}; to go on: {command()}"
 
 
 def check_drafter(options: DrafterOptions) -> None:
@@ -120,7 +127,7 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
 
 def is_finished(config: RegenerateConfig) -> bool:
     """Whether the output is whole."""
-    return sidecar(config).is_file() and Path(config.out).is_file()
+    return sidecar(config.out).is_file() and Path(config.out).is_file()
 
 
 def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
@@ -131,24 +138,27 @@ def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
     """
     if not is_finished(config):
         return False
+    file = sidecar(config.out)
     try:
-        facts = json.loads(sidecar(config).read_text())
+        facts = json.loads(file.read_text())
         before = facts["identity"]
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{sidecar(config)} is not what this program writes; give another `out`, or move it") from None
+        raise ValueError(f"{file} is not what this program writes; give another `out`, or move it") from None
     check_identity(Path(config.out), before, identity)
     print(f"{config.out} is finished already: {describe(facts)}")
     return True
 
 
 def answer_all(
-    config: RegenerateConfig, chat: ChatTokenizer | None, own: list[Conversation], journal: AnswerJournal, rank: Rank
+    config: RegenerateConfig,
+    answers: TargetAnswers | EndpointAnswers,
+    own: list[Conversation],
+    journal: AnswerJournal,
 ) -> None:
     """Answer what is left of one process's share, and write it down batch by batch."""
     by_index = {conversation.index: conversation for conversation in own}
     done = sum(conversation.done for conversation in own)
     limit = math.inf if config.minutes is None else 60 * config.minutes
-    answers = open_answers(config, chat, rank)
     with Bar(desc="regenerating", total=len(own), initial=done, unit=" dialogues") as progress:
         tokens = 0
         for batch in answers.batches(own):
@@ -165,7 +175,9 @@ def answer_all(
                 break
 
 
-def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Rank) -> TargetAnswers | EndpointAnswers:
+def open_answers(
+    config: RegenerateConfig, chat: ChatTokenizer | None, rank: Rank, target: Callable[[], TargetModel] | None = None
+) -> TargetAnswers | EndpointAnswers:
     """The target with its drafter, loaded; or the endpoint, once it has answered.
 
     Raises:
@@ -176,10 +188,10 @@ def open_answers(config: RegenerateConfig, chat: ChatTokenizer | None, rank: Ran
         endpoint.check()
         return endpoint
     assert config.target is not None and chat is not None
-    target = load_target(config.target, config, rank)
+    loaded = target() if target else load_target(config.target, config, rank)
     chosen = config.drafter or DrafterOptions(drafter="autoregressive")
-    drafter = make_drafter(chosen.drafter, target, **chosen.model_extra or {})
-    return TargetAnswers(target, drafter, chat, config, config.batch)
+    drafter = make_drafter(chosen.drafter, loaded, **chosen.model_extra or {})
+    return TargetAnswers(loaded, drafter, chat, config, config.batch)
 
 
 def merge(
@@ -190,7 +202,7 @@ def merge(
     Raises:
         ValueError: no dialogue is left.
     """
-    folder = unfinished(config)
+    folder = unfinished(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder):
         if is_finished(config):
@@ -207,9 +219,10 @@ def merge(
         results = [result for conversation in conversations if (result := conversation.result()) is not None]
         if not results:
             raise ValueError(f"{config.source}: no dialogue is left: {describe(facts)}")
-        sidecar(config).unlink(missing_ok=True)  # of an output that was deleted; it would vouch for this one
+        sidecar(config.out).unlink(missing_ok=True)  # of an output that was deleted; it would vouch for this one
         replace_text(Path(config.out), "".join(json.dumps(record(result)) + "\n" for result in results))
-        replace_text(sidecar(config), json.dumps(facts, indent=1) + "\n")
+        facts["digest"] = source_digest(config.out)  # of the very file that it vouches for
+        replace_text(sidecar(config.out), json.dumps(facts, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{config.out}: {describe(facts)}")
 

@@ -61,6 +61,7 @@ def store(target: Path, data: dict[str, Any], tmp_path_factory: pytest.TempPathF
         "exit_layers": [tiny_run.TAP],
         "max_length": data["max_length"],
         "limit": data["limit"],
+        "heldout_answers": "given",  # as online
     }
     (folder / "features.yaml").write_text(json.dumps(values))
     features.main(["--config", str(folder / "features.yaml")])

@@ -25,6 +25,7 @@ from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.engine import Engine
 from train.inputs import Inputs, target_identity
+from train.run.answers import OWN_SHARE, answers_line, describe_answers, describe_heldout
 from train.run.files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
 from train.run.state import SavedState, save_state
 from train.runtime import Ranks, seed_step
@@ -86,7 +87,8 @@ class TrainRun:
         self.progress = Progress(**saved.progress) if saved else Progress()
         self._clock = time.monotonic()
         data = {"train": describe_data(inputs.train.manifest)}
-        more = {"data": data, "loss_chunk_rows": task.chunk_rows}
+        heldout = describe_heldout(self.config, inputs.heldout.manifest)
+        more = {"data": data, "heldout": heldout, "loss_chunk_rows": task.chunk_rows}
         self.info = describe_run(self.config, arguments, ranks.count) | more
         if saved:
             check_same_data(self.config.out, data)
@@ -117,7 +119,8 @@ class TrainRun:
         elif progress.step:
             bar.write(f"{config.out}: going on after step {progress.step:,}{self._of_limit()}")
         else:
-            self._evaluate(bar)  # what does not fit into memory, or is not there, fails now
+            apart = self.inputs.heldout is not self.inputs.train  # as --overfit has them
+            self._evaluate(bar, whose=apart)  # what does not fit into memory, or is not there, fails now
             self._measure_tau(bar)
         ended = "finished"
 
@@ -271,12 +274,14 @@ class TrainRun:
     def _sum_up(self, ended: str) -> None:
         """The run's summary; what hinders it (a full disk) must not hide what ended the run."""
         try:
-            write_summary(self.config.out, ended)
+            found = write_summary(self.config.out, ended)["heldout_answers"]
+            if found["warning"]:
+                tqdm.write(answers_line(found))
         except (OSError, ValueError) as error:
             tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
-    def _evaluate(self, bar: Any) -> None:
-        figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.config.dtype)
+    def _evaluate(self, bar: Any, whose: bool = False) -> None:
+        figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.config.dtype, whose)
         if self.metrics is None:
             return
         bad = [name for name, value in figures.items() if not math.isfinite(value)]
@@ -287,6 +292,8 @@ class TrainRun:
         self.metrics.add(self.progress.step, {**figures, "seconds": round(self.progress.seconds, 1)})
         shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_at_" not in name)
         bar.write(f"step {self.progress.step}: {shown}")
+        if whose:
+            bar.write(answers_line(describe_answers(self.info["heldout"], figures.get(OWN_SHARE))))
 
     def _measure_tau(self, bar: Any) -> None:
         """tau by the real loop, on the first rank; the others wait. The run's clock stands still meanwhile."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from drafters.files import replace_json
 from drafters.program import CommandLine, run_program
+from train.run.answers import OWN_SHARE, answers_line, describe_answers
 from train.run.files import StateFolder, read_metrics, read_object
 
 SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
@@ -59,6 +60,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "minutes": round(seconds[-1] / 60, 2) if seconds else None,
         "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
+        "heldout_answers": describe_answers(info.get("heldout") or {}, _first(OWN_SHARE, rows)),
         "heldout": {name: _course(name, rows) for name in names if name.startswith("heldout_")},
         "speed": {
             **{name: _mean(steps, name) for name in ("tokens_per_second", "mfu", "data_wait")},
@@ -67,6 +69,10 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         },
         **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
     }
+
+
+def _first(name: str, rows: list[dict[str, float]]) -> float | None:
+    return next((row[name] for row in rows if name in row), None)
 
 
 def _course(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
@@ -91,6 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     run = parser.parse(arguments).run
     summary = write_summary(run)
     print(f"{run}: {summary['steps']} steps, {summary['tokens']:,} tokens; {summary['ended'] or 'killed or running'}")
+    print(answers_line(summary["heldout_answers"]))
     print(f"{run / 'summary.json'}, {run / 'summary.png'}")
 
 

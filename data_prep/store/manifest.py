@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,13 +24,15 @@ NON_FINITE = "non_finite"
 # What two runs must share to write into one store, and what may be said when they do not.
 SAME = (
     "target_name", "target_revision", "target_fingerprint", "hidden_size", "vocab_size", "taps", "target_dtype",
-    "dtype", "tokenizer_hash", "template_hash", "max_length", "limit", "source_digest",
+    "dtype", "tokenizer_hash", "template_hash", "max_length", "limit", "answers", "source_digest",
 )  # fmt: skip
+NOT_COMPARED_IF_NONE = ("answers",)  # of stores made before it was written down
 # The same target under another path or name is the same target: its fingerprint tells.
 NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
 
 
 Count = Annotated[int, Field(ge=0)]
+Answers = Literal["own", "sampled", "given"]
 
 
 class ShardEntry(BaseModel):
@@ -82,7 +84,8 @@ class StoreManifest(BaseModel):
     ``dtype`` is that of features and taps on disk (int8 and float8: with a scale per token), ``target_dtype`` the one
     that the target ran in. ``chat_template`` is the file whose template took the place of the tokenizer's, if any;
     ``template_hash`` is of the template used. ``dropped`` counts the records that were left out, by reason; ``changed``
-    those kept in another form (``truncated``: cut at ``max_length`` tokens). ``consumed`` counts the encoded dialogues
+    those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the target's ``own``
+    greedy ones, ``sampled`` by it, or ``given``; None: not written down. ``consumed`` counts the encoded dialogues
     that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is settled by whoever
     begins the store. ``complete`` is False while dialogues are still missing.
     """
@@ -105,6 +108,7 @@ class StoreManifest(BaseModel):
     limit: int | None = None
     source: str
     source_digest: str
+    answers: Answers | None = None
     plan: ShardPlan | None = None
     consumed: Count = 0
     dialogues: Count = 0
@@ -255,6 +259,7 @@ def check_same(folder: Path, manifest: StoreManifest, wanted: StoreManifest, sha
     same_target = manifest.target_fingerprint == wanted.target_fingerprint
     keys = [key for key in SAME if not (same_target and key in NOT_COMPARED_IF_SAME_FINGERPRINT)]
     pairs = [(key, getattr(manifest, key), getattr(wanted, key)) for key in keys]
+    pairs = [pair for pair in pairs if not (pair[0] in NOT_COMPARED_IF_NONE and None in pair)]
     if found := [f"{key} {there!r} there, {here!r} here" for key, there, here in pairs if there != here]:
         raise ValueError(
             f"{folder} holds features made otherwise: {'; '.join(found)}. Give another `out`, or delete {folder} first"

@@ -1,7 +1,6 @@
 """What a run says when it ends: where the drafter lies, what measures it, what a kill left, that it is finished."""
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from drafters.model.ends import FrozenEnds
 from train.config import TrainConfig
 from train.data.packing import Source, TrainData
+from train.run.answers import shipped
 from train.run.files import StateFolder, read_object
 from train.run.state import PROGRESS
 
-SPEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "speed.yaml"
 UNTRAINED = ("prompt_lookup", "lookahead")  # what a drafter has to beat: methods that need neither training nor a model
 ANSWER = 96  # most new tokens; of a target with a short context, a quarter of it
 
@@ -65,9 +64,7 @@ def measure_command(config: TrainConfig, source: str, target_dtype: str, ends: F
         "drafters": json.dumps(drafters),
         "out": config.out.with_name(f"{config.out.name}-speed"),
     }
-    base = Path(os.path.relpath(SPEED_CONFIG))
-    base = SPEED_CONFIG if base.parts[0] == os.pardir else base
-    words = ["python", "-m", "eval.speed", "--config", str(base)]
+    words = ["python", "-m", "eval.speed", "--config", shipped("quickstart/speed.yaml")]
     return shlex.join([*words, *(f"{key}={value}" for key, value in overrides.items())]), here
 
 

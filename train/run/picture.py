@@ -20,7 +20,7 @@ Line = tuple[str, str]  # a figure's name in metrics.jsonl, and its label
 
 def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
     """Write the picture to ``path`` (PNG, 15 x 8 inches), replacing a file at once."""
-    plots = panels(rows)
+    plots, answers = panels(rows), summary["heldout_answers"]
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     for axis, (title, lines, scale) in zip(axes.flat, plots, strict=True):
         _panel(axis, title, lines, rows, scale)
@@ -30,6 +30,9 @@ def draw(summary: dict[str, Any], rows: Rows, path: Path) -> None:
     facts += [f"MFU {speed['mfu']:.0%}"] if speed["mfu"] else []
     facts += [f"peak memory {speed['peak_memory_gb']:.1f} GB"] if speed["peak_memory_gb"] else []
     end = (summary["ended"] or "not ended").split(":")[0]
+    if answers["warning"]:
+        text = f"{plots[1][0]}, {answers['own_share']:.0%} the target's own:\nnot what decoding gives"
+        axes.flat[1].set_title(text, fontsize=10, color=COLORS[3])
     figure.suptitle(f"{config.get('out')} (target {config.get('target')}, {end})\n{', '.join(facts)}", fontsize=11)
     figure.tight_layout()
     with replacing(path) as temporary:

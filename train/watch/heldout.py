@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from train.data.packing import Source, collate_or_stand_in, complete, split_evenly
+from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 from train.runtime import Ranks
 from train.task import Ratio, Task
 from train.watch.positions import by_position
@@ -25,8 +25,13 @@ class Heldout:
         self.shares = split_evenly(self.dialogues, lengths, parts)
 
     @torch.no_grad()
-    def figures(self, task: Task, module: Any, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-        """``heldout_<name>`` of each of the task's losses and figures, over all ranks; every rank gets the same."""
+    def figures(
+        self, task: Task, module: Any, device: torch.device, dtype: torch.dtype, whose: bool = False
+    ) -> dict[str, float]:
+        """``heldout_<name>`` of each of the task's losses and figures, over all ranks; every rank gets the same.
+
+        ``whose``: with ``own_answers``, which training does not change.
+        """
         ratios: dict[str, Ratio] = {}
         module.eval()
         for share in self.shares[self.ranks.rank :: self.ranks.count]:
@@ -39,6 +44,7 @@ class Heldout:
             found = {name: Ratio(total, count) for name, total in task.losses(predicted, target).items()}
             found |= task.heldout(module, batch, predicted, target)
             found |= by_position(task, batch, rows, predicted, target)
+            found |= {"own_answers": own_answers(task, batch)} if whose else {}
             for name, ratio in found.items():
                 before = ratios.get(name)
                 ratios[name] = Ratio(before.total + ratio.total, before.count + ratio.count) if before else ratio
@@ -47,3 +53,12 @@ class Heldout:
         values = self.ranks.total(pairs).view(-1, 2).tolist()
         # A ratio without a count has nothing to report: no chain got as far as that, say.
         return {f"heldout_{name}": total / count for name, (total, count) in zip(ratios, values, strict=True) if count}
+
+
+def own_answers(task: Task, batch: Batch) -> Ratio:
+    """Of an answer's tokens those that the target puts first: nearly all where it wrote them itself, greedily."""
+    rows = batch.shifted(batch.loss_mask, 1).flatten().nonzero().squeeze(1)
+    features, tokens = batch.features.flatten(0, 1)[rows], batch.input_ids.roll(-1, dims=1).flatten()[rows]
+    pairs = zip(features.split(task.chunk_rows), tokens.split(task.chunk_rows), strict=True)
+    same = [(task.ends.lm_head(some).argmax(-1) == text).sum() for some, text in pairs]
+    return Ratio(torch.stack([*same, torch.zeros_like(rows.sum())]).sum(), torch.tensor(len(rows), device=rows.device))

@@ -1,0 +1,40 @@
+"""Whose answers a data file holds."""
+
+import json
+from pathlib import Path
+
+from ..store.manifest import Answers, StoreManifest
+
+# The answers of a store in words. None: it was made before that was written down.
+WORDS: dict[Answers | None, str] = {
+    "own": "the target's own, greedy",
+    "sampled": "the target's own, sampled",
+    "given": "as the data file gives them",
+    None: "not recorded",
+}
+
+
+def sidecar(out: str) -> Path:
+    """``<out>.json``, which data_prep.regenerate writes once its output is whole."""
+    return Path(f"{out}.json")
+
+
+def whose(header: StoreManifest) -> Answers:
+    """Whether the answers in a store's source are its target's, with its template, by the source's sidecar.
+
+    An endpoint does not tell which weights it has: its answers are ``given``.
+    """
+    try:
+        facts = json.loads(sidecar(header.source).read_text())
+        identity = facts["identity"]
+        made_with = {
+            "target_fingerprint": header.target_fingerprint,
+            "tokenizer_hash": header.tokenizer_hash,
+            "chat_template": header.template_hash,
+        }
+        same = all(identity[key] == value for key, value in made_with.items())
+        if not same or facts.get("digest", header.source_digest) != header.source_digest:  # or replaced since
+            return "given"
+        return "sampled" if identity["temperature"] > 0 else "own"
+    except (OSError, ValueError, LookupError, TypeError):
+        return "given"

@@ -1,0 +1,279 @@
+"""The held-out store holds the target's own answers, and training says where it does not."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from safetensors.torch import load_file, save_file
+from test_features import run, write_config
+
+from data_prep import features
+from data_prep.answers import target as target_answers
+from data_prep.answers.journal import AnsweredBatch, AnswerJournal
+from data_prep.answers.ownership import whose
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.features import FeaturesConfig
+from data_prep.heldout_answers import regeneration
+from data_prep.regenerate import RegenerateConfig
+from data_prep.store.lock import LOCK
+from data_prep.store.manifest import MANIFEST, read_manifest
+from data_prep.store.reader import FeatureStore
+from drafters import TargetModel
+from drafters.config import load_config
+from train import summary
+from train.run import picture
+from train.run.answers import OWN_SHARE, answers_line, describe_answers, remake_online
+from train.run.files import read_metrics
+
+OWN = {"heldout_answers": "own", "heldout_new_tokens": 12, "exit_layers": [], "max_length": 192, "batch_tokens": 2048}
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def first_choices(store: FeatureStore, target: TargetModel) -> float:
+    """The share of the answers' tokens that are the target's greedy choice, one dialogue after the other."""
+    hits = []
+    for dialogue in store:
+        guesses = target.lm_head(dialogue.features.float()).argmax(-1)[:-1]
+        hits.append((guesses == dialogue.input_ids[1:])[dialogue.loss_mask[1:]])
+    return float(torch.cat(hits).float().mean())
+
+
+@pytest.fixture(scope="module")
+def speaker(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target, of whose tokens only those are ever first that its tokenizer reads as it writes them."""
+    folder = tmp_path_factory.mktemp("speaker") / "llama"
+    shutil.copytree(target_folder, folder)
+    vocab = load_tokenizer(str(folder)).tokenizer.get_vocab()
+    merged = "".join(token for token in vocab if len(token) > 1)
+    said = [index for token, index in vocab.items() if token.isascii() and token.isalnum() and token not in merged]
+    weights = load_file(folder / "model.safetensors")
+    kept = torch.zeros(len(weights["lm_head.weight"]), 1)
+    kept[[*said, vocab["<|im_end|>"]]] = 1
+    weights["lm_head.weight"] *= kept
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, speaker: Path) -> Path:
+    """The folder of a config whose stores are made, the held-out one of the target's own answers."""
+    folder = tmp_path_factory.mktemp("made")
+    run(write_config(folder, speaker, **OWN))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_target(speaker: Path) -> TargetModel:
+    return TargetModel.from_pretrained(str(speaker), "float32", "cpu")
+
+
+def test_by_default_held_out_answers_are_the_targets_own(made: Path, tiny_target: TargetModel) -> None:
+    """Catches held-out features of somebody else's answers, or training features of replaced ones."""
+    out = made / "out"
+    heldout, train = FeatureStore.open(out / "heldout"), FeatureStore.open(out / "train")
+    assert (heldout.manifest.answers, train.manifest.answers) == ("own", "given")
+    assert heldout.manifest.source == str(out / "heldout-answers.jsonl")
+    assert first_choices(heldout, tiny_target) > 0.9 and first_choices(train, tiny_target) < 0.5
+    given, own = records(made / "heldout.jsonl"), records(out / "heldout-answers.jsonl")
+    assert [one["conversations"][0] for one in own] == [one["conversations"][0] for one in given][: len(own)]
+    assert own[0]["conversations"][1] != given[0]["conversations"][1]
+
+
+def test_a_kill_in_the_middle_of_the_answers(
+    tmp_path: Path, speaker: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches answers written anew after a kill, or others than an uninterrupted run's; a message that hides them."""
+    config = write_config(tmp_path, speaker, **OWN)
+    write, lines = AnswerJournal.write, []
+
+    def dies(self: AnswerJournal, batch: AnsweredBatch) -> None:
+        write(self, batch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerJournal, "write", dies)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        run(config)
+    assert re.match(rf"[12] held-out answers are kept in {tmp_path / 'out'}; to go on: ", interrupted.value.args[0])
+    monkeypatch.setattr(AnswerJournal, "write", lambda self, batch: (lines.append(batch), write(self, batch)))
+    run(config)
+    assert 0 < sum(len(batch.turns) for batch in lines) < 4  # of the four answers
+    assert records(tmp_path / "out" / "heldout-answers.jsonl") == records(made / "out" / "heldout-answers.jsonl")
+    shards = [read_manifest(folder / "out" / "heldout").shards for folder in (tmp_path, made)]
+    assert shards[0] == shards[1]
+
+
+def test_one_rank_answers_and_the_next_goes_on_when_it_dies(
+    tmp_path: Path, speaker: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches two ranks that write the same file, and ranks that wait for a dead one."""
+    config = write_config(tmp_path, speaker, **OWN)
+    out = tmp_path / "out"
+    out.mkdir()
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(out / LOCK)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()  # it has the lock
+        waiting = threading.Thread(target=run, args=(config, "--rank", "0", "--ranks", "2"))
+        waiting.start()
+        said = ""
+        while waiting.is_alive() and "waiting for the process that writes it" not in said:
+            said += capsys.readouterr().out
+            time.sleep(0.02)
+        time.sleep(0.2)
+        assert waiting.is_alive() and not list(out.glob("heldout-answers*"))
+        writer.kill()
+        waiting.join(120)
+    answers = out / "heldout-answers.jsonl"
+    assert records(answers) == records(made / "out" / answers.name)
+    written = answers.stat().st_mtime_ns
+    run(config, "--rank", "1", "--ranks", "2")
+    assert answers.stat().st_mtime_ns == written
+    assert read_manifest(out / "heldout").complete and read_manifest(out / "train").complete
+
+
+def test_a_store_holds_one_kind_of_answers(tmp_path: Path, speaker: Path, made: Path) -> None:
+    """Catches a store of given answers continued as one of own, or the other way round, or an old one refused."""
+    given = write_config(tmp_path, speaker, **OWN | {"heldout_answers": "given"})
+    run(given)
+    manifest = tmp_path / "out" / "heldout" / MANIFEST
+    facts = json.loads(manifest.read_text())
+    assert facts["answers"] == "given"
+    for answers in ("given", None):  # None: of a version that did not write it down
+        manifest.write_text(json.dumps({**facts, "answers": answers}))
+        run(given)
+        with pytest.raises(ValueError, match=r"keep that store with heldout_answers=given, or delete it"):
+            run(given, "heldout_answers=own")
+    assert not list((tmp_path / "out").glob("heldout-answers*"))  # refused before an answer is written
+    with pytest.raises(ValueError, match="answers 'own' there, 'given' here"):
+        run(made / "features.yaml", "heldout_answers=given")
+
+
+def test_answers_that_are_its_own_already_are_taken_as_they_are(
+    tmp_path: Path, speaker: Path, made: Path, tiny_target: TargetModel
+) -> None:
+    """Catches minutes spent on answers that are there; a sidecar that vouches for another target or another file."""
+    source = tmp_path / "own.jsonl"
+    for suffix in ("", ".json"):  # as data_prep.regenerate leaves them
+        shutil.copy(f"{made / 'out' / 'heldout-answers.jsonl'}{suffix}", f"{source}{suffix}")
+    config = write_config(tmp_path, speaker, **OWN, splits={"heldout": str(source)})
+    run(config)
+    found = read_manifest(tmp_path / "out" / "heldout")
+    assert (found.answers, found.source) == ("own", str(source))
+    assert not list((tmp_path / "out").glob("heldout-answers*"))
+    sidecar, header = Path(f"{source}.json"), found.model_copy()
+    facts = json.loads(sidecar.read_text())
+    for key, other in (("target_fingerprint", "x"), ("tokenizer_hash", "x"), ("chat_template", "x")):
+        sidecar.write_text(json.dumps({**facts, "identity": {**facts["identity"], key: other}}))
+        assert whose(header) == "given", key
+    for changed, expected in (
+        ({"identity": {**facts["identity"], "temperature": 0.7}}, "sampled"),
+        ({"digest": "of another file"}, "given"),
+        ({"identity": {"endpoint.model": "gpt"}}, "given"),
+        ({}, "own"),
+    ):
+        sidecar.write_text(json.dumps({**facts, **changed}))
+        assert whose(header) == expected, changed
+    for text in ("[]", "not json"):
+        sidecar.write_text(text)
+        assert whose(header) == "given"
+
+
+def test_how_much_is_answered(tmp_path: Path, speaker: Path) -> None:
+    """Catches hours on a held-out file of thousands, or a default that a target with a short context refuses."""
+    values = {"target": str(speaker), "splits": {"heldout": "h.jsonl"}, "out": "out"}
+    few = regeneration(FeaturesConfig(**values, limit=7, max_length=64, batch_tokens=2048))
+    assert (few.limit, few.max_new_tokens, few.max_context, few.batch) == (7, 128, 192, 4)  # of a context of 256
+    many = regeneration(FeaturesConfig(**values, limit=6000, max_length=200, batch_tokens=1 << 20))
+    assert (many.limit, many.max_context, many.batch, many.temperature) == (100, 256, 32, 0.0)
+    assert regeneration(FeaturesConfig(**values, heldout_new_tokens=5)).max_new_tokens == 5
+
+
+def test_no_memory_for_the_answers(tmp_path: Path, speaker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches advice to lower a key that a features config does not have."""
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(target_answers, "generate_many", full)
+    with pytest.raises(ValueError, match=r"while 4 held-out dialogues were answered; lower batch_tokens \(now 2048\)"):
+        run(write_config(tmp_path, speaker, **OWN))
+
+
+def train(features: Path, target: Path, out: Path) -> dict[str, Any]:
+    """A step of training, and its summary."""
+    values = tiny_run.settings(str(target), features, out, steps=1, batch_tokens=512)
+    tiny_run.train_here("eagle", values)
+    return json.loads((out / "summary.json").read_text())["heldout_answers"]
+
+
+def test_training_says_whose_answers_it_is_judged_on(
+    tmp_path: Path,
+    speaker: Path,
+    made: Path,
+    tiny_target: TargetModel,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches fine figures on somebody else's answers without a word; a command in the warning that does not help."""
+    found = train(made / "out", speaker, tmp_path / "own")
+    store = FeatureStore.open(made / "out" / "heldout")
+    assert found["answers"] == "own" and found["warning"] is None
+    assert found["own_share"] == pytest.approx(first_choices(store, tiny_target))
+    said = capsys.readouterr().out
+    assert "held-out answers: the target's own, greedy (" in said and "warning" not in said
+    # The same dialogues with the answers that came with them.
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    run(write_config(folder, speaker, **OWN | {"heldout_answers": "given", "exit_layers": [2]}))
+    shown: list[str] = []
+    monkeypatch.setattr(picture, "draw", tiny_run.draw)
+    monkeypatch.setattr(picture.plt, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
+    capsys.readouterr()
+    found = train(folder / "out", speaker, tmp_path / "given")
+    assert found["answers"] == "given" and found["own_share"] < 0.5
+    said = capsys.readouterr().out
+    assert said.count(f"warning: {found['warning']}") == 2  # at the start, and where a run of hours ends
+    assert any("not what decoding gives" in title for title in shown)
+    summary.main([str(tmp_path / "given")])
+    assert found["warning"] in capsys.readouterr().out
+    assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
+    # The command, typed as it stands.
+    removal, make = found["warning"].partition("Figures on its own answers take: ")[2].split(" && ")
+    (word, option, store_there), words = shlex.split(removal), shlex.split(make)
+    assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))
+    shutil.rmtree(store_there)
+    features.main(words[3:])
+    again = read_manifest(folder / "out" / "heldout")
+    assert (again.answers, again.taps, again.dtype) == ("own", [2], "float32")
+    assert train(folder / "out", speaker, tmp_path / "again")["warning"] is None
+
+
+def test_what_a_low_share_means() -> None:
+    """Catches sampled answers called foreign, a run of an older version without a summary, a command for online runs
+    that data_prep.regenerate does not take."""
+    assert describe_answers({}, None)["warning"] is None
+    assert answers_line(describe_answers({}, None)) == "held-out answers: not recorded"
+    assert describe_answers({"answers": "given", "remake": "R"}, 0.9)["warning"] is None
+    assert "70% of the tokens" in describe_answers({"answers": None, "remake": "R"}, 0.7)["warning"]
+    assert "figures are those of sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
+    assert "another dtype, or be damaged" in describe_answers({"answers": "own"}, 0.7)["warning"]
+    data = {"train": "a.jsonl", "heldout": "my b.jsonl", "limit": 50, "target_dtype": "float16"}
+    values = {**tiny_run.settings("t", Path("online"), Path("runs/x")), "data": data}
+    line, _, then = remake_online(tiny_run.read("eagle", values)).partition(", then train with ")
+    words = shlex.split(line)
+    config = load_config(RegenerateConfig, words[4], words[5:])
+    assert (config.source, config.limit, config.dtype, config.drafter) == ("my b.jsonl", 50, "float16", None)
+    assert then == f"data.heldout={config.out}" == "data.heldout=runs/x-heldout.jsonl"
