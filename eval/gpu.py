@@ -62,7 +62,8 @@ PARTS = [
     Section("compiled", "stock generate on a compiled static cache",
          _lines(f"{_ROOFLINE} compiled=true rows=[1] batches=[1] rounds=1"), "roofline-llama-7b.json", 180),
     Section("run", "memory and speed of a training run (its estimate is in the part's log)",
-         _lines(_CORPUS, f"python -m data_prep.features {_FEATURES} limit=500 out={{out}}/features",
+         _lines(_CORPUS, f"python -m data_prep.features {_FEATURES} limit=500 heldout_dialogues=16 "
+                "out={out}/features",
                 f"python {_EAGLE} --dry-run --measure", f"deepspeed {_EAGLE} minutes=1"),
          "run/summary.json", 200, needs=("deepspeed", "datasets")),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PretrainedConfig
 
+from data_prep.answers.ownership import WORDS
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import check_source
 from data_prep.features_run import make_headers
@@ -115,7 +116,8 @@ def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:
         manifest = store.manifest
         return (
             f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens, {size_text(manifest.size)} in "
-            f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint})"
+            f"{manifest.dtype}, of {manifest.target_name} ({manifest.target_fingerprint}); answers: "
+            f"{WORDS[manifest.answers]}"
         )
 
     return report.check(split, lambda: FeatureStore.open(path), described)
