@@ -6,7 +6,8 @@ those of token_{i+2}: the token sampled at i + 1 is known, which resolves the fe
 3.1).
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,7 +18,10 @@ from .base import LearnedDrafter
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
-from .drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from .decoding.sampling import Sampling
+from .drafting.auto import PRIOR, Chooser, Way
+from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
+from .model.cost import Costs, behind_context, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
@@ -75,9 +79,16 @@ class EagleHead(nn.Module):
         )
 
 
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
 class EagleOptions(DraftHeadOptions):
     """``tree``: chain and dynamic are ``depth`` deep, by default 5 and 6; static is the paper's tree of Figure 9 unless
-    ``paths`` says else.
+    ``paths`` says else; auto chooses, while decoding, the chain or static tree of most tokens per second, from what
+    forwards cost on this machine and what is accepted, or no draft where none pays.
+
+    ``depth``, ``top_k`` and ``nodes`` are auto's bounds (depth: 8). ``acceptance``: what it starts from, by "greedy"
+    and "sampled": for every depth, how often the candidate of each rank is right where those before it are wrong.
 
     ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
     keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
@@ -86,18 +97,19 @@ class EagleOptions(DraftHeadOptions):
     root's own children, so 6 in all, and its 60 tokens count the root.
     """
 
-    tree: Literal["chain", "static", "dynamic"] = "dynamic"
+    tree: Literal["auto", "chain", "static", "dynamic"] = "dynamic"
     depth: int | None = Field(default=None, ge=1)
     top_k: int = Field(default=10, ge=1)
     nodes: int = Field(default=59, ge=1)
     paths: list[list[int]] | None = None
+    acceptance: dict[Way, list[list[Probability]]] | None = None
 
 
-DEPTHS = {"chain": 5, "static": 5, "dynamic": 6}
+DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
 class EagleDrafter(LearnedDrafter):
-    """Drafts a chain, the paper's static tree, or EAGLE-2's dynamic tree.
+    """Drafts a chain, the paper's static tree, EAGLE-2's dynamic tree, or what pays most.
 
     Raises:
         ValueError: ``paths`` that are no tree.
@@ -117,7 +129,13 @@ class EagleDrafter(LearnedDrafter):
         self.plan = TreePlan(chain if self.tree == "chain" else self.paths or EAGLE_TREE, target.device)
         # The head's cache also holds the forwarded nodes of the levels before the last.
         dynamic = max(self.nodes, self.top_k * self.depth)
-        self.max_draft = dynamic if self.tree == "dynamic" else self.plan.size
+        self.max_draft = {"dynamic": dynamic, "auto": self.nodes}.get(self.tree, self.plan.size)
+        self.acceptance: Any = options.acceptance
+        self.auto: Chooser | None = None
+        if self.tree == "auto":
+            ranks = min(self.top_k, len(PRIOR))
+            self.auto = Chooser(self._step_costs, self.nodes, self.depth, ranks, self.acceptance)
+            self.remembers = True
         head: Any = self.module
         fc = target.runner.linear(head.fc)
         self._head = target.runner.part(
@@ -128,6 +146,7 @@ class EagleDrafter(LearnedDrafter):
         self._cache = KVCache.nothing()
         self._features: Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
+        self._more: list[tuple[Tensor, list[int]]] = []  # the same of later steps, which drafted nothing
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -137,6 +156,7 @@ class EagleDrafter(LearnedDrafter):
         options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
         # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
         options |= {} if self._own_depth is None else {"depth": self._own_depth}
+        options |= {} if self.acceptance is None else {"acceptance": self.acceptance}
         return options | ({"paths": self.paths} if self.paths else {}) | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -148,19 +168,27 @@ class EagleDrafter(LearnedDrafter):
             self._extend(output.features[:, :-1], padded(prompts, target.device))
             self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
-        self._counts = [1] * batch
+        self._counts, self._more = [1] * batch, []
+        if self.auto is not None:
+            self.auto.begin(batch, state.sampling)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        whole, features, counts = self._cache, self._features, self._counts
-        self._cache = KVCache.nothing()
+        self._gather_up()
+        whole, features, counts, auto = self._cache, self._features, self._counts, self.auto
+        self._cache, self.auto = KVCache.nothing(), None
         self.begin(part, output)
         for number, row in enumerate(rows):
             whole.copy_row(row, self._cache, number)
             features[row, 0], counts[row] = self._features[number, 0], 1
         self._cache.release()
-        self._cache, self._features, self._counts = whole, features[:, : max(counts)], counts
+        self._cache, self._features, self._counts, self.auto = whole, features[:, : max(counts)], counts, auto
 
     def propose(self, state: DecodeState) -> DraftTree:
+        if self.auto is not None:
+            self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
+            if not self.plan.size:
+                return DraftTree.empty(state.batch, self.target.device)
+            self._gather_up()
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)
         tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
@@ -178,9 +206,30 @@ class EagleDrafter(LearnedDrafter):
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        self._counts = [len(rows) for rows in verdict.rows]  # none for a finished row
-        rows = padded(verdict.rows, output.features.device)[..., None]
-        self._features = output.features.gather(1, rows.expand(-1, -1, output.features.shape[2]))
+        counts = [len(rows) for rows in verdict.rows]  # none for a finished row
+        features = _of_rows(output.features, verdict.rows)
+        if not self.plan.size:  # nothing was taken in
+            self._more.append((features, counts))
+            return
+        self._features, self._counts = features, counts
+        if self.auto is not None and draft.size:
+            for row, path in enumerate(verdict.rows):
+                if not state.finished[row]:  # else cut short
+                    self.auto.learn_path(self.plan, path)
+
+    def _gather_up(self) -> None:
+        """Put what steps without a draft have left behind what is to be taken in."""
+        if not self._more:
+            return
+        pieces, self._more = [(self._features, self._counts), *self._more], []
+        rows: list[list[int]] = [[] for _ in self._counts]
+        start = 0
+        for features, counts in pieces:
+            for row, count in zip(rows, counts, strict=True):
+                row.extend(range(start, start + count))
+            start += features.shape[1]
+        self._features = _of_rows(torch.cat([features for features, _ in pieces], dim=1), rows)
+        self._counts = [len(row) for row in rows]
 
     def _extend_tree(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
         """``_extend`` by nodes of a tree that grows of places among the LM head's logits."""
@@ -189,3 +238,31 @@ class EagleDrafter(LearnedDrafter):
     def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``."""
         return self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
+
+    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
+        """Of batches of this size."""
+        target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
+        plan = tree_plan(((0,),), target.device)
+
+        def draft_pass(rows: int, first: bool = False) -> Callable[[], object]:
+            cache = behind_context(target, batch, rows, layers=1)
+            features = torch.zeros(batch, rows, target.hidden_size, dtype=target.dtype, device=target.device)
+            tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
+
+            def once() -> object:
+                predicted = target.runner.run(self._head, [features, tokens], cache)[0]
+                if first:
+                    draft = grow_static(predicted[:, -1:], self._extend_tree, head, plan, sampling, generator)
+                    return draft.q is None or head.spread(draft.q), draft.ancestors()
+                return children_of(head(predicted), min(2, head.width), sampling, generator)
+
+            return once
+
+        name = {"method": self.name, "greedy": sampling.greedy} | head.options()
+        return step_costs(target, name, batch, draft_pass(2, first=True), draft_pass)
+
+
+def _of_rows(features: Tensor, rows: list[list[int]]) -> Tensor:
+    """``[B, most, H]``: of ``features [B, R, H]`` the given rows of each batch row, filled on the right."""
+    places = padded(rows, features.device)[..., None]
+    return features.gather(1, places.expand(-1, -1, features.shape[2]))

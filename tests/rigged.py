@@ -10,8 +10,11 @@ from transformers import PreTrainedModel
 from drafters import FeatureOutput, TargetModel
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
+from drafters.decoding.sampling import Sampling
+from drafters.drafting.auto import Chooser, Shape
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.model.cost import Costs, Curve
 from drafters.model.rows import CHAIN, Rows
 
 EXIT_LAYER = 2
@@ -108,3 +111,36 @@ def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDr
         module.layers[0].self_attn.o_proj.weight.data.zero_()  # type: ignore[union-attr, operator]
         module.norm.weight.data.copy_(target.body.norm.weight)
     return KangarooDrafter(target, module, KangarooOptions(exit_layer=EXIT_LAYER, **options))  # type: ignore[arg-type]
+
+
+# A machine on which rows are cheap: a draft pass takes a tenth of a forward, a row of a verification a hundredth.
+AUTO_COSTS = Costs(1.0, Curve((1, 2), (1.0, 1.01)), 0.1, Curve((1, 2), (0.1, 0.101)))
+
+
+class Cycling(Chooser):
+    """Chooses something else every step, nothing included, whatever is accepted."""
+
+    shapes = ((), ((0,), (0, 0), (0, 0, 0)), (), (), ((0,), (1,), (0, 0), (1, 0)), ((0,),))
+
+    def __init__(self) -> None:
+        super().__init__(lambda batch, sampling: AUTO_COSTS, 8, 3, 2)
+        self.step = 0
+
+    def shape(self, batch: int, sampling: Sampling) -> Shape:
+        """The next of the shapes."""
+        self.step += 1
+        return Shape(self.shapes[self.step % len(self.shapes)], 1.0, 1.0, 1.0)
+
+
+def auto_eagle(
+    target: TargetModel, noise: float | None, choice: Costs | Chooser | None = AUTO_COSTS, **options: object
+) -> EagleDrafter:
+    """An EAGLE drafter that shapes its drafts by the costs given (None: measured), or by another chooser."""
+    drafter = eagle(target, noise, "auto", **options)
+    if isinstance(choice, Chooser):
+        drafter.auto = choice
+    elif choice is not None:
+        drafter._step_costs = lambda batch, sampling: choice  # type: ignore[method-assign]
+        assert drafter.auto is not None
+        drafter.auto._costs = drafter._step_costs
+    return drafter

@@ -5,6 +5,7 @@ Both forward only nodes that have children, and never leave the device.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ class TreePlan:
         _check_paths(ordered)
         index = {path: node for node, path in enumerate(ordered)}
         self.size, self.parents = len(ordered), tuple(index.get(path[:-1], ROOT) for path in ordered)
+        self.ranks = tuple(path[-1] for path in ordered)
+        self.children = tuple(self.parents.count(node) for node in range(ROOT, self.size))  # of the root, of each node
         is_chain = self.parents == tuple(range(ROOT, self.size - 1))
         inner = sorted(set(self.parents) - {ROOT})  # the nodes with children: they alone are forwarded
         self.q_row = tuple(0 if parent == ROOT else 1 + inner.index(parent) for parent in self.parents)
@@ -84,6 +87,12 @@ class TreePlan:
             )
             self.levels.append(level)
             before = own
+
+
+@lru_cache(maxsize=256)
+def tree_plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> TreePlan:
+    """The plan of a tree, worked out once."""
+    return TreePlan([list(path) for path in paths], device)
 
 
 def _check_paths(ordered: list[tuple[int, ...]]) -> None:
@@ -110,14 +119,13 @@ def grow_static(
     Args:
         predicted: ``[B, 1, H]`` the feature predicted for the root.
     """
-    tokens, valid, q = [], [], []
+    tokens: list[Tensor] = []
+    valid: list[Tensor] = []
+    q: list[Tensor] = []
     for level in plan.levels:
         logits = lm_head(predicted)
-        if sampling.greedy:
-            children = logits.topk(level.children, dim=-1).indices
-        else:
-            q.append(sampling.probabilities(logits))
-            children, real = draw_without_replacement(q[-1], level.children, generator)
+        children, real = children_of(logits, level.children, sampling, generator, q)
+        if real is not None:
             valid.append(real[:, level.parent_row, level.rank])
         chosen = children[:, level.parent_row, level.rank]
         tokens.append(chosen)
@@ -132,6 +140,21 @@ def grow_static(
         q_row=plan.q_row,
         valid=torch.cat(valid, 1) if valid else None,
     )
+
+
+def children_of(
+    logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, q: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``count`` tokens a row of ``logits [B, R, V]``: ``[B, R, count]``, and which are real where they were drawn.
+
+    Where they were, the distributions are appended to ``q``.
+    """
+    if sampling.greedy:
+        return logits.topk(count, dim=-1).indices, None
+    probabilities = sampling.probabilities(logits)
+    if q is not None:
+        q.append(probabilities)
+    return draw_without_replacement(probabilities, count, generator)
 
 
 def grow_dynamic(predicted: Tensor, extend: Extend, lm_head: LMHead, depth: int, top_k: int, nodes: int) -> DraftTree:

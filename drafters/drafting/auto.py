@@ -1,0 +1,293 @@
+"""Drafts that fit the machine: the shape of most tokens per second, from what rows cost and what is accepted.
+
+Sequoia (Chen et al. 2024) chooses a static tree by the same two figures. Its assumption is ours: whether the drafter's
+r-th candidate at depth d is the target's token depends on r and d alone. Then a node is accepted with the product of
+the probabilities along its path, a tree gives the sum over its nodes, and the best tree of n nodes is that of the n
+likeliest paths: what Sequoia finds by dynamic programming is there to be counted off.
+"""
+
+import heapq
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from ..decoding.sampling import Sampling
+from ..model.cost import Costs
+from .tree_plan import TreePlan
+
+Path = tuple[int, ...]  # a node: the ranks of its ancestors and itself among their siblings
+Table = list[list[float]]  # [depth][rank]
+Way = Literal["greedy", "sampled"]  # of choosing tokens: acceptance is not the same
+
+# Before anything is known: of the drafter's first candidate, of its second where the first was wrong, and so on.
+PRIOR = (0.6, 0.3, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06)
+FADING = 0.95  # a depth nothing is known of accepts so much of what the one before does
+DOUBT = 8.0  # trials that the prior counts for
+WINDOW = 200.0  # trials that are remembered: the next prompt may be another kind of text
+WORTH = 1.02  # times plain decoding's speed that a draft has to promise
+SWITCH = 1.01  # times its own speed that another shape has to promise
+PROBES = 0.01  # of the time may go into drafts that do not pay, to learn whether they do by now
+RARE = 0.005  # nodes less likely than that are not considered
+
+
+class Rates:
+    """How often a draft's candidates are accepted, by depth and rank, from counts that fade.
+
+    Attributes:
+        depths, ranks: how deep and wide the counts go.
+    """
+
+    def __init__(self, depths: int, ranks: int, table: Table | None = None) -> None:
+        self.depths, self.ranks = depths, ranks
+        self._prior = _fitting(table, depths, ranks) if table else None
+        self._tried = [[0.0] * ranks for _ in range(depths)]
+        self._right = [[0.0] * ranks for _ in range(depths)]
+
+    def learn(self, depth: int, candidates: int, accepted: int | None) -> None:
+        """Of the first ``candidates`` at ``depth`` after an accepted path, the one of rank ``accepted`` was right."""
+        tried, right = self._tried[depth], self._right[depth]
+        last = min(candidates if accepted is None else accepted + 1, self.ranks)
+        for rank in range(last):
+            if tried[rank] >= WINDOW:
+                tried[rank], right[rank] = tried[rank] * (1 - 1 / WINDOW), right[rank] * (1 - 1 / WINDOW)
+            tried[rank] += 1
+        if accepted is not None and accepted < self.ranks:
+            right[accepted] += 1
+
+    def hazards(self) -> Table:
+        """P(the candidate of rank r is right | those before it are wrong), by depth.
+
+        Where nothing is known of a depth, it is as the one before, and a little less.
+        """
+        found: Table = []
+        for depth in range(self.depths):
+            if self._prior is not None:
+                prior: Sequence[float] = self._prior[depth]
+            else:
+                prior = [FADING * value for value in found[-1]] if found else PRIOR
+            prior = list(prior) + [PRIOR[-1]] * (self.ranks - len(prior))
+            counts = zip(self._right[depth], self._tried[depth], prior, strict=False)
+            found.append([(right + DOUBT * before) / (tried + DOUBT) for right, tried, before in counts])
+        return found
+
+    def table(self) -> Table:
+        """P(the target's token is the candidate of rank r | the path up to it is accepted), by depth; falling in r."""
+        return [accepted(row) for row in self.hazards()]
+
+
+def accepted(hazards: Sequence[float]) -> list[float]:
+    """Of each rank, from the probabilities where those before it are wrong; never rising."""
+    found: list[float] = []
+    left = 1.0
+    for hazard in hazards:
+        found.append(min(left * hazard, found[-1] if found else 1.0))
+        left *= 1.0 - hazard
+    return found
+
+
+def _fitting(table: Table, depths: int, ranks: int) -> Table:
+    """Hazards for as many depths and ranks as are wanted."""
+    rows = [row[:ranks] for row in table[:depths]]
+    while len(rows) < depths:
+        rows.append([FADING * value for value in rows[-1]])
+    return rows
+
+
+class Shape(NamedTuple):
+    """A static tree (of one child a node: a chain; of no node: plain decoding), and what it promises.
+
+    Attributes:
+        tokens: a step and batch row, bonus included. seconds: of the step.
+        speedup: over plain decoding.
+    """
+
+    paths: tuple[Path, ...]
+    tokens: float
+    seconds: float
+    speedup: float
+
+    def __str__(self) -> str:
+        size, depth = len(self.paths), max(map(len, self.paths), default=0)
+        kind = "no draft" if not size else f"chain of {size}" if size == depth else f"tree of {size}, {depth} deep"
+        return f"{kind}, {self.tokens:.2f} tokens a step, {self.speedup:.2f} times plain decoding's speed"
+
+
+def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
+    """The nodes of the infinite tree of at most ``depth`` levels, the likeliest first, with their probabilities.
+
+    None precedes its parent or an elder sibling, whose probabilities are no smaller.
+    """
+    heap: list[tuple[float, int, Path, float]] = [(-table[0][0], 1, (0,), 1.0)]
+    while heap:
+        negative, level, path, before = heapq.heappop(heap)
+        yield -negative, path
+        if level < depth:
+            heapq.heappush(heap, (negative * table[level][0], level + 1, (*path, 0), -negative))
+        if (rank := path[-1] + 1) < len(table[level - 1]):
+            heapq.heappush(heap, (-before * table[level - 1][rank], level, (*path[:-1], rank), before))
+
+
+def best_shape(table: Table, costs: Costs, most_nodes: int, least_nodes: int = 0) -> Shape:
+    """The static tree of most tokens per second, of ``least_nodes`` to ``most_nodes`` nodes."""
+    plain = costs.plain
+    verify = [costs.verify.at(1 + nodes) for nodes in range(most_nodes + 1)]
+    # A node adds its probability, and at least so many seconds: once that is less a second, no likelier tree is better.
+    row = min((after - before for before, after in pairwise(verify)), default=0.0)
+    best = Shape((), 1.0, plain, 1.0)
+    if least_nodes:
+        best = best._replace(speedup=0.0)
+    for depth in range(1, len(table) + 1):
+        tree = _Growing(costs)
+        for probability, path in likeliest(table, depth):
+            enough = len(tree.paths) >= max(least_nodes, 1)
+            hopeless = probability * plain < best.speedup * row
+            if len(tree.paths) == most_nodes or (enough and (hopeless or probability < RARE)):
+                break
+            tree.add(probability, path)
+            seconds = verify[len(tree.paths)] + tree.draft_seconds
+            speedup = tree.tokens / seconds * plain
+            if len(tree.paths) >= least_nodes and speedup > best.speedup:
+                best = Shape(tuple(tree.paths), tree.tokens, seconds, speedup)
+    return best
+
+
+class _Growing:
+    """A tree to which one node after the other is added: what it gives and what drafting it takes."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._draft = costs.draft
+        self.draft_seconds = costs.first
+        self.paths: list[Path] = []
+        self.tokens = 1.0
+        self._inner: set[Path] = {()}
+        self._levels: dict[int, int] = {}
+
+    def add(self, probability: float, path: Path) -> None:
+        """Add a node whose parent is there."""
+        self.paths.append(path)
+        self.tokens += probability
+        if (parent := path[:-1]) not in self._inner:  # it has to be forwarded now
+            self._inner.add(parent)
+            rows = self._levels.get(len(parent), 0)
+            self._levels[len(parent)] = rows + 1
+            self.draft_seconds += self._draft.at(rows + 1) - (self._draft.at(rows) if rows else 0.0)
+
+
+def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
+    """What a tree promises, the table and the costs being as they are."""
+    plain, tree = costs.plain, _Growing(costs)
+    if not paths:
+        return Shape((), 1.0, plain, 1.0)
+    for path in paths:
+        tree.add(math.prod(table[depth][rank] for depth, rank in enumerate(path)), path)
+    seconds = costs.verify.at(1 + len(paths)) + tree.draft_seconds
+    return Shape(tuple(paths), tree.tokens, seconds, tree.tokens / seconds * plain)
+
+
+@dataclass
+class _Course:
+    """What is known and chosen for one way of sampling at one batch size."""
+
+    rates: Rates
+    costs: Costs
+    shape: Shape
+    probe: Shape | None = None  # what is drafted to learn, while nothing pays
+    steps: int = 0
+    decide_at: int = 4
+    probe_at: int = 0
+    promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, their tokens, their plain seconds
+
+
+class Chooser:
+    """Chooses the shape of the next draft, and learns from what became of the last.
+
+    It goes by costs measured beforehand and by acceptance alone, never by the clock: the same prompts and seeds give
+    the same drafts.
+
+    Args:
+        costs: of a batch size and a way of sampling; asked once for each.
+        tables: acceptance to start from (``Rates.hazards``), by "greedy" and "sampled".
+    """
+
+    def __init__(
+        self,
+        costs: Callable[[int, Sampling], Costs],
+        most_nodes: int,
+        depths: int,
+        ranks: int,
+        tables: dict[Way, Table] | None = None,
+    ) -> None:
+        self._costs, self._most, self._size, self._tables = costs, most_nodes, (depths, ranks), tables or {}
+        self._rates: dict[Sampling, Rates] = {}
+        self._courses: dict[tuple[int, Sampling], _Course] = {}
+        self._now: _Course | None = None
+
+    def begin(self, batch: int, sampling: Sampling) -> None:
+        """Measure what is not known yet of so many rows, and choose."""
+        self._course(batch, sampling)
+
+    def shape(self, batch: int, sampling: Sampling) -> Shape:
+        """Of the next draft."""
+        course = self._now = self._course(batch, sampling)
+        if course.steps >= course.decide_at:
+            self._decide(course)
+            course.decide_at = course.steps + min(max(course.steps, 4), 64)
+        course.steps += 1
+        chosen = course.shape
+        if course.probe is not None and course.steps >= course.probe_at:
+            chosen = course.probe
+            loss = (chosen.seconds - chosen.tokens * course.shape.seconds) / course.shape.seconds
+            course.probe_at = course.steps + min(max(math.ceil(loss / PROBES), 8), 256)
+            course.decide_at = course.steps  # it may have learnt something
+        plain = course.costs.plain
+        for place, value in enumerate((1.0, chosen.tokens, chosen.seconds / plain)):
+            course.promised[place] += value
+        return chosen
+
+    def learn(self, depth: int, candidates: int, right: int | None) -> None:
+        """As ``Rates.learn``, of the draft that was shaped last."""
+        if self._now is not None and depth < self._now.rates.depths:
+            self._now.rates.learn(depth, candidates, right)
+
+    def learn_path(self, plan: TreePlan, rows: list[int]) -> None:
+        """Learn from a batch row's accepted ``rows`` of [root, nodes] (``Verdict.rows``), the draft being of a plan."""
+        for depth, row in enumerate(rows):
+            if candidates := plan.children[row]:
+                self.learn(depth, candidates, plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None)
+
+    def expected(self) -> dict[str, Any] | None:
+        """What was promised over all steps so far: tau and the speedup; ``shape``, the present choice in words."""
+        steps, tokens, plain = (sum(course.promised[i] for course in self._courses.values()) for i in range(3))
+        if not steps or self._now is None:
+            return None
+        return {"shape": str(self._now.shape), "tau": tokens / steps, "speedup": tokens / plain}
+
+    def _course(self, batch: int, sampling: Sampling) -> _Course:
+        course = self._courses.get((batch, sampling))
+        if course is None:
+            table = self._tables.get("greedy" if sampling.greedy else "sampled")
+            rates = self._rates.setdefault(sampling, Rates(*self._size, table))
+            costs = self._costs(batch, sampling)
+            course = _Course(rates, costs, Shape((), 1.0, costs.plain, 1.0))
+            self._decide(course)
+            self._courses[batch, sampling] = course
+        return course
+
+    def _decide(self, course: _Course) -> None:
+        table, costs = course.rates.table(), course.costs
+        before = promise(course.shape.paths, table, costs)
+        best = best_shape(table, costs, self._most)
+        if best.speedup < WORTH:
+            best = promise((), table, costs)
+        if before.paths and before.speedup >= WORTH and best.speedup < SWITCH * before.speedup:
+            best = before
+        course.probe = None
+        if not best.paths:
+            course.probe = best_shape(table, costs, self._most, least_nodes=1)
+            course.probe_at = course.probe_at or course.steps + 8
+        if best.paths != course.shape.paths or not course.steps:
+            logging.getLogger(__name__).info("drafts: %s", best)
+        course.shape = best

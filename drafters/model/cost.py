@@ -1,0 +1,234 @@
+"""What a forward costs on this machine by its rows: measured once, kept on disk, the ground on which drafts are shaped.
+
+Where a step is bound by memory, a row more is nearly free; where it is bound by arithmetic, it is not. No rule of thumb
+knows which: it depends on the target, its dtype, the engine, the threads and the machine.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..files import replace_json
+from ..provenance import hardware
+from ..wording import dtype_name
+from .rows import CHAIN, Rows
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+    from .target import TargetModel
+
+CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the folder; "1" measures what is kept anew
+VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; those of a batch together are at most...
+DRAFTED = (1, 2, 4, 8, 16)  # and of a draft pass
+MOST_ROWS = 128
+CONTEXT = 256  # rows that the measured ones attend to
+SECONDS, ROUNDS = 0.8, 7  # rounds are measured until either is over
+BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
+
+Run = Callable[[], object]
+_known: dict[str, "Costs"] = {}  # what this process has measured or read, by key
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by rows: on the line between two measured counts, beyond the last on the line through the last two.
+
+    Args:
+        rows: ascending. seconds: of a forward of so many rows; never falling.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, rows: float) -> float:
+        """Seconds of a forward of ``rows`` rows."""
+        if len(self.rows) == 1:
+            return self.seconds[0]
+        place = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (x0, x1), (y0, y1) = self.rows[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        return max(y0 + (rows - x0) * (y1 - y0) / (x1 - x0), self.seconds[0])
+
+    def points(self) -> dict[int, float]:
+        """The measured seconds by rows."""
+        return dict(zip(self.rows, self.seconds, strict=True))
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float]) -> "Curve":
+        """The curve through measured points; noise that lets more rows take less time is levelled."""
+        rows = sorted(measured)
+        return cls(tuple(rows), tuple(accumulate((measured[count] for count in rows), max)))
+
+
+class Costs(NamedTuple):
+    """Seconds of a step's parts; rows are those of each batch row.
+
+    Attributes:
+        plain: a step without a draft. verify: the target's forward by its rows, after drafting.
+        first: a draft of one token. draft: one more pass of the drafter by its rows.
+    """
+
+    plain: float
+    verify: Curve
+    first: float
+    draft: Curve
+
+
+def step_costs(
+    target: "TargetModel", name: Mapping[str, Any], batch: int, first: Run | None = None, make: Any = None
+) -> Costs:
+    """What steps cost here and now, or cost when it was measured.
+
+    Args:
+        name: what, beside the target and the machine, the time depends on.
+        first: drafts one token; None: drafting takes no time worth mentioning.
+        make: a draft pass over a number of rows, to be run: ``Callable[[int], Run]``; None: as ``first``.
+    """
+
+    def idle() -> None:
+        pass
+
+    def plain() -> float:
+        one = forward(target, batch, 1)
+        return timed({0: (one, one)}, target.device)[0]
+
+    def measure() -> Costs:
+        one, begin = forward(target, batch, 1), first or idle
+        parts: dict[Any, tuple[Run, Run]] = {"plain": (one, one), "first": (one, begin)}
+        # A cache that holds the target's weights holds less of them after a draft, and the other way round.
+        verified = [rows for rows in VERIFIED if rows == 2 or rows * batch <= MOST_ROWS]
+        parts |= {("verify", rows): (begin, forward(target, batch, rows)) for rows in verified}
+        drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
+        parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
+        found = timed(parts, target.device)
+        verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
+        draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: found["first"]})
+        return Costs(found["plain"], verify, found["first"] if first else 0.0, draft if first else Curve((1,), (0.0,)))
+
+    key = {"draft": dict(name), "batch": batch} | machine_key(target)
+    return kept(key, measure, lambda costs: plain() < BUSY * costs.plain)
+
+
+def forward(target: "TargetModel", batch: int, rows: int) -> Run:
+    """A forward of a root and ``rows - 1`` draft tokens behind a context, as the loop runs one."""
+    cache = behind_context(target, batch, rows)
+    tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
+    see = torch.eye(rows, dtype=torch.bool, device=target.device)[None]
+    see[..., 0] = True
+    placed = Rows(see, see.sum(-1) - 1) if rows > 1 else CHAIN
+    return lambda: target.lm_head(target.run(tokens, cache, placed).features).argmax(-1)
+
+
+def behind_context(target: "TargetModel", batch: int, rows: int, layers: int | None = None) -> "KVCache":
+    """A cache with some committed rows (of zeros, which take the same time) and room for ``rows`` more."""
+    context = max(min(CONTEXT, target.max_context - rows), 0)
+    cache = target.new_cache(batch, context + rows, layers)
+    cache.commit_first([context] * batch)
+    return cache
+
+
+@torch.inference_mode()
+def timed(parts: Mapping[Any, tuple[Run, Run]], device: torch.device) -> dict[Any, float]:
+    """Least seconds of each part's second run, which follows the first one, untimed.
+
+    They take turns: a machine that slows down slows all of them. Other work on it only adds: hence the least.
+    """
+    found: dict[Any, list[float]] = {key: [] for key in parts}
+    for both in parts.values():  # warm-up: kernels are chosen, graphs captured
+        for run in both:
+            run()
+    began = _now(device)
+    for _ in range(ROUNDS):
+        for key, (before, run) in parts.items():
+            before()
+            start = _now(device)
+            run()
+            found[key].append(_now(device) - start)
+        if _now(device) - began > SECONDS:
+            break
+    return {key: min(seconds) for key, seconds in found.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def machine_key(target: "TargetModel") -> dict[str, Any]:
+    """All that the time of a target's forward depends on."""
+    return {
+        "target": target.fingerprint(),
+        "dtype": dtype_name(target.dtype),
+        "quantize": target.quantize,
+        "engine": target.engine,
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "code": _code(),
+        **hardware(target.device),
+    }
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A digest of the code that runs models: a faster kernel has other costs."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.[cp]*")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kept(key: Mapping[str, Any], measure: Callable[[], Costs], outdated: Callable[[Costs], bool]) -> Costs:
+    """The costs that are kept under ``key``, else ``measure()``, which are kept from now on.
+
+    A file that cannot be read, or that is ``outdated``, counts as none, and one that cannot be written is not missed:
+    it is only time.
+    """
+    text = json.dumps(key, sort_keys=True)
+    if text in _known:
+        return _known[text]
+    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    costs = None if os.environ.get(AGAIN) == "1" else _read(path, key)
+    if costs is None or outdated(costs):
+        costs = measure()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            curves = {
+                name: dict(zip(*vars(getattr(costs, name)).values(), strict=True)) for name in ("verify", "draft")
+            }
+            replace_json(path, {"key": key, "plain": costs.plain, "first": costs.first} | curves)
+        except OSError as error:
+            logging.getLogger(__name__).info("what a step costs is not kept: %s", error)
+    _known[text] = costs
+    return costs
+
+
+def _read(path: Path, key: Mapping[str, Any]) -> Costs | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        verify, draft = (
+            Curve.of({int(rows): float(value) for rows, value in found[name].items()}) for name in ("verify", "draft")
+        )
+        costs = Costs(float(found["plain"]), verify, float(found["first"]), draft)
+        sound = found["key"] == key and verify.rows and draft.rows and min(costs.plain, *verify.seconds) > 0
+        return costs if sound and min(costs.first, *draft.seconds) >= 0 else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _folder() -> Path:
+    """``DRAFTERS_CACHE``, else ``drafters`` in the user's cache folder."""
+    if given := os.environ.get(CACHE):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
