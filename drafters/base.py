@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,18 @@ from .model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
     from .decoding.loop import DecodeState
+
+
+class Promised(NamedTuple):
+    """What so many ``steps`` (of a batch row) were to give, and to take, in times of a step without a draft.
+
+    ``choice``: the latest, in words.
+    """
+
+    steps: float
+    tokens: float
+    plain_steps: float
+    choice: str
 
 
 class Drafter:
@@ -69,6 +81,10 @@ class Drafter:
 
         A drafter's own prefill belongs here, where the clock counts it as prefill.
         """
+
+    def promised(self) -> "Promised | None":
+        """What a drafter that shapes its drafts by itself has promised for all its steps so far; None: it does not."""
+        return None
 
     def join(self, state: "DecodeState", rows: list[int], part: "DecodeState", output: FeatureOutput) -> None:
         """``rows`` of a running batch were given to the prompts of ``part``, prefilled beside it as for ``begin``.

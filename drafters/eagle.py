@@ -14,14 +14,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from .base import LearnedDrafter
+from .base import LearnedDrafter, Promised
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Way
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
-from .model.cost import Costs, behind_context, step_costs
+from .model.cost import Costs, behind_context, longer, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
@@ -172,6 +172,9 @@ class EagleDrafter(LearnedDrafter):
         if self.auto is not None:
             self.auto.begin(batch, state.sampling)
 
+    def promised(self) -> Promised | None:
+        return self.auto.promised() if self.auto is not None else None
+
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._gather_up()
         whole, features, counts, auto = self._cache, self._features, self._counts, self.auto
@@ -250,6 +253,7 @@ class EagleDrafter(LearnedDrafter):
             tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
 
             def once() -> object:
+                longer(cache, rows)
                 predicted = target.runner.run(self._head, [features, tokens], cache)[0]
                 if first:
                     draft = grow_static(predicted[:, -1:], self._extend_tree, head, plan, sampling, generator)

@@ -114,7 +114,7 @@ def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDr
 
 
 # A machine on which rows are cheap: a draft pass takes a tenth of a forward, a row of a verification a hundredth.
-AUTO_COSTS = Costs(1.0, Curve((1, 2), (1.0, 1.01)), 0.1, Curve((1, 2), (0.1, 0.101)))
+AUTO_COSTS = Costs(1.0, Curve((1, 2), (1.0, 1.01)), Curve((1, 2), (1.0, 1.01)), 0.1, Curve((1, 2), (0.1, 0.101)))
 
 
 class Cycling(Chooser):

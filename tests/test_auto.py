@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import conformance
@@ -23,6 +24,8 @@ from drafters.drafting.auto import Chooser, Rates, Shape, best_shape, likeliest,
 from drafters.eagle import EagleOptions
 from drafters.model import cost
 from drafters.model.cost import Costs, Curve
+from eval.figures import metrics
+from eval.measure.runner import Limits, Run, drafter_method
 
 GREEDY = Sampling()
 Paths = tuple[tuple[int, ...], ...]
@@ -30,6 +33,11 @@ Paths = tuple[tuple[int, ...], ...]
 
 def line(first: float, row: float) -> Curve:
     return Curve((1, 2), (first, first + row))
+
+
+def priced(row: float, draft: float, draft_row: float) -> Costs:
+    """In times of a forward of one row: of a row more, of a draft pass, and of a row more in it."""
+    return Costs(1.0, line(1.0, row), line(1.0, row), draft, line(draft, draft_row))
 
 
 def trees(nodes: int, depth: int, ranks: int, root: tuple[int, ...] = ()) -> Iterator[frozenset[tuple[int, ...]]]:
@@ -51,7 +59,8 @@ def value(tree: frozenset[tuple[int, ...]], table: list[list[float]], costs: Cos
         return 1.0 / costs.plain
     inner = [path for path in tree if any(other[:-1] == path for other in tree)]
     passes = [sum(len(path) == level for path in inner) for level in range(1, max(map(len, tree)))]
-    return tokens / (costs.verify.at(1 + len(tree)) + costs.first + sum(map(costs.draft.at, passes)))
+    verify = costs.chain if len(tree) == max(map(len, tree)) else costs.verify
+    return tokens / (verify.at(1 + len(tree)) + costs.first + sum(map(costs.draft.at, passes)))
 
 
 def test_best_shape_is_that_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +74,9 @@ def test_best_shape_is_that_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> Non
         table = [_accepted(row) for row in hazards]
         # Exact where a pass takes its time whatever its rows; where these cost, it may be a little off.
         row, loss = (0.0, 0.0) if number % 2 else (draw.uniform(0.0, 0.03), 0.03)
-        costs = Costs(
-            1.0, line(1.0, draw.choice([0.0, 0.02, 0.1, 0.3])), draw.uniform(0, 0.6), line(draw.uniform(0.01, 0.4), row)
-        )
+        verify, chain = draw.choice([0.0, 0.02, 0.1, 0.3]), draw.choice([0.5, 1.0])
+        draft = draw.uniform(0, 0.6), line(draw.uniform(0.01, 0.4), row)
+        costs = Costs(1.0, line(1.0, verify), line(1.0, chain * verify), *draft)
         best = best_shape(table, costs, most_nodes=6)
         assert best.tokens / best.seconds >= (1 - 1e-9 - loss) * max(value(tree, table, costs) for tree in every)
         assert value(frozenset(best.paths), table, costs) == pytest.approx(best.tokens / best.seconds)
@@ -140,9 +149,9 @@ def simulate(
 
 def test_what_does_not_pay_is_not_drafted() -> None:
     """Catches drafting on where nothing is accepted, probes that cost more than they may, and none at all."""
-    costs = Costs(1.0, line(1.0, 0.05), 0.2, line(0.2, 0.01))
+    costs = priced(0.05, 0.2, 0.01)
     chooser, draw = Chooser(lambda batch, sampling: costs, 20, 6, 4), random.Random(0)
-    assert chooser.expected() is None
+    assert chooser.promised().steps == 0
     assert simulate(chooser, 40, 0.0, draw)[0].paths
     later = simulate(chooser, 1000, 0.0, draw)
     probes = [shape for shape in later if shape.paths]
@@ -155,13 +164,13 @@ def test_what_does_not_pay_is_not_drafted() -> None:
     assert (
         max(map(len, again[-1].paths)) >= max(map(len, best.paths)) - 1 and len(again[-1].paths) <= len(best.paths) + 1
     )
-    found = chooser.expected()
-    assert found is not None and found["speedup"] > 1 and "chain" in found["shape"]
+    found = chooser.promised()
+    assert found.steps == 2540 and found.tokens > found.plain_steps and found.choice.startswith("a chain of")
 
 
 def test_where_each_row_costs_as_much_as_a_forward_nothing_is_drafted() -> None:
     """Catches a choice that goes by tau alone, and costs of another batch size."""
-    dear, cheap = Costs(1.0, line(1.0, 1.0), 0.1, line(0.1, 0.1)), Costs(1.0, line(1.0, 0.0), 0.0, line(0.0, 0.0))
+    dear, cheap = priced(1.0, 0.1, 0.1), priced(0.0, 0.0, 0.0)
     asked: list[tuple[int, Sampling]] = []
     chooser = Chooser(lambda *key: asked.append(key) or (dear if key[0] > 4 else cheap), 12, 5, 3)  # type: ignore[func-returns-value]
     assert chooser.shape(8, GREEDY).paths == ()
@@ -172,7 +181,7 @@ def test_where_each_row_costs_as_much_as_a_forward_nothing_is_drafted() -> None:
 
 def test_acceptance_in_a_checkpoint_is_where_it_starts() -> None:
     """Catches a table that is ignored, or taken for the other way of sampling."""
-    costs = Costs(1.0, line(1.0, 0.05), 0.2, line(0.2, 0.01))
+    costs = priced(0.05, 0.2, 0.01)
     chooser = Chooser(lambda *key: costs, 20, 6, 4, {"greedy": [[0.02, 0.01]], "sampled": [[0.95, 0.0]]})
     assert chooser.shape(1, GREEDY).paths == ()
     assert len(chooser.shape(1, Sampling(0.8)).paths) > 2
@@ -198,7 +207,7 @@ def test_costs_are_kept_on_disk(store: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def measure() -> Costs:
         measured.append(1)
-        return Costs(1.0, line(1.0, 0.5), 0.25, line(0.125, 0.0))
+        return priced(0.5, 0.25, 0.0)
 
     def get(name: str = "a", outdated: Callable[[Costs], bool] = lambda costs: False) -> Costs:
         cost._known.clear()
@@ -296,3 +305,17 @@ def test_drafter_config_keeps_the_acceptance() -> None:
     assert drafter.drafter_config()["tree"] == "auto"
     with pytest.raises(ValueError, match="less than or equal to 1"):
         EagleOptions(tree="auto", acceptance={"greedy": [[1.5]]})
+
+
+def test_a_report_shows_what_was_expected() -> None:
+    """Catches a promise of other prompts in a prompt's run, and figures that are ratios of sums taken for sums."""
+    target = target_of("llama")
+    decode = drafter_method(target, auto_eagle(target, 0.0), 0.0, Limits(40))
+    outcomes = [decode(prompt(8, seed), 0) for seed in range(2)]
+    for made in outcomes:
+        assert made.promised is not None and made.trace is not None
+        assert made.promised.steps == len(made.trace.steps)
+    runs = [Run(**vars(made), method="a", temperature=0.0, round=0, prompt=0, wall_seconds=1.0) for made in outcomes]
+    found = metrics.expected(runs)["expected"]
+    assert 2 < found["tau"] < 9.5 and 1 < found["speedup"] < 9 and found["choice"].startswith("a ")
+    assert metrics.expected([replace(run, promised=None) for run in runs]) == {}

@@ -10,6 +10,7 @@ import torch
 from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
+from drafters.base import Promised
 from drafters.decoding.trace import Step, Trace
 from eval.entries import STOCK
 from eval.figures.divergence import TOLERANCE, find_divergences
@@ -121,7 +122,7 @@ def test_the_journal_holds_all_of_every_run() -> None:
         "stock": lambda ids, seed: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
     }
     runs = list(measure(lambda _: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8)))
-    runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5)
+    runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5, promised=Promised(2, 3.0, 2.5, "x"))
     lines = [json.dumps(journal_line(run, PROMPTS[run.prompt])) for run in runs]
     assert [run_from_line(json.loads(line)) for line in lines] == runs
 

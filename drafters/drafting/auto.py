@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from ..base import Promised
 from ..decoding.sampling import Sampling
 from ..model.cost import Costs
 from .tree_plan import TreePlan
@@ -109,10 +110,14 @@ class Shape(NamedTuple):
     seconds: float
     speedup: float
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """In words."""
         size, depth = len(self.paths), max(map(len, self.paths), default=0)
-        kind = "no draft" if not size else f"chain of {size}" if size == depth else f"tree of {size}, {depth} deep"
-        return f"{kind}, {self.tokens:.2f} tokens a step, {self.speedup:.2f} times plain decoding's speed"
+        return "no draft" if not size else f"a chain of {size}" if size == depth else f"a tree of {size}, {depth} deep"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.tokens:.2f} tokens a step, {self.speedup:.2f} times plain decoding's speed"
 
 
 def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
@@ -133,21 +138,22 @@ def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
 def best_shape(table: Table, costs: Costs, most_nodes: int, least_nodes: int = 0) -> Shape:
     """The static tree of most tokens per second, of ``least_nodes`` to ``most_nodes`` nodes."""
     plain = costs.plain
-    verify = [costs.verify.at(1 + nodes) for nodes in range(most_nodes + 1)]
+    verify, chain = ([curve.at(1 + n) for n in range(most_nodes + 1)] for curve in (costs.verify, costs.chain))
     # A node adds its probability, and at least so many seconds: once that is less a second, no likelier tree is better.
-    row = min((after - before for before, after in pairwise(verify)), default=0.0)
+    row = min(after - before for curve in (verify, chain) for before, after in pairwise(curve))
     best = Shape((), 1.0, plain, 1.0)
     if least_nodes:
         best = best._replace(speedup=0.0)
-    for depth in range(1, len(table) + 1):
+    chains = [[row[:1] for row in table]] if len(table[0]) > 1 else []  # what the likeliest trees may leave out
+    for some, depth in [(table, depth) for depth in range(1, len(table) + 1)] + [(rows, len(rows)) for rows in chains]:
         tree = _Growing(costs)
-        for probability, path in likeliest(table, depth):
+        for probability, path in likeliest(some, depth):
             enough = len(tree.paths) >= max(least_nodes, 1)
             hopeless = probability * plain < best.speedup * row
             if len(tree.paths) == most_nodes or (enough and (hopeless or probability < RARE)):
                 break
             tree.add(probability, path)
-            seconds = verify[len(tree.paths)] + tree.draft_seconds
+            seconds = tree.draft_seconds + (chain if len(tree.paths) == len(path) else verify)[len(tree.paths)]
             speedup = tree.tokens / seconds * plain
             if len(tree.paths) >= least_nodes and speedup > best.speedup:
                 best = Shape(tuple(tree.paths), tree.tokens, seconds, speedup)
@@ -183,7 +189,7 @@ def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
         return Shape((), 1.0, plain, 1.0)
     for path in paths:
         tree.add(math.prod(table[depth][rank] for depth, rank in enumerate(path)), path)
-    seconds = costs.verify.at(1 + len(paths)) + tree.draft_seconds
+    seconds = (costs.chain if len(paths) == len(paths[-1]) else costs.verify).at(1 + len(paths)) + tree.draft_seconds
     return Shape(tuple(paths), tree.tokens, seconds, tree.tokens / seconds * plain)
 
 
@@ -258,12 +264,10 @@ class Chooser:
             if candidates := plan.children[row]:
                 self.learn(depth, candidates, plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None)
 
-    def expected(self) -> dict[str, Any] | None:
-        """What was promised over all steps so far: tau and the speedup; ``shape``, the present choice in words."""
+    def promised(self) -> Promised:
+        """For all steps so far."""
         steps, tokens, plain = (sum(course.promised[i] for course in self._courses.values()) for i in range(3))
-        if not steps or self._now is None:
-            return None
-        return {"shape": str(self._now.shape), "tau": tokens / steps, "speedup": tokens / plain}
+        return Promised(steps, tokens, plain, self._now.shape.name if self._now is not None else "nothing yet")
 
     def _course(self, batch: int, sampling: Sampling) -> _Course:
         course = self._courses.get((batch, sampling))

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the folder; "1" measures what is kept anew
 VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; those of a batch together are at most...
-DRAFTED = (1, 2, 4, 8, 16)  # and of a draft pass
+CHAINED, DRAFTED = (2, 4, 8), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
 MOST_ROWS = 128
-CONTEXT = 256  # rows that the measured ones attend to
+CONTEXT, LONGER = 256, 24  # rows that the measured ones attend to, at first, and how many more in the end
 SECONDS, ROUNDS = 0.8, 7  # rounds are measured until either is over
 BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
+
+CURVES = ("verify", "chain", "draft")  # of Costs
 
 Run = Callable[[], object]
 _known: dict[str, "Costs"] = {}  # what this process has measured or read, by key
@@ -74,12 +76,13 @@ class Costs(NamedTuple):
     """Seconds of a step's parts; rows are those of each batch row.
 
     Attributes:
-        plain: a step without a draft. verify: the target's forward by its rows, after drafting.
+        plain: a step without a draft. verify, chain: the target's forward by its rows, after drafting a tree, a chain.
         first: a draft of one token. draft: one more pass of the drafter by its rows.
     """
 
     plain: float
     verify: Curve
+    chain: Curve
     first: float
     draft: Curve
 
@@ -108,33 +111,48 @@ def step_costs(
         # A cache that holds the target's weights holds less of them after a draft, and the other way round.
         verified = [rows for rows in VERIFIED if rows == 2 or rows * batch <= MOST_ROWS]
         parts |= {("verify", rows): (begin, forward(target, batch, rows)) for rows in verified}
+        chained = [rows for rows in CHAINED if rows in verified]
+        parts |= {("chain", rows): (begin, forward(target, batch, rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
         found = timed(parts, target.device)
         verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
+        chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: found["first"]})
-        return Costs(found["plain"], verify, found["first"] if first else 0.0, draft if first else Curve((1,), (0.0,)))
+        drafting = (found["first"], draft) if first is not None else (0.0, Curve((1,), (0.0,)))
+        return Costs(found["plain"], verify, chain, *drafting)
 
     key = {"draft": dict(name), "batch": batch} | machine_key(target)
     return kept(key, measure, lambda costs: plain() < BUSY * costs.plain)
 
 
-def forward(target: "TargetModel", batch: int, rows: int) -> Run:
-    """A forward of a root and ``rows - 1`` draft tokens behind a context, as the loop runs one."""
+def forward(target: "TargetModel", batch: int, rows: int, chain: bool = False) -> Run:
+    """A forward of a root and ``rows - 1`` draft tokens, its children or a chain, behind a context: as the loop's."""
     cache = behind_context(target, batch, rows)
     tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
     see = torch.eye(rows, dtype=torch.bool, device=target.device)[None]
     see[..., 0] = True
-    placed = Rows(see, see.sum(-1) - 1) if rows > 1 else CHAIN
-    return lambda: target.lm_head(target.run(tokens, cache, placed).features).argmax(-1)
+    placed = Rows(see, see.sum(-1) - 1) if rows > 1 and not chain else CHAIN
+
+    def once() -> object:
+        longer(cache, rows)
+        return target.lm_head(target.run(tokens, cache, placed).features).argmax(-1)
+
+    return once
 
 
 def behind_context(target: "TargetModel", batch: int, rows: int, layers: int | None = None) -> "KVCache":
     """A cache with some committed rows (of zeros, which take the same time) and room for ``rows`` more."""
-    context = max(min(CONTEXT, target.max_context - rows), 0)
-    cache = target.new_cache(batch, context + rows, layers)
+    context = max(min(CONTEXT, target.max_context - rows - LONGER), 0)
+    cache = target.new_cache(batch, context + LONGER + rows, layers)
     cache.commit_first([context] * batch)
     return cache
+
+
+def longer(cache: "KVCache", rows: int) -> None:
+    """Commit a row, as every step does: libraries prepare themselves anew for shapes that they have not met."""
+    if cache.lengths[0] + 1 + rows <= cache.capacity:
+        cache.commit_first([1] * cache.batch)
 
 
 @torch.inference_mode()
@@ -204,9 +222,7 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Costs], outdated: Callabl
         costs = measure()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            curves = {
-                name: dict(zip(*vars(getattr(costs, name)).values(), strict=True)) for name in ("verify", "draft")
-            }
+            curves = {name: getattr(costs, name).points() for name in CURVES}
             replace_json(path, {"key": key, "plain": costs.plain, "first": costs.first} | curves)
         except OSError as error:
             logging.getLogger(__name__).info("what a step costs is not kept: %s", error)
@@ -217,12 +233,10 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Costs], outdated: Callabl
 def _read(path: Path, key: Mapping[str, Any]) -> Costs | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        verify, draft = (
-            Curve.of({int(rows): float(value) for rows, value in found[name].items()}) for name in ("verify", "draft")
-        )
-        costs = Costs(float(found["plain"]), verify, float(found["first"]), draft)
-        sound = found["key"] == key and verify.rows and draft.rows and min(costs.plain, *verify.seconds) > 0
-        return costs if sound and min(costs.first, *draft.seconds) >= 0 else None
+        curves = {name: Curve.of({int(rows): float(value) for rows, value in found[name].items()}) for name in CURVES}
+        costs = Costs(plain=float(found["plain"]), first=float(found["first"]), **curves)
+        sound = found["key"] == key and all(curve.rows for curve in curves.values())
+        return costs if sound and min(costs.plain, *costs.verify.seconds, *costs.chain.seconds) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

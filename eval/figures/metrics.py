@@ -129,6 +129,18 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
     return dict.fromkeys(figures) if any(run.trace is None for run in runs) else figures
 
 
+def expected(runs: Sequence[Run]) -> dict[str, Any]:
+    """tau and speedup as a drafter that shapes its drafts by itself promised them, and its latest choice.
+
+    Nothing of drafters that promise nothing.
+    """
+    made = [run.promised for run in runs if run.promised is not None]
+    steps, tokens, plain = (sum(float(one[place]) for one in made) for place in range(3))
+    if not steps or not plain:
+        return {}
+    return {"expected": {"tau": tokens / steps, "speedup": tokens / plain, "choice": made[-1].choice}}
+
+
 def times(runs: Sequence[Run]) -> dict[str, Any]:
     """Speeds, milliseconds of a step's parts and of a prefill, and the share of decoding outside forward passes.
 

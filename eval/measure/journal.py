@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
+from drafters.base import Promised
 from drafters.decoding.trace import Step, Trace
 from drafters.files import naming
 from drafters.program import command
@@ -180,6 +181,8 @@ def _about_other(path: Path, identity: dict[str, Any]) -> str:
 def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
     """All of a run, so that nothing measured is lost whatever comes after it; seconds, joules, steps in order."""
     line: dict[str, Any] = {name: getattr(run, name) for name in RUN_FIELDS}
+    if run.promised is not None:
+        line["promised"] = run.promised._asdict()
     line |= {"index": run.prompt, "prompt": prompt.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(run.tokens)}
     if run.trace is not None:
         line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
@@ -193,4 +196,5 @@ def run_from_line(line: dict[str, Any]) -> Run:
     if STEP_FIELDS[0] in line:
         steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
-    return Run(prompt=line["index"], trace=trace, **{name: line[name] for name in RUN_FIELDS})
+    promised = Promised(**line["promised"]) if "promised" in line else None
+    return Run(prompt=line["index"], trace=trace, promised=promised, **{name: line[name] for name in RUN_FIELDS})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafters import Drafter, TargetModel, generate
+from drafters.base import Promised
 from drafters.decoding.trace import Trace
 from drafters.program import Failure
 from eval.measure.energy import EnergyMeter, Reading
@@ -42,6 +43,7 @@ class Outcome:
         trace: None for stock generate, which tells no steps.
         first_tokens: how many the prefill gave: one, but assisted generation drafts before its first forward and may
             give several at once.
+        promised: of its steps, by a drafter that shapes its drafts by itself.
     """
 
     tokens: list[int]
@@ -49,6 +51,7 @@ class Outcome:
     decode_seconds: float
     trace: Trace | None = None
     first_tokens: int = 1
+    promised: Promised | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +182,7 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
     sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
 
     def decode(ids: list[int], seed: int) -> Outcome:
+        before = drafter.promised()
         result = generate(
             target,
             drafter,
@@ -193,7 +197,11 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
         trace = result.trace
         if trace.decoded_tokens != len(tokens) - 1:
             raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {len(tokens) - 1}")
-        return Outcome(tokens, trace.prefill_seconds, trace.decode_seconds, trace)
+        promised = drafter.promised()
+        if promised is not None and before is not None:  # for this prompt alone
+            steps, made, plain = (now - then for now, then in zip(promised[:3], before[:3], strict=True))
+            promised = Promised(steps, made, plain, promised.choice)
+        return Outcome(tokens, trace.prefill_seconds, trace.decode_seconds, trace, promised=promised)
 
     return decode
 

@@ -68,7 +68,7 @@ def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt],
     typical = [typical_run(of_prompt) for of_prompt in rounds]
     looping = _looping(typical)
     steady = [place for place, run in enumerate(typical) if run.prompt not in looping]
-    row = metrics.acceptance(typical, looping) | metrics.times(typical)
+    row = metrics.acceptance(typical, looping) | metrics.times(typical) | metrics.expected(typical)
     row |= joules_per_token(list(chain(*rounds))) | asdict(paired_speedup(rounds, plain, seed))
     row |= {
         "speedup_without_loops": _speedup_on(steady, rounds, plain),
@@ -201,6 +201,12 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
             f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
             f"{found['count'] - found['unexplained']} of them where rounding in {dtype} "
             f"explains it (largest top-2 margin there: {number(found['largest_margin'], 3)} logits)"
+        )
+    if (chosen := row.get("expected")) is not None:
+        lines.append(
+            f"{row['drafter']}, T = {row['temperature']:g}: chose its drafts by itself, in the end {chosen['choice']}; "
+            f"expected tau {chosen['tau']:.2f} and {chosen['speedup']:.2f}x, measured {number(row['tau'], 2)} and "
+            f"{number(row['speedup'], 2, 'x')}"
         )
     if row["perplexity"] is None:
         which = f"{row['drafter']}, T = {row['temperature']:g}"
