@@ -34,6 +34,7 @@ def export(checkpoint: str, engine: str, out: Path, target: str | None = None) -
     """
     from drafters.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
     from drafters.eagle import EagleHead
+    from drafters.model.draft_head import DRAFT_IDS
     from drafters.model.ends import load_frozen_ends
     from drafters.model.files import load_config_only
 
@@ -54,6 +55,7 @@ def export(checkpoint: str, engine: str, out: Path, target: str | None = None) -
             f"{checkpoint} was trained for {trained['name']!r} (fingerprint {trained['fingerprint']}), and {name} is "
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
         )
+    weights.pop(DRAFT_IDS, None)  # there, the head drafts with the whole vocabulary
     load_state(EagleHead(family), weights, checkpoint)  # vLLM would leave a missing weight random, and not say so
     there = out.exists()
     out.mkdir(parents=True, exist_ok=True)

@@ -112,6 +112,12 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["precision=int8"], "precision: .*found 'int8'"),
     ],
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
+    "train.draft_vocab": [
+        (["none", "--data", "prompts.jsonl", "--size", "8"], "none holds no config.json"),
+        ([TARGET, "--data", "none.jsonl", "--size", "8"], "no data file at none.jsonl"),
+        ([TARGET, "--data", "none.txt", "--size", "8"], "no data file at none.txt|a Hub dataset"),
+        ([TARGET, "--data", "prompts.jsonl", "--size", "0"], "--size: must be a whole number of at least 1"),
+    ],
     "train.throughput": [
         (["features=./none"], "none"),
         (["--rounds", "none"], "--rounds: must be a whole number of at least 1, found .none."),

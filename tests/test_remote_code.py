@@ -30,6 +30,7 @@ import eval.engines
 import eval.speed
 import eval.sweep
 import eval.tune
+import train.draft_vocab
 import train.throughput
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError
@@ -222,7 +223,8 @@ WITHOUT_A_MODEL = {
     "eval/roofline.py",
     "train/summary.py",
 }
-ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py", "train/target/__main__.py"}  # below
+ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py"}  # below
+ELSEWHERE |= {"train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
 
@@ -283,6 +285,16 @@ def test_inspect_runs_no_tokenizers_code(trap: Trap, said_yes: None, capsys: pyt
     """Catches a store that is looked at with a stranger's tokenizer."""
     data_prep.inspect.main([str(trap.features / "train"), "--tokenizer", str(trap.strange)])
     assert REFUSED in " ".join(capsys.readouterr().out.split())
+    assert not trap.marker.exists()
+
+
+def test_counting_tokens_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches the configuration or the tokenizer of a draft model that brings code of its own."""
+    (tmp_path / "text.txt").write_text("some words")
+    arguments = ["--data", str(tmp_path / "text.txt"), "--size", "8"]
+    for folder, more in ((trap.strange, []), (trap.known, ["--tokenizer", str(trap.strange)])):
+        with pytest.raises(ValueError, match=REFUSED):
+            train.draft_vocab.main([str(folder), *arguments, *more])
     assert not trap.marker.exists()
 
 

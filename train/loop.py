@@ -21,6 +21,7 @@ from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
 from drafters.files import replace_json
 from drafters.program import Failure
+from train.data.frequency import draft_ids
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.engine import Engine
@@ -70,6 +71,7 @@ class TrainRun:
         if saved:
             saved.load_weights(task.module)
         cost = training_cost(task)
+        task.draft_ids = draft_ids(task, inputs.train)
         self.engine = Engine(task.module, self.config)
         task.ends.to(self.engine.device)
         inputs.load_target(self.config, self.engine.device)
@@ -366,10 +368,11 @@ class TrainRun:
             "minutes": round(self.progress.seconds / 60, 2),
             **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
         }
+        weights, options = self.task.exported(weights)
         config = {
             "drafter_type": self.config.drafter,
             "format_version": checkpoint.FORMAT_VERSION,
-            "drafter": self.task.drafter_config(),
+            "drafter": options,
             "target": target_identity(self.config, self.inputs.ends).model_dump(),
             "training": training,
         }

@@ -47,6 +47,7 @@ class Task(ABC):
 
     Attributes:
         module: what is trained.
+        draft_ids: int32 ``[N]``, of the config's ``draft_vocab`` tokens; None without it.
     """
 
     schema: ClassVar[type[TrainConfig]]
@@ -55,6 +56,7 @@ class Task(ABC):
     constant_inputs: ClassVar[tuple[str, ...]] = ()
     config: TrainConfig
     module: nn.Module
+    draft_ids: Tensor | None = None
 
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         import torch
@@ -127,10 +129,18 @@ class Task(ABC):
 
     def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
         """Drafters with copies of ``weights`` for the decoding loop, by kind of draft."""
-        common = self.drafter_config()
+        whole, common = self.exported(weights)
         return {
-            kind: self.drafter.from_weights(target, weights, common | options) for kind, options in self.drafts.items()
+            kind: self.drafter.from_weights(target, whole, common | options) for kind, options in self.drafts.items()
         }
+
+    def exported(self, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint of ``weights`` holds, and its ``drafter`` section: with ``draft_vocab`` the ids, too."""
+        from drafters.model.draft_head import DRAFT_IDS
+
+        if self.draft_ids is None:
+            return weights, self.drafter_config()
+        return weights | {DRAFT_IDS: self.draft_ids}, self.drafter_config() | {"draft_vocab": len(self.draft_ids)}
 
     @property
     def chunk_rows(self) -> int:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 from train.runtime import Ranks
@@ -45,6 +46,7 @@ class Heldout:
             found |= task.heldout(module, batch, predicted, target)
             found |= by_position(task, batch, rows, predicted, target)
             found |= {"own_answers": own_answers(task, batch)} if whose else {}
+            found |= vocabulary_coverage(task, target)
             for name, ratio in found.items():
                 before = ratios.get(name)
                 ratios[name] = Ratio(before.total + ratio.total, before.count + ratio.count) if before else ratio
@@ -62,3 +64,16 @@ def own_answers(task: Task, batch: Batch) -> Ratio:
     pairs = zip(features.split(task.chunk_rows), tokens.split(task.chunk_rows), strict=True)
     same = [(task.ends.lm_head(some).argmax(-1) == text).sum() for some, text in pairs]
     return Ratio(torch.stack([*same, torch.zeros_like(rows.sum())]).sum(), torch.tensor(len(rows), device=rows.device))
+
+
+def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
+    """``draft_vocab_coverage``: how many of the target's own first choices are among the tokens that are drafted with.
+
+    No greedy draft of these is accepted more often. ``target``: ``[n, H]``, what the target gives to its LM head.
+    """
+    if task.draft_ids is None:
+        return {}
+    head, ids = task.ends.lm_head, task.draft_ids.to(target.device)
+    chosen = torch.cat([head(part).argmax(-1) for part in target.split(task.chunk_rows)])
+    count = torch.tensor(len(target), device=target.device)
+    return {"draft_vocab_coverage": Ratio(torch.isin(chosen, ids).sum(), count)}

@@ -1,0 +1,131 @@
+"""Which tokens are drafted with: counted in training, exported, measured on held-out text, and added afterwards."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from safetensors.torch import load_file
+
+from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.store.reader import FeatureStore
+from drafters import TargetModel, load_drafter, make_drafter
+from drafters.config import Config
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
+from train import draft_vocab
+from train.data.frequency import count_answers, most_frequent
+from train.run.files import read_metrics
+
+
+def test_frequency_by_hand() -> None:
+    """Catches prompts that are counted, and an order of equals that depends on the machine."""
+    first = torch.tensor([4, 4, 2, 1, 1, 1]), torch.tensor([False, False, True, True, True, False])
+    second = torch.tensor([3, 2]), torch.tensor([True, True])
+    counts = count_answers([first, second], vocab=6)
+    assert counts.tolist() == [0, 2, 2, 1, 0, 0]
+    assert most_frequent(counts, 6).tolist() == [1, 2, 3, 0, 4, 5] and most_frequent(counts, 2).tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"7 tokens to draft with are more than the vocabulary's 6"):
+        most_frequent(counts, 7)
+
+
+def test_training_exports_what_it_counted(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    """Catches ids of other text, a held-out coverage of all tokens or of the head's, and a tau of the whole LM head."""
+    values = tiny_run.settings(target.name, features, tmp_path / "run", steps=2, draft_vocab=30, heldout_tokens=10**6)
+    run = tiny_run.train_here("eagle", values)
+    counts: Counter[int] = Counter()
+    for one in FeatureStore.open(features / "train"):
+        counts.update(one.input_ids[one.loss_mask].tolist())
+    kept = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:30]
+    drafter: Any = load_drafter(str(tmp_path / "run"), target)
+    assert drafter.lm_head.ids.tolist() == kept and drafter.module.draft_ids.dtype == torch.int32
+    covered = total = 0
+    for one in FeatureStore.open(features / "heldout"):
+        answered = one.loss_mask[2:].nonzero()[:, 0] + 1  # the features that give the answers' tokens
+        chosen = target.lm_head(one.features[answered].float()).argmax(-1)
+        covered, total = covered + sum(token in kept for token in chosen.tolist()), total + len(chosen)
+    row = [row for row in read_metrics(tmp_path / "run") if "heldout_loss" in row][-1]
+    assert row["heldout_draft_vocab_coverage"] == pytest.approx(covered / total, abs=1e-9) and 0 < covered < total
+    made = run.task.drafters(target, run.engine.weights())
+    assert all(one.lm_head.width == 30 for one in made.values())  # type: ignore[attr-defined]
+
+
+def test_training_refuses_what_cannot_be(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run of hours whose drafter cannot be loaded."""
+    values = tiny_run.settings(target.name, features, tmp_path / "run", steps=2, draft_vocab=target.vocab_size + 1)
+    with pytest.raises(ValueError, match="more than the vocabulary's 97"):
+        tiny_run.train_here("eagle", values)
+    monkeypatch.setattr(EagleDrafter, "options", Config)
+    with pytest.raises(ValueError, match="drafter 'eagle' takes none"):
+        tiny_run.train_here("eagle", {**values, "draft_vocab": 8})
+
+
+@pytest.fixture
+def dialogues(tmp_path: Path) -> Path:
+    """A ShareGPT file of three dialogues."""
+    turns = [("one", "two two"), ("three", "a longer answer, with two words more"), ("two", "two")]
+    both = [[{"from": "human", "value": said}, {"from": "gpt", "value": answer}] for said, answer in turns]
+    (tmp_path / "data.json").write_text(json.dumps([{"conversations": conversation} for conversation in both]))
+    return tmp_path / "data.json"
+
+
+def eagle_of(folder: Path, out: Path) -> TargetModel:
+    """An EAGLE checkpoint without ids in ``out``; its target."""
+    target = TargetModel.from_pretrained(str(folder), "float32", "cpu")
+    EagleDrafter(target, EagleHead(target.config), EagleOptions(top_k=3)).save_pretrained(out)
+    return target
+
+
+def test_ids_are_added_to_a_drafter(
+    target_folder: Path, dialogues: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a command that changes weights or options, counts prompts, or leaves the drafter as it was."""
+    target = eagle_of(target_folder, tmp_path / "eagle")
+    before = load_file(tmp_path / "eagle" / "model.safetensors")
+    for size in (40, 12):  # again, over the first ones
+        assert draft_vocab.main([str(tmp_path / "eagle"), "--data", str(dialogues), "--size", str(size)]) == 0
+    after = load_file(tmp_path / "eagle" / "model.safetensors")
+    split = encode_split(str(dialogues), load_tokenizer(str(target_folder)), 1000)
+    counts = Counter(int(token) for one in split.dialogues for token in one.input_ids[one.loss_mask])
+    kept = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:12]
+    assert after.pop(DRAFT_IDS).tolist() == kept
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    drafter: Any = load_drafter(str(tmp_path / "eagle"), target)
+    assert drafter.lm_head.ids.tolist() == kept and drafter.top_k == 3
+    share = sum(counts[token] for token in kept) / counts.total()
+    assert f"draft_vocab=12      covers {share:.2%} of the {counts.total()} tokens" in capsys.readouterr().out
+
+
+def test_ids_are_added_to_a_draft_model(target_folder: Path, tmp_path: Path) -> None:
+    """Catches a file that the methods with a draft model do not find, and a text whose end is never drafted."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in target_folder.iterdir():
+        (folder / file.name).symlink_to(file)
+    (tmp_path / "text.txt").write_text("some words\n" * 5000)
+    draft_vocab.main([str(folder), "--data", str(tmp_path / "text.txt"), "--size", "6"])
+    assert list(load_file(folder / DRAFT_IDS_FILE)) == [DRAFT_IDS]
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    drafter: Any = make_drafter("speculative", target, draft_model=str(folder), draft_vocab=5)
+    tokenizer = load_tokenizer(str(target_folder)).tokenizer
+    assert tokenizer.eos_token_id in drafter.lm_head.ids
+    assert tokenizer("some words\n")["input_ids"][0] in drafter.lm_head.ids
+
+
+def test_ids_are_counted_in_a_store(target: TargetModel, features: Path, target_folder: Path, tmp_path: Path) -> None:
+    """Catches a store that is taken for a data set, or one of another vocabulary that is counted all the same."""
+    EagleDrafter(target, EagleHead(target.config), EagleOptions()).save_pretrained(tmp_path / "eagle")
+    draft_vocab.main([str(tmp_path / "eagle"), "--data", str(features / "train"), "--size", "30"])
+    drafter: Any = load_drafter(str(tmp_path / "eagle"), target)
+    counts = count_answers(
+        ((one.input_ids, one.loss_mask) for one in FeatureStore.open(features / "train")), target.vocab_size
+    )
+    assert drafter.lm_head.ids.tolist() == most_frequent(counts, 30).tolist()
+    eagle_of(target_folder, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"was made for a vocabulary of 97 tokens, not of"):
+        draft_vocab.main([str(tmp_path / "other"), "--data", str(features / "train"), "--size", "30"])
