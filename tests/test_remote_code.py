@@ -299,7 +299,7 @@ def test_counting_tokens_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path
 
 
 def test_a_corpus_tokenizer_runs_no_code(trap: Trap, said_yes: None) -> None:
-    """Catches train.target asking for, or running, the code of a tokenizer that lies in its corpus."""
+    """Catches train.target asking for, or running, the code of a tokenizer: its corpus's, or a target's."""
     from types import SimpleNamespace
 
     from train.target.data import get_tokenizer
@@ -307,7 +307,8 @@ def test_a_corpus_tokenizer_runs_no_code(trap: Trap, said_yes: None) -> None:
     corpus = trap.root / "corpus"
     shutil.copytree(trap.known, corpus / f"tokenizer-{CHAT_VOCAB}")
     shape = SimpleNamespace(vocab_size=CHAT_VOCAB, max_positions=64)
-    get_tokenizer(SimpleNamespace(corpus=corpus, model=shape))  # type: ignore[arg-type]
+    for tokenizer in (None, str(trap.known)):
+        get_tokenizer(SimpleNamespace(corpus=corpus, tokenizer=tokenizer, model=shape))  # type: ignore[arg-type]
     assert not trap.marker.exists()
 
 
