@@ -15,11 +15,12 @@ from drafters.drafting.draft_model import load_draft_model
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.entries import STOCK, StockEntry
+from eval.figures.quantisation import quantisation_cost
 from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
-from eval.measure.runner import Limits, Method, drafter_method, measure
+from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
 from eval.prompts import PromptSet, load_prompts
 from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
@@ -112,6 +113,7 @@ def run(
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
         names = described_rows(config, lineup, guests), config.entries[0].name
+        facts |= quantised(models, [run for run in journal.runs if run.method == names[1]], prompts)
         baseline, rows = make_rows(journal.runs, *names, prompts.measured, target, config.seed)
         report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
         try:
@@ -127,6 +129,14 @@ def described_rows(config: SpeedConfig, lineup: Lineup, guests: Guests | None) -
     """Every row's label, in the report's order, and what is known of it."""
     stock = {e.label: {"lossless": True, "stock": True, "entry": e.label, "grid": None} for e in config.stock}
     return {**lineup.described, **stock, **(guests.described if guests is not None else {})}
+
+
+def quantised(models: Models, plain: list[Run], prompts: PromptSet) -> dict[str, Any]:
+    """What quantising cost the target, over prompts and plain decoding's answers; nothing for one that is as it was."""
+    if models.target.quantize is None:
+        return {}
+    texts = [prompts.measured[run.prompt].ids + run.tokens for run in plain if run.round == 0]
+    return {"quantisation": quantisation_cost(models.stock, models.target, texts)}
 
 
 def identity(facts: dict[str, Any], prompts: PromptSet) -> Identity:

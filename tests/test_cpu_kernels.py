@@ -94,6 +94,50 @@ def test_a_row_attends_as_alone_to_the_last_bit(threads: int) -> None:
         assert torch.equal(together[b], alone[0])
 
 
+needs_tiles = pytest.mark.skipif(not cpu_kernels.multiplies(torch.zeros(32, 32).bfloat16()), reason="no matrix unit")
+
+
+def weights(outputs: int, inputs: int) -> dict[int, tuple[cpu_kernels.Tiles, Tensor]]:
+    """By bits: tiles, and the weight that they stand for."""
+    whole = torch.randn(outputs, inputs).bfloat16()
+    eighths, scales = torch.randint(-127, 128, (outputs, inputs)).to(torch.int8), torch.rand(outputs)
+    fourths = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    steps, middles = torch.rand(outputs, inputs // 32).bfloat16(), torch.randn(outputs, inputs // 32).bfloat16()
+    spread = (fourths.double().view(outputs, -1, 32) - 8) * steps.double()[..., None] + middles.double()[..., None]
+    return {
+        16: (cpu_kernels.Tiles(whole), whole.double()),
+        8: (cpu_kernels.Tiles(eighths, scales), eighths.double() * scales.double()[:, None]),
+        4: (cpu_kernels.Tiles(fourths, steps, middles), spread.view(outputs, inputs)),
+    }
+
+
+@needs_tiles
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 96), (32, 32), (1, 64), (96, 576)])
+def test_products(bits: int, outputs: int, inputs: int) -> None:
+    """Catches tiles in another order, rows of a last tile that is not full, outputs written beyond the last."""
+    tiles, weight = weights(outputs, inputs)[bits]
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 70):
+        x = torch.randn(rows, inputs).bfloat16()
+        wanted = x.double() @ weight.T
+        rounding = 2**-7 if bits == 4 else 2**-8  # of the results, and in int4 of the weight
+        assert (tiles(x).double() - wanted).abs().max() < rounding * wanted.abs().max()
+
+
+@needs_tiles
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_row_is_multiplied_as_in_company(bits: int) -> None:
+    """Catches products that depend on how many rows are verified at once: drafting would leave plain decoding's path
+    more often than it need do.
+    """
+    tiles = weights(96, 576)[bits][0]
+    x = torch.randn(70, 576).bfloat16()
+    together = tiles(x)
+    assert all(torch.equal(together[:rows], tiles(x[:rows])) for rows in (2, 5, 16, 26, 33, 64))
+    alone = torch.cat([tiles(row[None]) for row in x])
+    assert (alone == together).float().mean() > 0.99  # summed in another order, then rounded to bf16
+
+
 @pytest.fixture
 def without() -> Iterator[None]:
     """``library`` forgets what it found, before and after."""

@@ -10,7 +10,8 @@ from conformance import NO_EOS, prompt, rows_of
 from rigged import eagle, perturbed
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model.linear import Int4, Int8, Product, Quantization
+from drafters.model.cpu_kernels import multiplies
+from drafters.model.linear import GROUP, Int4, Int8, Product, Quantization, fit_groups
 from drafters.speculative import SpeculativeDrafter
 
 
@@ -61,31 +62,55 @@ def test_int8_product_is_near(dtype: torch.dtype, kernel: bool, biased: bool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inputs, group", [(256, 128), (192, 64), (96, 32)])
-@pytest.mark.parametrize("outputs, kernel", [(64, True), (70, False)])  # torch's CPU kernel takes multiples of 16
-def test_int4_product_is_near(dtype: torch.dtype, inputs: int, group: int, outputs: int, kernel: bool) -> None:
-    """Catches groups along the wrong axis, nibbles swapped, and a way round a missing kernel that gives something
-    else.
-    """
-    torch.manual_seed(0)
+@pytest.mark.parametrize("way", ["ours", "torch", "spread"])
+def test_int4_product_is_near(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches groups along the wrong axis, nibbles swapped, a way round a missing kernel that gives something else."""
+    if way != "ours":
+        monkeypatch.setattr("drafters.model.linear.multiplies", lambda weight: False)
+    outputs, inputs = (70 if way == "spread" else 64), 96  # torch's CPU kernel takes multiples of 16
     weight = (torch.randn(outputs, inputs) * torch.logspace(-2, 1, inputs)).to(dtype)  # inputs of very unequal size
-    weight[3, :group], weight[5] = 0.5, 0.0  # groups of one value
+    weight[3, :GROUP], weight[5] = 0.5, 0.0  # groups of one value
     bias = torch.randn(outputs).to(dtype)
     product = Product(weight, bias)
     product.quantize("int4")
     four = product.quantized
-    assert isinstance(four, Int4) and four.group == group and four.kernel == kernel
-    assert four.values.nbytes == outputs * inputs // 2 and product.nbytes < weight.nbytes
-    grouped = weight.float().view(outputs, -1, group)
-    step = ((grouped.amax(-1) - grouped.amin(-1)) / 15).repeat_interleave(group, dim=1)
+    ours = way == "ours" and multiplies(weight)
+    assert isinstance(four, Int4) and (four.tiles is not None) == ours and four.kernel == (way != "spread" and not ours)
+    assert product.nbytes < weight.nbytes
+    kept = (product(torch.eye(inputs, dtype=dtype)) - bias).T.float()
+    grouped = weight.float().view(outputs, -1, GROUP)
+    step = ((grouped.amax(-1) - grouped.amin(-1)) / 15).repeat_interleave(GROUP, dim=1)
+    rounding = 0 if dtype == torch.float32 else 2**-7
+    assert ((kept - weight.float()).abs() <= 1.01 * step + rounding * (weight.float().abs() + 3) + 1e-5).all()
     for rows in (1, 3, 33):
         x = torch.randn(2, rows, inputs).to(dtype)
-        plain = torch.nn.functional.linear(x, weight, bias).float()
-        bound = 0.51 * x.float().abs() @ step.T + 1e-4
-        if dtype == torch.bfloat16:
-            bound = bound + 0.03 * (x.float().abs() @ weight.float().abs().T + 3)
-        gap = (product(x).float() - plain).abs()
-        assert (gap <= bound).all() and gap.max() > 0
+        plain = torch.nn.functional.linear(x.float(), kept, bias.float())
+        bound = 1e-3 + rounding * (x.float().abs() @ weight.float().abs().T + 3)
+        assert ((product(x).float() - plain).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grid_is_found_again(dtype: torch.dtype) -> None:
+    """Catches a model from a 4-bit file quantised to other steps than its own, which is a second loss."""
+    scales, lowest = torch.rand(40, 3, 1) + 0.1, torch.randn(40, 3, 1)
+    values = torch.randint(0, 16, (40, 3, GROUP))
+    values[::2] = values[::2].clamp_max(11)  # of which the upper steps are not in use
+    weight = (values * scales + lowest).to(dtype).float()
+    found, steps, middles = fit_groups(weight, dtype)
+    again = (found.float() - 8) * steps.float()[..., None] + middles.float()[..., None]
+    step = scales.expand_as(weight)
+    assert ((again - weight).abs() <= (0.01 if dtype == torch.float32 else 0.09) * step).all()
+
+
+def test_fitted_steps_are_better_than_the_whole_range() -> None:
+    """Catches a search that keeps another than the best it has seen."""
+    weight = torch.randn(64, 4, GROUP)
+    low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    plain = ((weight - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    found, steps, middles = fit_groups(weight, torch.float32)
+    again = (found.float() - 8) * steps[..., None] + middles[..., None]
+    errors, ranges = ((each - weight).square().sum(-1) for each in (again, plain))
+    assert (errors <= 1.0001 * ranges).all() and errors.mean() < 0.9 * ranges.mean()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])

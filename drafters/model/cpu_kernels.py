@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math")
@@ -66,6 +67,62 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, e
     return out
 
 
+GROUP = 32  # inputs of a tile, and of a group in int4
+OUTPUTS = 32  # of two tiles side by side
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether there are ``Tiles`` for a weight: bf16 on a CPU with a matrix unit (AMX), of whole tiles."""
+    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[1] % GROUP == 0
+    loaded = library() if fits else None
+    return loaded is not None and hasattr(loaded, "multiply") and bool(loaded.products_allowed())
+
+
+class Tiles:
+    """A weight ``[outputs, inputs]`` in the order that the matrix unit reads, multiplied with bf16.
+
+    A row's product does not depend on the other rows, but for rounding where it is alone.
+
+    Args:
+        values: bf16; int8, with scales ``[outputs]``; or uint8 below 16, with scales and middles
+            ``[outputs, inputs / GROUP]`` for each group of inputs: ``(values - 8) * scales + middles``.
+    """
+
+    def __init__(self, values: Tensor, scales: Tensor | None = None, middles: Tensor | None = None) -> None:
+        self.outputs, self.inputs = values.shape
+        self.bits = 8 * values.itemsize if middles is None else 4
+        tiles = _in_pairs(values, GROUP).unflatten(4, (16, 2)).transpose(3, 4).contiguous()
+        self.scales: Tensor | None = None
+        if middles is not None:
+            assert scales is not None
+            rows = tiles.view(*tiles.shape[:3], 8, 2, 32)
+            packed = (rows[..., 0, :] | rows[..., 1, :] << 4).flatten(3)
+            both = [_in_pairs(part.to(torch.bfloat16), 1).flatten(3).contiguous() for part in (scales, middles)]
+            tiles = torch.cat([*(part.view(torch.uint8) for part in both), packed], dim=-1)
+        elif scales is not None:
+            self.scales = F.pad(scales.float(), (0, -len(scales) % OUTPUTS))
+        self.tiles = tiles
+        self.nbytes = tiles.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[rows, inputs]`` in bf16, contiguous -> ``[rows, outputs]``."""
+        assert x.shape[1] == self.inputs and x.dtype == torch.bfloat16 and x.is_contiguous()
+        out = x.new_empty(len(x), self.outputs)
+        loaded = library()
+        assert loaded is not None
+        loaded.multiply(
+            *(x.data_ptr(), self.tiles.data_ptr(), None if self.scales is None else self.scales.data_ptr()),
+            *(out.data_ptr(), len(x), self.inputs, self.outputs, self.bits, torch.get_num_threads()),
+        )
+        return out
+
+
+def _in_pairs(values: Tensor, step: int) -> Tensor:
+    """``[outputs, inputs]`` -> ``[pairs, steps, 2, 16, step]``: outputs in pairs of tiles, padded with zeros."""
+    padded = F.pad(values, (0, 0, 0, -len(values) % OUTPUTS))
+    return padded.view(-1, 2, 16, values.shape[1] // step, step).permute(0, 3, 1, 2, 4)
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, and a line in the log, where there is no way to have them."""
@@ -80,6 +137,8 @@ def library() -> ctypes.CDLL | None:
     for dtype in DTYPES.values():
         kernel = getattr(loaded, f"attend_{dtype}")
         kernel.argtypes, kernel.restype = [pointer] * 6 + [number] * 11 + [ctypes.c_float, ctypes.c_int], None
+    if hasattr(loaded, "multiply"):  # the compiler knows a matrix unit
+        loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 4 + [number] * 3 + [ctypes.c_int] * 2, None
     return loaded
 
 

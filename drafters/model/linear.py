@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from drafters.choices import Quantization
 
+from .cpu_kernels import Tiles, multiplies
+
 # Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two
 # cores: 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32), so a single row is multiplied four times over.
 LARGE = 1 << 22
@@ -18,7 +20,12 @@ LARGE = 1 << 22
 # and 3 as it is; 256 x 256: 28 and 8; 1024 x 256: 40 and 44). In bf16 both ways go through it.
 SMALL = 1 << 18
 
-GROUPS = (128, 64, 32)  # inputs that share a scale in int4; the first that divides their number
+# A prompt's rows are so many that oneDNN is as fast in bf16, its layout of the weight included (2 cores, SmolLM2's
+# layers: 128 rows 49 ms by our kernels, 46 by oneDNN's; 26 rows 24 and 44).
+MANY = 96
+
+STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18, 20)  # of int4, over the range of a group
+GROUP = 32  # inputs that share a scale in int4: with 64, or 128, a model of 135M parameters is another one
 
 
 class Product:
@@ -26,7 +33,7 @@ class Product:
 
     On a CPU the weight is laid out once more for its kernels, where memory allows it: a plain product does so again in
     every call, which may take as long as the product itself (two cores, 5 rows, 4096 x 4096: 1.7 times faster in bf16,
-    4 times in float32).
+    4 times in float32). In bf16 they are kernels of our own, where the processor has a matrix unit.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -36,10 +43,13 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
-        if self.quantized is not None:
-            out = self.quantized(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+        derived = x.requires_grad and torch.is_grad_enabled()  # kernels for packed weights have no derivative
+        few = isinstance(self.packed, Tiles) and not derived and x.numel() <= MANY * x.shape[-1]
+        own = self.packed if few else self.quantized
+        if own is not None:
+            out = own(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
-        if self.packed is None or (x.requires_grad and torch.is_grad_enabled()):  # the kernel has no derivative
+        if derived or not isinstance(self.packed, Tensor):
             return F.linear(x, self.weight, self.bias)
         if x.numel() == x.shape[-1] and self.weight.numel() >= LARGE:
             return self._multiply(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)
@@ -73,61 +83,114 @@ class Int8:
             (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
         )
         self.values = (weight.float() / self.scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        self.kernel = _int8_kernel(weight.device, weight.dtype, *weight.shape)
+        self.tiles = Tiles(self.values, self.scales) if multiplies(weight) else None
+        self.kernel = self.tiles is None and _int8_kernel(weight.device, weight.dtype, *weight.shape)
+        if self.tiles is not None:
+            self.values = self.tiles.tiles
         self.nbytes = self.values.nbytes + self.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
+        if self.tiles is not None:
+            return self.tiles(x)
         if self.kernel:
             return torch._weight_int8pack_mm(x, self.values, self.scales)
         return F.linear(x, self.values.to(x.dtype)) * self.scales
 
 
 class Int4:
-    """A weight as int4 with a scale and a zero point for each group of inputs (asymmetric, by smallest and largest).
+    """A weight as int4 with a scale and a middle for each group of inputs (asymmetric), fitted by ``fit_groups``.
 
-    torch's own kernels, which torchao and gpt-fast use, want it in layouts of their own; where there is none for a
-    device or a size, two values share a byte and are spread out again in every call, which is slow.
+    Our own kernels and torch's, which torchao and gpt-fast use, want it in layouts of their own; where there is none
+    for a device or a size, two values share a byte and are spread out again in every call, which is slow.
 
     Raises:
-        ValueError: no group size divides the number of inputs.
+        ValueError: the number of inputs is no multiple of a group.
     """
 
     def __init__(self, weight: Tensor) -> None:
         outputs, inputs = weight.shape
-        group = next((size for size in GROUPS if inputs % size == 0), None)
-        if group is None:
+        if inputs % GROUP:
             raise ValueError(
                 f"a weight of {inputs} inputs cannot be quantised to int4: their number must be a multiple of "
-                f"{GROUPS[-1]}; use int8"
+                f"{GROUP}; use int8"
             )
-        self.group = group
-        grouped = weight.float().view(outputs, -1, group)
-        low, high = grouped.amin(-1), grouped.amax(-1)
-        scales = ((high - low) / 15).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny).float()
-        middles = (low + 8 * scales).to(weight.dtype).float()
-        values = ((grouped - middles[..., None]) / scales[..., None] + 8).round_().clamp_(0, 15)
-        values = values.view(outputs, inputs).to(torch.int32)
-        self.scales_and_zeros = torch.stack([scales.t(), middles.t()], dim=-1).contiguous().to(weight.dtype)
-        self.kernel = _int4_kernel(weight.device, weight.dtype, outputs, inputs, group)
-        self.values = _int4_layout(values) if self.kernel else _two_a_byte(values)
+        fitted = [fit_groups(some.float().view(len(some), -1, GROUP), weight.dtype) for some in weight.split(256)]
+        values, scales, middles = (torch.cat(parts) for parts in zip(*fitted, strict=True))
+        values = values.view(outputs, inputs)
+        self.scales_and_zeros = torch.stack([scales.t(), middles.t()], dim=-1).contiguous()
+        self.tiles = Tiles(values, scales, middles) if multiplies(weight) else None
+        self.kernel = self.tiles is None and _int4_kernel(weight.device, weight.dtype, outputs, inputs)
+        if self.tiles is not None:
+            self.values, self.scales_and_zeros = self.tiles.tiles, self.scales_and_zeros.new_empty(0)
+        else:
+            self.values = _int4_layout(values.int()) if self.kernel else _two_a_byte(values)
         self.nbytes = self.values.nbytes + self.scales_and_zeros.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
+        if self.tiles is not None:
+            return self.tiles(x)
         return self._through_kernel(x) if self.kernel else F.linear(x, self.spread(self.values))
 
     def _through_kernel(self, x: Tensor) -> Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm
         if x.device.type == "cpu":
             multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        return multiply(x, self.values, self.group, self.scales_and_zeros)
+        return multiply(x, self.values, GROUP, self.scales_and_zeros)
 
     def spread(self, values: Tensor) -> Tensor:
         """Two values a byte ``[outputs, inputs / 2]`` -> the weight they stand for ``[outputs, inputs]``."""
-        pairs = torch.stack([values >> 4, values & 15], dim=-1).view(values.shape[0], -1, self.group)
+        pairs = torch.stack([values >> 4, values & 15], dim=-1).view(values.shape[0], -1, GROUP)
         scales, middles = (part.t()[..., None] for part in self.scales_and_zeros.unbind(-1))
         return ((pairs.to(scales.dtype) - 8) * scales + middles).view(values.shape[0], -1)
+
+
+def fit_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Sixteen equal steps for each group of inputs, with the smallest squared error found.
+
+    Tried are steps of a part of the group's range: fewer than 15 of them span it where the weights are themselves
+    from a coarser grid (of a 4-bit file, which this finds again), more cut off its ends. Then step and middle are
+    fitted to the values chosen, by least squares.
+
+    Args:
+        weight: ``[outputs, groups, GROUP]`` in float32.
+        dtype: of the scales and middles.
+
+    Returns:
+        Values 0 to 15 ``[outputs, groups, GROUP]``, scales and middles ``[outputs, groups]``:
+        ``(values - 8) * scales + middles``.
+    """
+    low, high = weight.amin(-1, keepdim=True), weight.amax(-1, keepdim=True)
+    tiny = torch.finfo(dtype).tiny
+    error = torch.full_like(low, torch.inf)
+    scales, middles = torch.zeros_like(low), torch.zeros_like(low)
+
+    def choose(scale: Tensor, middle: Tensor) -> None:
+        nonlocal error, scales, middles
+        scale, middle = scale.to(dtype).clamp_min(tiny).float(), middle.to(dtype).float()  # as they will be kept
+        off = (_steps(weight, scale, middle) * scale + middle - weight).square_().sum(-1, keepdim=True)
+        better = off < error
+        error, scales, middles = (
+            torch.where(better, new, old) for new, old in ((off, error), (scale, scales), (middle, middles))
+        )
+
+    for steps in STEPS:
+        scale = (high - low) / steps
+        choose(scale, low + (8 + max(0, steps - 15) / 2) * scale)  # what is cut off is cut off at both ends
+    for _ in range(2):
+        steps = _steps(weight, scales, middles)
+        mean, centre = steps.mean(-1, keepdim=True), weight.mean(-1, keepdim=True)
+        spread = (steps - mean).square().sum(-1, keepdim=True).clamp_min(tiny)
+        scale = ((steps - mean) * weight).sum(-1, keepdim=True) / spread
+        choose(scale, centre - mean * scale)
+    values = (_steps(weight, scales, middles) + 8).to(torch.uint8)
+    return values, scales.squeeze(-1).to(dtype), middles.squeeze(-1).to(dtype)
+
+
+def _steps(weight: Tensor, scale: Tensor, middle: Tensor) -> Tensor:
+    """How many steps, -8 to 7, each weight is from the middle."""
+    return ((weight - middle) / scale).round_().clamp_(-8, 7)
 
 
 def _two_a_byte(values: Tensor) -> Tensor:
@@ -152,13 +215,12 @@ def _int8_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs:
 
 
 @cache
-def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, group: int) -> bool:
+def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     """Whether torch multiplies int4 weights of this size there, and what comes out is right: layouts have changed."""
     probe = Int4.__new__(Int4)
-    probe.group = group
     generator = torch.Generator(device).manual_seed(0)
     values = torch.randint(0, 16, (outputs, inputs), generator=generator, device=device, dtype=torch.int32)
-    shape = (inputs // group, outputs, 2)
+    shape = (inputs // GROUP, outputs, 2)
     probe.scales_and_zeros = torch.rand(shape, generator=generator, device=device).to(dtype)
     row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
     expected = F.linear(row.float(), probe.spread(_two_a_byte(values)).float())
@@ -179,7 +241,7 @@ def _gives(multiply: Callable[[], Tensor], expected: Tensor) -> bool:
     return bool(gap <= 0.02 * expected.abs().max())
 
 
-def _pack(weight: Tensor) -> Tensor | None:
+def _pack(weight: Tensor) -> Tensor | Tiles | None:
     """The weight in the layout of the CPU's kernels; None where there is no such layout or too little memory."""
     ready = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
     if not ready or weight.dtype not in (torch.float32, torch.bfloat16):
@@ -190,4 +252,6 @@ def _pack(weight: Tensor) -> Tensor | None:
         return None
     if 4 * weight.nbytes > psutil.virtual_memory().available:
         return None
+    if multiplies(weight):
+        return Tiles(weight.detach())
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)

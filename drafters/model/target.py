@@ -52,7 +52,7 @@ class TargetModel:
             right. All the same up to rounding; but only "eager" calls the model's modules (and hooks set on them
             later), and on a CPU the others copy the weights, which must not change any more.
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
-            group of 128, 64 or 32 inputs), and nothing else of them: other outputs than the model's own, half or a
+            group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
             quarter of the bytes a step reads. Embedding and LM head stay as they are.
 
     Attributes:

@@ -9,6 +9,7 @@ from eval.entries import STOCK
 from eval.figures import divergence, metrics
 from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
 from eval.figures.perplexity import OutputPerplexity
+from eval.figures.quantisation import about_quantisation
 from eval.measure.runner import Run
 from eval.prompts import Prompt
 
@@ -144,6 +145,7 @@ def statements(report: dict[str, Any]) -> list[str]:
     """The prompts, the baseline's speed beside stock generate's, the loops, and the divergences."""
     facts = report["environment"]
     lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
+    lines += about_quantisation(facts)
     for baseline in report["baseline"]["temperatures"]:
         at = f"T = {baseline['temperature']:g}"
         line = f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s"
