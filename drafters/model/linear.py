@@ -44,8 +44,8 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
         derived = x.requires_grad and torch.is_grad_enabled()  # kernels for packed weights have no derivative
-        few = isinstance(self.packed, Tiles) and not derived and x.numel() <= MANY * x.shape[-1]
-        own = self.packed if few else self.quantized
+        few = not derived and x.numel() <= MANY * x.shape[-1]
+        own = self.packed if few and isinstance(self.packed, Tiles) else self.quantized
         if own is not None:
             out = own(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
@@ -179,10 +179,10 @@ def fit_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
         scale = (high - low) / steps
         choose(scale, low + (8 + max(0, steps - 15) / 2) * scale)  # what is cut off is cut off at both ends
     for _ in range(2):
-        steps = _steps(weight, scales, middles)
-        mean, centre = steps.mean(-1, keepdim=True), weight.mean(-1, keepdim=True)
-        spread = (steps - mean).square().sum(-1, keepdim=True).clamp_min(tiny)
-        scale = ((steps - mean) * weight).sum(-1, keepdim=True) / spread
+        chosen = _steps(weight, scales, middles)
+        mean, centre = chosen.mean(-1, keepdim=True), weight.mean(-1, keepdim=True)
+        spread = (chosen - mean).square().sum(-1, keepdim=True).clamp_min(tiny)
+        scale = ((chosen - mean) * weight).sum(-1, keepdim=True) / spread
         choose(scale, centre - mean * scale)
     values = (_steps(weight, scales, middles) + 8).to(torch.uint8)
     return values, scales.squeeze(-1).to(dtype), middles.squeeze(-1).to(dtype)
