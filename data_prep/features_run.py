@@ -27,9 +27,10 @@ from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import source_digest
 from .disk import check_room, existing_folder, free_bytes
 from .features import FeaturesConfig
-from .heldout_answers import answered, with_own_answers
+from .heldout_answers import answers_file, with_own_answers
 from .progress import Bar
 from .ranks import Rank, load_target
+from .regenerate_run import answered
 from .store.dump import Background, Buffers, Computed, Tokens, run_shard
 from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
 from .store.reader import FeatureStore
@@ -88,7 +89,7 @@ def kept(config: FeaturesConfig) -> str:
     """What a run that was interrupted leaves, and the command that goes on."""
     stores = [Path(config.out) / split for split in config.splits]
     dialogues = sum(read_manifest(store).consumed for store in stores if (store / MANIFEST).is_file())
-    if not dialogues and (answers := answered(config)):
+    if not dialogues and (answers := answered(answers_file(config))):
         return f"{answers:,} held-out answers are kept in {config.out}; to go on: {command()}"
     if not dialogues:
         return f"nothing was written yet; to start again: {command()}"

@@ -17,11 +17,10 @@ from drafters.model.files import load_config_only
 from drafters.model.target import TargetModel
 
 from . import regenerate_run
-from .answers.journal import read_journals
 from .dialogues.reader import source_digest
 from .features import FeaturesConfig
 from .ranks import Rank, TargetKeys
-from .regenerate import RegenerateConfig, unfinished
+from .regenerate import RegenerateConfig
 from .regenerate import check as check_regeneration
 from .store.lock import LOCK, folder_lock, is_locked
 from .store.manifest import MANIFEST, StoreManifest, read_manifest
@@ -79,11 +78,6 @@ def regeneration(config: FeaturesConfig) -> RegenerateConfig:
 def answers_file(config: FeaturesConfig) -> str:
     """Where the answers go."""
     return str(Path(config.out) / "heldout-answers.jsonl")
-
-
-def answered(config: FeaturesConfig) -> int:
-    """How many answers an interrupted run has left."""
-    return sum(len(batch.turns) for batch in read_journals(unfinished(answers_file(config))))
 
 
 def answer(wanted: RegenerateConfig, config: FeaturesConfig, target: Callable[[], TargetModel]) -> None:

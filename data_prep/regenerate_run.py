@@ -71,10 +71,15 @@ def kept(config: RegenerateConfig) -> str:
     """What a run that was interrupted leaves, and the command that goes on."""
     if is_finished(config):
         return f"{config.out} is whole"
-    answered = sum(len(batch.turns) for batch in read_journals(unfinished(config.out)))
-    if not answered:
+    count = answered(config.out)
+    if not count:
         return f"no answer was written yet; to start again: {command()}"
-    return f"{answered:,} answers are kept in {unfinished(config.out)}; to go on: {command()}"
+    return f"{count:,} answers are kept in {unfinished(config.out)}; to go on: {command()}"
+
+
+def answered(out: str) -> int:
+    """How many answers an interrupted run has left."""
+    return sum(len(batch.turns) for batch in read_journals(unfinished(out)))
 
 
 def check_drafter(options: DrafterOptions) -> None:

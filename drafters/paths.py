@@ -1,5 +1,6 @@
-"""Which names of models are folders here, which may be repositories on the Hub, and which can be neither."""
+"""Which names of models are folders here, repositories on the Hub, or neither; and the cache folder."""
 
+import os
 from pathlib import Path
 
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
@@ -14,6 +15,11 @@ def is_missing_folder(name: str) -> bool:
     if path.exists():
         return False
     return path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
+
+
+def user_cache() -> Path:
+    """Where this library keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
 
 
 def check_model(name: str | None, key: str, revision: str | None = None) -> None:

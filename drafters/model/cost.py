@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..files import replace_json
+from ..paths import user_cache
 from ..provenance import hardware
 from ..wording import dtype_name
 from .rows import CHAIN, Rows
@@ -242,7 +243,6 @@ def _read(path: Path, key: Mapping[str, Any]) -> Costs | None:
 
 
 def _folder() -> Path:
-    """``DRAFTERS_CACHE``, else ``drafters`` in the user's cache folder."""
-    if given := os.environ.get(CACHE):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafters"
+    """``DRAFTERS_CACHE``, else the user's cache."""
+    given = os.environ.get(CACHE)
+    return Path(given).expanduser() if given else user_cache()

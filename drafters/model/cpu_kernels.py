@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..paths import user_cache
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math")
 SWITCH = "DRAFTERS_CPU_KERNELS"
@@ -155,7 +157,7 @@ def _compiled() -> Path:
     openmp = _openmp()
     age = Path(compiler).stat()
     identity = repr((SOURCE.read_bytes(), FLAGS, compiler, age.st_size, age.st_mtime, _processor(), openmp))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafters"
+    folder = user_cache()
     built = folder / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if built.exists():
         return built
