@@ -19,6 +19,8 @@ from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
 from train import draft_vocab
 from train.data.frequency import count_answers, most_frequent
 from train.run.files import read_metrics
+from train.task import make_task
+from train.watch.flops import training_cost
 
 
 def test_frequency_by_hand() -> None:
@@ -28,7 +30,7 @@ def test_frequency_by_hand() -> None:
     counts = count_answers([first, second], vocab=6)
     assert counts.tolist() == [0, 2, 2, 1, 0, 0]
     assert most_frequent(counts, 6).tolist() == [1, 2, 3, 0, 4, 5] and most_frequent(counts, 2).tolist() == [1, 2]
-    with pytest.raises(ValueError, match=r"7 tokens to draft with are more than the vocabulary's 6"):
+    with pytest.raises(ValueError, match=r"draft_vocab is 7, more than the vocabulary's 6 tokens"):
         most_frequent(counts, 7)
 
 
@@ -63,6 +65,33 @@ def test_training_refuses_what_cannot_be(
     monkeypatch.setattr(EagleDrafter, "options", Config)
     with pytest.raises(ValueError, match="drafter 'eagle' takes none"):
         tiny_run.train_here("eagle", {**values, "draft_vocab": 8})
+
+
+@pytest.mark.parametrize("method", ["eagle", "kangaroo"])
+def test_loss_vocab_by_hand(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
+    """Catches distributions over other tokens, over all of them, or not renormalised over those that are left; a
+    gradient through other rows of the LM head; FLOPs that are not saved; and a resumed run with another loss."""
+    more = {"loss_vocab": 30} | ({"exit_layer": tiny_run.TAP} if method == "kangaroo" else {})
+    values = tiny_run.settings(target.name, features, tmp_path / "run", **{"steps": 2, "save_every": 2, **more})
+    task = tiny_run.train_here(method, values).task
+    counts: Counter[int] = Counter()
+    for one in FeatureStore.open(features / "train"):
+        counts.update(one.input_ids[one.loss_mask].tolist())
+    kept = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:30]
+    predicted, known = torch.randn(2, 5, target.hidden_size).unbind()
+    predicted.requires_grad_()
+    q, p = (task.ends.lm_head(rows)[:, kept].float() for rows in (predicted, known))
+    expected = -(p.softmax(-1) * q.log_softmax(-1)).sum()
+    loss = task.cross_entropy(predicted, known)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (ours,), (theirs,) = (torch.autograd.grad(value, [predicted]) for value in (loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    whole = make_task(task.config.model_copy(update={"loss_vocab": None}), task.ends)
+    assert training_cost(task).row * target.vocab_size == training_cost(whole).row * 30
+    with pytest.raises(ValueError, match="loss_vocab"):
+        tiny_run.train_here(method, {**values, "steps": 4, "loss_vocab": 31}, resume=True)
+    with pytest.raises(ValueError, match="loss_vocab is 98, more than the vocabulary's 97 tokens"):
+        tiny_run.train_here(method, {**values, "out": str(tmp_path / "other"), "loss_vocab": 98})
 
 
 @pytest.fixture

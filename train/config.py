@@ -70,6 +70,9 @@ class TrainConfig(Config):
     draft_vocab: int | None = Field(
         None, ge=1, description="draft with the LM head's rows of so many tokens, the most frequent of the answers"
     )
+    loss_vocab: int | None = Field(
+        None, ge=1, description="take the cross-entropy over so many tokens, the most frequent of the answers"
+    )
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
     eval_every: int = Field(1000, ge=1, description="steps between held-out evaluations; there is one at the end, too")
     heldout_tokens: int = Field(16384, ge=1, description="tokens of the held-out store that an evaluation reads")
@@ -138,6 +141,6 @@ LIMITS = {"steps", "epochs", "minutes"}
 MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpointing", "loss_chunk_rows", "threads"}
 MACHINE |= {"data.target_batch_tokens", "data.target_device_map"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
-WATCHING |= {"draft_vocab"}  # the loss is over the whole vocabulary: only what drafts, and is exported, changes
+WATCHING |= {"draft_vocab"}  # the loss is over loss_vocab: only what drafts, and is exported, changes
 WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}
 FREE_ON_RESUME = {"out"} | LIMITS | MACHINE | WATCHING

@@ -21,7 +21,7 @@ from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
 from drafters.files import replace_json
 from drafters.program import Failure
-from train.data.frequency import draft_ids
+from train.data.frequency import find_frequent
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
 from train.engine import Engine
@@ -71,7 +71,7 @@ class TrainRun:
         if saved:
             saved.load_weights(task.module)
         cost = training_cost(task)
-        task.draft_ids = draft_ids(task, inputs.train)
+        find_frequent(task, inputs.train)
         self.engine = Engine(task.module, self.config)
         task.ends.to(self.engine.device)
         inputs.load_target(self.config, self.engine.device)

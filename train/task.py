@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -48,6 +49,7 @@ class Task(ABC):
     Attributes:
         module: what is trained.
         draft_ids: int32 ``[N]``, of the config's ``draft_vocab`` tokens; None without it.
+        loss_ids: the same of its ``loss_vocab``.
     """
 
     schema: ClassVar[type[TrainConfig]]
@@ -57,6 +59,7 @@ class Task(ABC):
     config: TrainConfig
     module: nn.Module
     draft_ids: Tensor | None = None
+    loss_ids: Tensor | None = None
 
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         import torch
@@ -122,10 +125,30 @@ class Task(ABC):
         return self.losses(*self.pairs(module, batch, rows, noise_seed))
 
     def cross_entropy(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """Against the target's own distribution, summed over rows ``[n, H]``."""
+        """Against the target's own distribution, summed over rows ``[n, H]``.
+
+        With ``loss_vocab`` both distributions are over its tokens alone, as those of a drafter with such a
+        ``draft_vocab`` are. The LM head is most of a small head's training, and its cost falls with its rows.
+        """
         from train.losses import soft_cross_entropy_sum
 
-        return soft_cross_entropy_sum(predicted, target, self.ends.lm_head, self.chunk_rows)
+        head = self.loss_head
+        return soft_cross_entropy_sum(predicted, target, head, self.chunk_rows_of(head))
+
+    @cached_property
+    def loss_head(self) -> nn.Linear:
+        """The LM head's rows of ``loss_ids``: a copy, on the device where it is first asked for."""
+        from torch import nn
+
+        head = self.ends.lm_head
+        if self.loss_ids is None:
+            return head
+        ids = self.loss_ids.to(head.weight.device)
+        part = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
+        part.weight = nn.Parameter(head.weight[ids], requires_grad=False)
+        if head.bias is not None:
+            part.bias = nn.Parameter(head.bias[ids], requires_grad=False)
+        return part
 
     def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
         """Drafters with copies of ``weights`` for the decoding loop, by kind of draft."""
@@ -145,9 +168,13 @@ class Task(ABC):
     @property
     def chunk_rows(self) -> int:
         """Rows of [rows, vocabulary] logits to hold at once: the config's, or what suits the LM head's device."""
+        return self.chunk_rows_of(self.ends.lm_head)
+
+    def chunk_rows_of(self, head: nn.Linear) -> int:
+        """``chunk_rows`` for an LM head of another vocabulary."""
         from train.losses import default_chunk_rows
 
-        return self.config.loss_chunk_rows or default_chunk_rows(self.ends.lm_head)
+        return self.config.loss_chunk_rows or default_chunk_rows(head)
 
 
 def trained_methods() -> list[str]:

@@ -1,4 +1,4 @@
-"""Which tokens are frequent in answers: those that a drafter need draft with."""
+"""Which tokens are frequent in answers: those that a drafter need draft with, and learn to tell apart."""
 
 from collections.abc import Iterable
 
@@ -10,19 +10,21 @@ from train.data.packing import Source
 from train.task import Task
 
 
-def draft_ids(task: Task, train: Source) -> Tensor | None:
-    """The ``draft_vocab`` most frequent tokens of the training answers; None where the config sets none.
+def find_frequent(task: Task, train: Source) -> None:
+    """Give ``task`` the ``draft_vocab`` and the ``loss_vocab`` most frequent tokens of the training answers.
 
     Raises:
         ValueError: more tokens than the vocabulary has, or a method that does not draft with a part of it.
     """
-    count, vocab = task.config.draft_vocab, task.ends.lm_head.out_features
-    if count is None:
-        return None
-    if not issubclass(task.drafter.options, DraftHeadOptions):
-        raise ValueError(f"draft_vocab is {count:,}, and drafter {task.drafter.name!r} takes none; leave it out")
+    draft, loss, vocab = task.config.draft_vocab, task.config.loss_vocab, task.ends.lm_head.out_features
+    if draft is not None and not issubclass(task.drafter.options, DraftHeadOptions):
+        raise ValueError(f"draft_vocab is {draft:,}, and drafter {task.drafter.name!r} takes none; leave it out")
+    if draft is None and loss is None:
+        return
     answers = ((dialogue.input_ids, dialogue.loss_mask) for dialogue in map(train.__getitem__, range(len(train))))
-    return most_frequent(count_answers(answers, vocab), count)
+    counts = count_answers(answers, vocab)
+    task.draft_ids = None if draft is None else most_frequent(counts, draft, "draft_vocab")
+    task.loss_ids = None if loss is None else most_frequent(counts, loss, "loss_vocab")
 
 
 def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Tensor:
@@ -34,7 +36,7 @@ def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Ten
     return counts
 
 
-def most_frequent(counts: Tensor, count: int) -> Tensor:
+def most_frequent(counts: Tensor, count: int, key: str = "draft_vocab") -> Tensor:
     """The first ``count`` tokens by frequency, int32; of equals, and of those never seen, the lowest ids first.
 
     A tokenizer gives the frequent tokens low ids, so these are a fair guess where the text is short.
@@ -43,5 +45,5 @@ def most_frequent(counts: Tensor, count: int) -> Tensor:
         ValueError: more tokens than there are.
     """
     if count > len(counts):
-        raise ValueError(f"{count:,} tokens to draft with are more than the vocabulary's {len(counts):,}; take fewer")
+        raise ValueError(f"{key} is {count:,}, more than the vocabulary's {len(counts):,} tokens; take fewer")
     return counts.sort(descending=True, stable=True).indices[:count].int()

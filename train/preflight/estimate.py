@@ -143,8 +143,11 @@ def pass_memory(
     dtype = config.dtype
     with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"):
         ends = meta_ends(target, device="cpu", dtype=dtype)
-        rows_at_once = config.loss_chunk_rows or default_chunk_rows(ends.lm_head, on_gpu)
-        task = make_task(config.model_copy(update={"loss_chunk_rows": rows_at_once}), ends)
+        task = make_task(config, ends)
+        if config.loss_vocab is not None:  # which tokens these are makes no difference
+            task.loss_ids = torch.arange(min(config.loss_vocab, ends.lm_head.out_features))
+        rows_at_once = config.loss_chunk_rows or default_chunk_rows(task.loss_head, on_gpu)
+        task.config = config.model_copy(update={"loss_chunk_rows": rows_at_once})
         for weights in task.module.parameters():
             weights.register_post_accumulate_grad_hook(_drop_gradient)
         with PeakMemory() as memory:

@@ -65,7 +65,8 @@ def training_cost(task: Task) -> TrainingCost:
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     width = config.num_attention_heads * head_sizes(config)[1]
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
-    return TrainingCost(token, 12 * width * layers, LM_HEAD_PRODUCTS * 2 * head.out_features * head.in_features)
+    vocab = task.config.loss_vocab or head.out_features
+    return TrainingCost(token, 12 * width * layers, LM_HEAD_PRODUCTS * 2 * vocab * head.in_features)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:
