@@ -1,19 +1,29 @@
 """Prompt lookup decoding (Saxena 2023): what followed the last tokens earlier in the text follows again. Untrained."""
 
+from typing import Annotated, Literal
+
 import torch
 from pydantic import Field
 
-from .base import Drafter
+from .base import Drafter, Promised
 from .config import Config
+from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, padded
+from .decoding.sampling import Sampling
+from .drafting.auto import Chooser
+from .model.cost import Costs, step_costs
 from .model.target import FeatureOutput, TargetModel
+
+LONGEST = 16  # tokens that gamma: auto drafts
 
 
 class PromptLookupOptions(Config):
-    """``gamma``: most tokens a draft. ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for."""
+    """``gamma``: most tokens a draft; auto: at most 16, as many as pay on this machine by what is accepted.
+    ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for.
+    """
 
-    gamma: int = Field(10, ge=1)
+    gamma: Annotated[int, Field(ge=1)] | Literal["auto"] = 10
     max_ngram: int = Field(3, ge=1, le=32)
     min_ngram: int = Field(1, ge=1, le=32)
 
@@ -34,7 +44,9 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
         super().__init__(target, options)
-        self.gamma = self.max_draft = options.gamma
+        self.auto = Chooser(self._step_costs, LONGEST, LONGEST, 1) if options.gamma == "auto" else None
+        self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
+        self.remembers = self.auto is not None
         self.max_ngram, self.min_ngram = options.max_ngram, options.min_ngram
         if self.min_ngram > self.max_ngram:
             raise ValueError(
@@ -46,6 +58,11 @@ class PromptLookupDrafter(Drafter):
         self._rows = [NgramIndex(self.min_ngram, self.max_ngram) for _ in range(state.batch)]
         for index, tokens in zip(self._rows, state.tokens, strict=True):
             index.read(tokens)
+        if self.auto is not None:
+            self.auto.begin(state.batch, state.sampling)
+
+    def promised(self) -> Promised | None:
+        return self.auto.promised() if self.auto is not None else None
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         for row in rows:
@@ -58,6 +75,10 @@ class PromptLookupDrafter(Drafter):
             longest = 0 if state.finished[row] else min(self.gamma, state.room(row) - 1)
             drafts.append(index.continuation(longest, state.eos))
         width = max(map(len, drafts))
+        if self.auto is not None:
+            width = min(width, self.auto.length(state.batch, state.sampling) if width else 0)
+            self._drafted = [len(draft[:width]) for draft in drafts]
+            drafts = [draft[:width] for draft in drafts]
         if width == 0:
             return DraftTree.empty(state.batch, self.target.device)
         valid = None
@@ -66,6 +87,15 @@ class PromptLookupDrafter(Drafter):
                 [[node < len(draft) for node in range(width)] for draft in drafts], device=self.target.device
             )
         return DraftTree.chain(padded(drafts, self.target.device), valid=valid)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        for row, path in enumerate(verdict.rows):
+            if self.auto is not None and draft.size and not state.finished[row]:  # else cut short
+                self.auto.learn_chain(self._drafted[row], len(path) - 1)
+
+    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
+        """Of batches of this size; looking up takes no time worth mentioning."""
+        return step_costs(self.target, {"method": self.name}, batch)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         for index in self._rows:

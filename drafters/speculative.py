@@ -1,22 +1,30 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023)."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from .base import Promised
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
+from .decoding.sampling import Sampling
+from .drafting.auto import Chooser
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
+from .model.cost import Costs, behind_context, longer, step_costs
 from .model.target import FeatureOutput, TargetModel
+
+LONGEST = 12  # tokens that gamma: auto drafts
 
 
 class SpeculativeOptions(DraftModelOptions):
-    """``gamma``: tokens a draft."""
+    """``gamma``: tokens a draft; auto: at most 12, as many as pay, by what forwards cost on this machine and what is
+    accepted, or none where none pays.
+    """
 
-    gamma: int = Field(4, ge=1)
+    gamma: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
 
 
 class SpeculativeDrafter(DraftModelDrafter):
@@ -33,15 +41,31 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     def __init__(self, target: TargetModel, options: SpeculativeOptions) -> None:
         super().__init__(target, options)
-        self.gamma = self.max_draft = options.gamma
+        self.auto = Chooser(self._step_costs, LONGEST, LONGEST, 1) if options.gamma == "auto" else None
+        self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
+        self.remembers = self.auto is not None
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
+        if self.auto is not None:
+            self.auto.begin(state.batch, state.sampling)
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        auto, self.auto = self.auto, None
+        super().join(state, rows, part, output)
+        self.auto = auto
+
+    def promised(self) -> Promised | None:
+        return self.auto.promised() if self.auto is not None else None
 
     def propose(self, state: DecodeState) -> DraftTree:
+        gamma = self.gamma if self.auto is None else self.auto.length(state.batch, state.sampling)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         # The draft model catches up first: with the root, and after full acceptance with the last draft token.
         pending = [row[known:] for row, known in zip(state.tokens, self._cache.lengths, strict=True)]
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
-        for _ in range(state.longest_draft(self.gamma)):
+        for _ in range(state.longest_draft(gamma)):
             logits = self._advance(rows, counts)
             rows = self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None]
             tokens.append(rows)
@@ -53,6 +77,9 @@ class SpeculativeDrafter(DraftModelDrafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         lengths = zip(self._cache.lengths, state.tokens, strict=True)
         self._cache.crop([min(length, len(tokens) - 1) for length, tokens in lengths])
+        for path, finished in zip(verdict.rows, state.finished, strict=True):
+            if self.auto is not None and not finished:  # else cut short
+                self.auto.learn_chain(draft.size, len(path) - 1)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])
@@ -62,3 +89,16 @@ class SpeculativeDrafter(DraftModelDrafter):
         features = self.draft_model.run(rows, self._cache).features
         self._cache.commit_first(counts)
         return self.lm_head(last_of(features, counts))
+
+    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
+        """Of batches of this size."""
+        model, generator = self.draft_model, torch.Generator(self.target.device)
+        cache = behind_context(model, batch, 1)
+        tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+
+        def once() -> object:
+            longer(cache, 1)
+            return sampling.pick(self.lm_head(model.run(tokens, cache).features[:, -1]), generator, [])
+
+        name = {"method": self.name, "draft_model": model.fingerprint(), "greedy": sampling.greedy}
+        return step_costs(self.target, name | self.lm_head.options(), batch, once)

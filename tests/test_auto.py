@@ -7,15 +7,16 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import conformance
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
-from rigged import AUTO_COSTS, Cycling, auto_eagle
+from rigged import AUTO_COSTS, Cycling, auto_eagle, perturbed
 from test_eagle import from_scratch
 
-from drafters import generate
+from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
@@ -250,6 +251,31 @@ TestAutoChanging = conformance.suite(
 TestAutoMeasured = conformance.suite(
     lambda t: auto_eagle(t, None, None), longest_draft=8, remembers=True, families=("qwen3",)
 )
+
+
+def by_length(name: str, target: TargetModel, **options: object) -> Drafter:
+    """A drafter of chains, on the machine of AUTO_COSTS."""
+    drafter: Any = make_drafter(name, target, gamma="auto", **options)
+    drafter.auto._costs = lambda batch, sampling: AUTO_COSTS
+    return drafter
+
+
+TestAutoSpeculative = conformance.suite(
+    lambda t: by_length("speculative", t, draft_model=perturbed(t, 0.3)), accepts="some", longest_draft=12,
+    remembers=True, families=("llama",),
+)  # fmt: skip
+TestAutoLookup = conformance.suite(
+    lambda t: by_length("prompt_lookup", t), longest_draft=16, remembers=True, families=("llama",)
+)
+
+
+def test_speculative_decoding_drafts_as_long_as_it_is_right() -> None:
+    """Catches acceptance that is not learnt (a copy of the target is always right), and learnt from cut drafts."""
+    target = target_of("llama")
+    for noise, low, high in ((0.0, 8.0, 13.0), (3.0, 1.0, 1.5)):
+        drafter = by_length("speculative", target, draft_model=perturbed(target, noise))
+        runs = [generate(target, drafter, [prompt(8, s)], max_new_tokens=100, eos_token_id=NO_EOS) for s in range(3)]
+        assert low < runs[-1].trace.tau <= high
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -264,6 +264,15 @@ class Chooser:
             if candidates := plan.children[row]:
                 self.learn(depth, candidates, plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None)
 
+    def length(self, batch: int, sampling: Sampling) -> int:
+        """Of the next draft, where drafts are chains."""
+        return len(self.shape(batch, sampling).paths)
+
+    def learn_chain(self, drafted: int, right: int) -> None:
+        """Learn from a chain of which the first ``right`` tokens were accepted."""
+        for depth in range(min(drafted, right + 1)):
+            self.learn(depth, 1, 0 if depth < right else None)
+
     def promised(self) -> Promised:
         """For all steps so far."""
         steps, tokens, plain = (sum(course.promised[i] for course in self._courses.values()) for i in range(3))
