@@ -261,7 +261,7 @@ def by_length(name: str, target: TargetModel, **options: object) -> Drafter:
 
 
 TestAutoSpeculative = conformance.suite(
-    lambda t: by_length("speculative", t, draft_model=perturbed(t, 0.3)), accepts="some", longest_draft=12,
+    lambda t: by_length("speculative", t, draft_model=perturbed(t, 0.05)), accepts="some", longest_draft=12,
     remembers=True, families=("llama",),
 )  # fmt: skip
 TestAutoLookup = conformance.suite(
