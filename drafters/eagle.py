@@ -83,9 +83,9 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class EagleOptions(DraftHeadOptions):
-    """``tree``: chain and dynamic are ``depth`` deep, by default 5 and 6; static is the paper's tree of Figure 9 unless
-    ``paths`` says else; auto chooses, while decoding, the chain or static tree of most tokens per second, from what
-    forwards cost on this machine and what is accepted, or no draft where none pays.
+    """``tree``: auto chooses, while decoding, the chain or static tree of most tokens per second, from what forwards
+    cost on this machine and what is accepted, or no draft where none pays; chain and dynamic are ``depth`` deep, by
+    default 5 and 6; static is the paper's tree of Figure 9 unless ``paths`` says else.
 
     ``depth``, ``top_k`` and ``nodes`` are auto's bounds (depth: 8). ``acceptance``: what it starts from, by "greedy"
     and "sampled": for every depth, how often the candidate of each rank is right where those before it are wrong.
@@ -97,7 +97,7 @@ class EagleOptions(DraftHeadOptions):
     root's own children, so 6 in all, and its 60 tokens count the root.
     """
 
-    tree: Literal["auto", "chain", "static", "dynamic"] = "dynamic"
+    tree: Literal["auto", "chain", "static", "dynamic"] = "auto"
     depth: int | None = Field(default=None, ge=1)
     top_k: int = Field(default=10, ge=1)
     nodes: int = Field(default=59, ge=1)

@@ -147,7 +147,7 @@ def test_shipped_head_drafts_and_commits_as_released() -> None:
     """Catches a tree one level short (tau 4.98 in place of 5.48), and what greedy output does not show: a frontier,
     ranking, feature or order of nodes that is not the released drafting's, and a walk that stops early."""
     target = TargetModel.from_pretrained(str(CHECKPOINTS / "stdlib-target"), dtype="float32", device="cpu")
-    drafter = load_drafter(str(CHECKPOINTS / "stdlib-eagle"), target)  # as it comes: the defaults are compared
+    drafter = load_drafter(str(CHECKPOINTS / "stdlib-eagle"), target, tree="dynamic")  # whose defaults are compared
     assert isinstance(drafter, EagleDrafter)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "stdlib-target")
     prompts = []

@@ -95,7 +95,7 @@ def test_targets_and_heads_are_exact(family: str) -> None:
     target, stock = exact_target(family, HEADS[family])
     states, tokens = torch.randn(1, ROWS, target.hidden_size), torch.tensor([prompt(ROWS, 1)])
     positions = torch.arange(ROWS)[None]
-    eagle = EagleDrafter(target, EagleHead(target.config), EagleOptions(top_k=3, nodes=6))
+    eagle = EagleDrafter(target, EagleHead(target.config), EagleOptions(tree="dynamic", top_k=3, nodes=6))
     kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0))
     for drafter in (eagle, kangaroo):
         assert decode(target, drafter) == stock
