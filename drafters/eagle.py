@@ -20,6 +20,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Way
+from .drafting.paying import Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
 from .model.cost import Costs, behind_context, longer, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
@@ -132,6 +133,8 @@ class EagleDrafter(LearnedDrafter):
         self.max_draft = {"dynamic": dynamic, "auto": self.nodes}.get(self.tree, self.plan.size)
         self.acceptance: Any = options.acceptance
         self.auto: Chooser | None = None
+        self.paying: Paying | None = None  # instead, where the host can look on: greedy, alone, on a CPU
+        self._may_grow, self._growing, self._idle = target.device.type == "cpu", False, False
         if self.tree == "auto":
             ranks = min(self.top_k, len(PRIOR))
             self.auto = Chooser(self._step_costs, self.nodes, self.depth, ranks, self.acceptance)
@@ -170,10 +173,18 @@ class EagleDrafter(LearnedDrafter):
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts, self._more = [1] * batch, []
         if self.auto is not None:
-            self.auto.begin(batch, state.sampling)
+            self._growing = self._may_grow and batch == 1 and state.sampling.greedy
+            if not self._growing:
+                self.auto.begin(batch, state.sampling)
+            elif self.paying is None:
+                self.paying = Paying(self._step_costs(batch, state.sampling), self.nodes, self.depth, self.top_k)
 
     def promised(self) -> Promised | None:
-        return self.auto.promised() if self.auto is not None else None
+        found = [one.promised() for one in (self.auto, self.paying) if one is not None]
+        if not found:
+            return None
+        choice = found[-1 if self._growing else 0].choice
+        return Promised(*(sum(part) for part in zip(*(one[:3] for one in found), strict=True)), choice)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._gather_up()
@@ -188,8 +199,12 @@ class EagleDrafter(LearnedDrafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         if self.auto is not None:
-            self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
-            if not self.plan.size:
+            if self._growing:
+                self._idle = self.paying is not None and not self.paying.wants()
+            else:
+                self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
+                self._idle = not self.plan.size
+            if self._idle:
                 return DraftTree.empty(state.batch, self.target.device)
             self._gather_up()
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
@@ -201,7 +216,9 @@ class EagleDrafter(LearnedDrafter):
         if depth < 1:
             return DraftTree.empty(state.batch, self.target.device)
         head = self.lm_head
-        if self.tree == "dynamic":
+        if self._growing and self.paying is not None:
+            draft = self.paying.grow(predicted, self._extend_tree, head, depth)
+        elif self.tree == "dynamic":
             draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.nodes)
         else:
             draft = grow_static(predicted, self._extend_tree, head, self.plan, state.sampling, state.generator)
@@ -211,11 +228,14 @@ class EagleDrafter(LearnedDrafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         counts = [len(rows) for rows in verdict.rows]  # none for a finished row
         features = _of_rows(output.features, verdict.rows)
-        if not self.plan.size:  # nothing was taken in
+        if self._idle:  # nothing was taken in
             self._more.append((features, counts))
             return
         self._features, self._counts = features, counts
-        if self.auto is not None and draft.size:
+        if self._growing and self.paying is not None:
+            if not state.finished[0]:  # else cut short
+                self.paying.learn(verdict.rows[0], verdict.tokens[0])
+        elif self.auto is not None and draft.size:
             for row, path in enumerate(verdict.rows):
                 if not state.finished[row]:  # else cut short
                     self.auto.learn_path(self.plan, path)

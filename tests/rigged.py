@@ -138,7 +138,7 @@ def auto_eagle(
     """An EAGLE drafter that shapes its drafts by the costs given (None: measured), or by another chooser."""
     drafter = eagle(target, noise, "auto", **options)
     if isinstance(choice, Chooser):
-        drafter.auto = choice
+        drafter.auto, drafter._may_grow = choice, False
     elif choice is not None:
         drafter._step_costs = lambda batch, sampling: choice  # type: ignore[method-assign]
         assert drafter.auto is not None

@@ -315,12 +315,13 @@ def test_steps_without_a_draft_leave_nothing_out(temperature: float, monkeypatch
 def test_auto_learns_from_what_the_loop_accepts() -> None:
     """Catches verdicts that teach nothing: an oracle's chain grows to its bound, a random head is left alone."""
     target = target_of("llama")
-    for noise, low, high in ((0.0, 3.0, 9.5), (None, 1.0, 1.3)):
+    for (noise, low, high), grows in itertools.product(((0.0, 3.0, 9.5), (None, 0.9, 1.3)), (True, False)):
         drafter = auto_eagle(target, noise, AUTO_COSTS)
+        drafter._may_grow = grows
         runs = [generate(target, drafter, [prompt(8, s)], max_new_tokens=100, eos_token_id=NO_EOS) for s in range(2)]
         assert low < runs[-1].trace.tau < high
         drafted = [step.drafted for step in runs[-1].trace.steps]
-        assert noise is not None or drafted.count(0) > 0.8 * len(drafted)
+        assert noise is not None or grows or drafted.count(0) > 0.8 * len(drafted)
     assert rows_of(runs[0])[0] == conformance.plain_greedy(target, prompt(8), 100)
 
 

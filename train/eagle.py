@@ -62,7 +62,10 @@ class EagleTask(Task):
     schema = EagleConfig
     config: EagleConfig
     ahead = 2
-    drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {"tree": "chain", "depth": CHAIN_DEPTH}, "tree": {"tree": "dynamic"}}
+    drafts: ClassVar[dict[str, dict[str, Any]]] = {
+        "chain": {"tree": "chain", "depth": CHAIN_DEPTH},
+        "tree": {"tree": "dynamic"},
+    }
     constant_inputs = ("fc.weight",)  # it reads features and embeddings
 
     def rows(self, batch: Batch) -> Tensor:

@@ -1,0 +1,273 @@
+"""Trees that grow while they pay: a draft goes on, and keeps a token, as far as its own confidence is worth the time.
+
+As EAGLE-2 (Li et al. 2024) this goes by the head's confidence, which is how likely a token is to be accepted; that is
+not taken on trust but counted: how often candidates of such a probability, rank and depth were the target's choice.
+With what forwards cost on this machine (``model/cost.py``) the rest is arithmetic. A token is worth the time that
+decoding needs for one, 1 / rate. A draft pass is made where the tokens that it promises are worth more than it takes,
+and a node is verified where its probability times a token's worth is more than a row costs: then no other choice has
+more tokens per second, if the rate is the best one (Dinkelbach 1967), and it becomes so step by step.
+
+The choices are the host's, which on a CPU costs nothing; elsewhere each would stall the device.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import Promised
+from ..decoding.draft_tree import ROOT, DraftTree
+from ..model.cost import Costs
+from ..model.draft_head import DraftHead
+from ..model.rows import Rows
+from .auto import PROBES, WORTH
+from .tree_plan import Extend
+
+DEPTHS, RANKS, BINS = 3, 4, 12  # kinds of candidates: the last depth and rank stand for those beyond, too
+DOUBT = 6.0  # candidates that the head's own word counts for
+WINDOW = 400.0  # candidates of a kind that are remembered: the next prompt may be another kind of text
+MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
+FRONTIER = 4  # nodes that one pass goes on from, at most
+SIGHT = 24  # of the likeliest candidates, by which a further pass is judged
+FIRST = 16  # steps that draft, whatever they promise
+
+
+class Confidence:
+    """How often a candidate is the target's choice, by depth, rank and the probability that the head gives it."""
+
+    def __init__(self) -> None:
+        self._tried = [0.0] * (DEPTHS * RANKS * BINS)
+        self._right = [0.0] * (DEPTHS * RANKS * BINS)
+
+    def of(self, depth: int, rank: int, probability: float) -> float:
+        """P(the target chooses it | its ancestors are accepted)."""
+        kind = _kind(depth, rank, probability)
+        return (self._right[kind] + DOUBT * probability) / (self._tried[kind] + DOUBT)
+
+    def learn(self, depth: int, rank: int, probability: float, right: bool) -> None:
+        """Whether it did."""
+        kind = _kind(depth, rank, probability)
+        if self._tried[kind] >= WINDOW:
+            self._tried[kind] *= 1 - 1 / WINDOW
+            self._right[kind] *= 1 - 1 / WINDOW
+        self._tried[kind] += 1
+        self._right[kind] += right
+
+
+def _kind(depth: int, rank: int, probability: float) -> int:
+    """Bins are of equal width in the root of the probability: narrow where candidates are many and small."""
+    place = min(int(BINS * math.sqrt(max(probability, 0.0))), BINS - 1)
+    return (min(depth, DEPTHS - 1) * RANKS + min(rank, RANKS - 1)) * BINS + place
+
+
+class Level(NamedTuple):
+    """What one pass of the head gives, of each node that it went on from: candidate ``tokens`` (of the target's
+    vocabulary), ``places`` (of the draft head's) and their ``probabilities``, the likeliest first."""
+
+    places: list[list[int]]
+    tokens: list[list[int]]
+    probabilities: list[list[float]]
+
+
+class _Node(NamedTuple):
+    """A candidate: its ``chance`` of being accepted, its ``parent`` candidate, and where its level has it."""
+
+    chance: float
+    parent: int
+    level: int
+    row: int
+    rank: int
+
+
+class _Growth:
+    """The candidates of one step, and which of them the head went on from.
+
+    Attributes:
+        rows: of each node that was forwarded (the root is), its level below and its row there.
+    """
+
+    def __init__(self) -> None:
+        self.levels: list[Level] = []
+        self.nodes: list[_Node] = []
+        self.rows = {ROOT: (0, 0)}
+        self._seen: dict[int, list[int]] = {ROOT: []}  # of a forwarded node, what it sees of those
+
+    def add(self, level: Level, parents: list[int], confidence: Confidence) -> list[int]:
+        """Take a level in; its candidates, the likeliest first."""
+        first, depth = len(self.nodes), len(self.levels)
+        self.levels.append(level)
+        for row, (parent, probabilities) in enumerate(zip(parents, level.probabilities, strict=True)):
+            above = 1.0 if parent == ROOT else self.nodes[parent].chance
+            chances = [above * confidence.of(depth, rank, value) for rank, value in enumerate(probabilities)]
+            self.nodes += [_Node(chance, parent, depth, row, rank) for rank, chance in enumerate(chances)]
+        return sorted(range(first, len(self.nodes)), key=lambda index: -self.nodes[index].chance)
+
+    def place(self, index: int) -> int:
+        """A candidate's place among the draft head's tokens."""
+        node = self.nodes[index]
+        return self.levels[node.level].places[node.row][node.rank]
+
+    def forward(self, chosen: list[int], predicted: Tensor, extend: Extend) -> Tensor:
+        """Go on from some of the last level's candidates: the features predicted there, ``[1, n, H]``."""
+        device, before = predicted.device, len(self._seen) - 1
+        for row, index in enumerate(chosen):
+            self.rows[index] = len(self.levels), row
+            self._seen[index] = [*self._seen[self.nodes[index].parent], before + row]
+        seen = list(self._seen.values())[1:]
+        see = torch.zeros(1, len(chosen), len(seen), dtype=torch.bool)
+        for row, others in enumerate(seen[before:]):
+            see[0, row, others] = True
+        depths = torch.tensor([[len(others) - 1 for others in seen]], device=device)
+        parents = torch.tensor([self.nodes[index].row for index in chosen], device=device)
+        places = torch.tensor([[self.place(index) for index in chosen]], device=device)
+        return extend(predicted[:, parents], places, Rows(see.to(device), depths, before))
+
+
+class Paying:
+    """Grows the drafts of one sequence, and learns from what became of them.
+
+    By costs measured beforehand and by acceptance alone, never by the clock: the same prompts give the same drafts.
+
+    Args:
+        costs: of steps of one batch row.
+        nodes, depth, top_k: most nodes, levels, and candidates of a node.
+    """
+
+    def __init__(self, costs: Costs, nodes: int, depth: int, top_k: int) -> None:
+        self.costs, self.nodes, self.depth, self.top_k = costs, nodes, depth, top_k
+        self.confidence = Confidence()
+        self._rows_cost = [costs.verify.at(1 + count) - costs.plain for count in range(1, nodes + 1)]
+        self._pass = costs.draft.at(1)
+        self._child = [0.6] * DEPTHS  # the mean confidence in a forwarded node's first candidate, by depth
+        self._tokens = self._seconds = 0.0  # of drafted steps, fading
+        self._promised = [0.0, 0.0, 0.0]
+        self._steps = self._probe_at = 0
+        self._pays = True
+        self._grown = _Growth()
+        self._rows: dict[int, int] = {}  # row of the forward -> node
+
+    @property
+    def speedup(self) -> float:
+        """Of drafted steps over plain ones, as far as is known."""
+        return self._tokens / self._seconds * self.costs.plain if self._seconds else 1.0
+
+    def wants(self) -> bool:
+        """Whether the next step should draft; if not, it is a plain one."""
+        pays = self._steps < FIRST or self.speedup >= WORTH
+        if pays != self._pays:
+            logging.getLogger(__name__).info("drafts: %s", "as they pay" if pays else "none, since none pays")
+            self._pays, self._probe_at = pays, self._steps + 8
+        if not pays and self._steps < self._probe_at:
+            self._rows = {}
+            self._count(1.0, self.costs.plain)
+            return False
+        if not pays:  # a look now and then, which takes at most PROBES of the time
+            self._probe_at = self._steps + min(max(math.ceil((1.0 - self.speedup) / PROBES), 8), 256)
+        return True
+
+    def grow(self, predicted: Tensor, extend: Extend, head: DraftHead, depth: int) -> DraftTree:
+        """A draft of at most ``depth`` levels.
+
+        Args:
+            predicted: ``[1, 1, H]`` the feature predicted for the root.
+            extend: places of the draft head in, predicted features out.
+        """
+        grown = self._grown = _Growth()
+        seconds, parents = self.costs.first, [ROOT]
+        while True:
+            likely = grown.add(self._look(head, predicted), parents, self.confidence)
+            self._note_children(parents)
+            if len(grown.levels) == min(depth, self.depth):
+                break
+            count, more = self._worth_a_pass(likely)
+            if not count:
+                break
+            seconds, parents = seconds + more, likely[:count]
+            predicted = grown.forward(parents, predicted, extend)
+        return self._keep(seconds, predicted.device)
+
+    def learn(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """From the accepted ``path`` of [root, nodes] and the target's choice after each of its rows."""
+        for row, token in zip(path, tokens, strict=True):
+            where = self._grown.rows.get(self._rows.get(row, ROOT - 1))
+            if where is None:
+                return
+            level, place = self._grown.levels[where[0]], where[1]
+            candidates = zip(level.tokens[place], level.probabilities[place], strict=True)
+            for rank, (candidate, probability) in enumerate(candidates):
+                self.confidence.learn(where[0], rank, probability, candidate == token)
+
+    def promised(self) -> Promised:
+        """For all steps so far."""
+        steps, tokens, plain = self._promised
+        return Promised(steps, tokens, plain, "trees that grow while they pay" if self._pays else "no draft")
+
+    # ------------------------------------------------------------------------------------------- a step's parts
+
+    @property
+    def _worth(self) -> float:
+        """Seconds that a token is worth."""
+        return self.costs.plain / max(self.speedup, 1.0)
+
+    def _look(self, head: DraftHead, predicted: Tensor) -> Level:
+        found = head(predicted)[0].float().softmax(-1).topk(min(self.top_k, head.width), dim=-1)
+        return Level(found.indices.tolist(), head.tokens(found.indices).tolist(), found.values.tolist())
+
+    def _note_children(self, parents: list[int]) -> None:
+        depth = len(self._grown.levels) - 1
+        kind = min(depth, DEPTHS - 1)
+        for probabilities in self._grown.levels[-1].probabilities[: len(parents)]:
+            self._child[kind] += 0.05 * (self.confidence.of(depth, 0, probabilities[0]) - self._child[kind])
+
+    def _worth_a_pass(self, likely: list[int]) -> tuple[int, float]:
+        """How many of the last level's nodes to go on from, the likeliest first, and what the pass takes; none if no
+        number of further levels pays.
+
+        What comes after is guessed: a first child of every node, and below the likeliest one a chain.
+        """
+        nodes, levels = self._grown.nodes, len(self._grown.levels)
+        chances = sorted((node.chance for node in nodes), reverse=True)[:SIGHT]
+        known, best = self._value(chances)[0], (0.0, 0, 0.0)
+        for count in range(1, min(len(likely), FRONTIER) + 1):
+            first = seconds = self.costs.draft.at(count)
+            further = [nodes[index].chance * self._child[min(levels, DEPTHS - 1)] for index in likely[:count]]
+            for depth in range(levels + 1, self.depth + 1):
+                gain = self._value(sorted(chances + further, reverse=True))[0] - known - seconds
+                best = max(best, (gain, count, first))
+                further.append(further[-1 if depth > levels + 1 else 0] * self._child[min(depth, DEPTHS - 1)])
+                seconds += self._pass
+        return best[1], best[2]
+
+    def _value(self, chances: list[float]) -> tuple[float, int]:
+        """Of nodes with these chances, the likeliest first: most seconds that verifying them saves, and how many."""
+        best, gained, worth = (0.0, 0), 0.0, self._worth
+        for count, (chance, row) in enumerate(zip(chances, self._rows_cost, strict=False), start=1):
+            gained += chance * worth
+            if gained - row > best[0]:
+                best = gained - row, count
+        return best
+
+    def _keep(self, seconds: float, device: torch.device) -> DraftTree:
+        """The draft of those candidates whose row pays; drafting took ``seconds``."""
+        nodes = self._grown.nodes
+        order = sorted(range(len(nodes)), key=lambda index: -nodes[index].chance)[: self.nodes]
+        kept = sorted(order[: self._value([nodes[index].chance for index in order])[1]])
+        number = {index: place for place, index in enumerate(kept)} | {ROOT: ROOT}
+        parents = [number[nodes[index].parent] for index in kept]
+        curve = self.costs.chain if parents == list(range(ROOT, len(kept) - 1)) else self.costs.verify
+        tokens = 1.0 + sum(nodes[index].chance for index in kept)
+        seconds += curve.at(1 + len(kept)) if kept else self.costs.plain
+        self._tokens, self._seconds = MEMORY * self._tokens + tokens, MEMORY * self._seconds + seconds
+        self._count(tokens, seconds)
+        self._rows = {place + 1: index for index, place in number.items()}
+        if not kept:
+            return DraftTree.empty(1, device)
+        return DraftTree.from_parents(torch.tensor([[self._grown.place(i) for i in kept]], device=device), parents)
+
+    def _count(self, tokens: float, seconds: float) -> None:
+        self._steps += 1
+        for place, value in enumerate((1.0, tokens, seconds / self.costs.plain)):
+            self._promised[place] += value

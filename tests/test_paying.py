@@ -1,0 +1,154 @@
+"""Trees that grow while they pay: confidence that is counted, and the draft of most tokens per second for it."""
+
+import itertools
+import random
+from unittest import mock
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, target_of
+from rigged import AUTO_COSTS
+from test_eagle import from_scratch, path_of, trained_head
+from torch import Tensor
+
+from drafters import generate
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.drafting.paying import Confidence, Level, Paying, _Growth
+from drafters.eagle import EagleDrafter, EagleOptions
+from drafters.model.cost import Costs, Curve
+from drafters.model.rows import Rows
+
+
+def costs(row: float, draft: float) -> Costs:
+    """In times of a plain step: of a row more, and of a draft pass."""
+    line = Curve((1, 2), (1.0, 1.0 + row))
+    return Costs(1.0, line, line, draft, Curve((1,), (draft,)))
+
+
+def test_confidence_by_hand() -> None:
+    """Catches a count of another depth, rank or probability, and the head's word taken for more than it counts for."""
+    one = Confidence()
+    assert one.of(0, 0, 0.7) == pytest.approx(0.7)
+    for number in range(30):
+        one.learn(0, 0, 0.72, number % 3 == 0)
+    assert one.of(0, 0, 0.7) == pytest.approx((10 + 6 * 0.7) / 36)
+    for other in ((1, 0, 0.7), (0, 1, 0.7), (0, 0, 0.2), (0, 0, 0.99)):
+        assert one.of(*other) == pytest.approx(other[2])
+    one.learn(7, 9, 0.3, True)
+    assert one.of(2, 3, 0.3) == one.of(5, 30, 0.3) == pytest.approx((1 + 6 * 0.3) / 7)
+    for _ in range(3000):
+        one.learn(0, 0, 0.72, False)
+    assert one.of(0, 0, 0.7) < 0.02
+
+
+def test_the_draft_is_the_best_of_all() -> None:
+    """Catches a node that does not pay, one that would, and one without its parent: against every subtree there is."""
+    draw, sizes = random.Random(0), set()
+    for _ in range(60):
+        paying = Paying(costs(draw.uniform(0.0, 0.5), 0.1), nodes=9, depth=3, top_k=2)
+        paying._tokens, paying._seconds = draw.uniform(1.0, 2.5), 1.0
+        grown = paying._grown = _Growth()
+        parents = [-1]
+        for width in (1, 2, 1):
+            values = [sorted((draw.uniform(0.05, 0.95), draw.uniform(0.01, 0.4)), reverse=True) for _ in range(width)]
+            likely = grown.add(Level([[0, 1]] * width, [[0, 1]] * width, values), parents, paying.confidence)
+            parents = likely[: 2 if width == 1 else 1]
+        nodes, worth = grown.nodes, 1.0 / max(paying.speedup, 1.0)
+        best = 0.0
+        for picked in itertools.product((False, True), repeat=len(nodes)):
+            kept = [index for index, wanted in enumerate(picked) if wanted]
+            if all(nodes[index].parent in (-1, *kept) for index in kept):
+                row = paying.costs.verify.at(1 + len(kept)) - 1.0
+                best = max(best, sum(nodes[index].chance for index in kept) * worth - row)
+        draft = paying._keep(0.0, torch.device("cpu"))
+        chances = [nodes[paying._rows[place + 1]].chance for place in range(draft.size)]
+        row = paying.costs.verify.at(1 + draft.size) - 1.0
+        assert sum(chances) * worth - row == pytest.approx(best)
+        assert all(-1 <= int(parent) < place for place, parent in enumerate(draft.parents[0]))
+        sizes.add(draft.size)
+    assert len(sizes) > 3 and 0 in sizes
+
+
+class Sure:
+    """A head that is sure of token 1, as sure as it says."""
+
+    width = 8
+
+    def __init__(self, sure: float) -> None:
+        self.logits = torch.full((8,), (1 - sure) / 7).log()
+        self.logits[1] = torch.tensor(sure).log()
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return self.logits.expand(*features.shape[:-1], -1)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        return places + 100
+
+
+@pytest.mark.parametrize("rate", [0.98, 0.5, 0.1])
+def test_it_goes_on_as_long_as_it_is_right(rate: float) -> None:
+    """Catches passes that do not pay, none where they do, and a head taken at its word that is often wrong."""
+    paying = Paying(costs(0.02, 0.15), nodes=20, depth=7, top_k=3)
+
+    def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
+        assert rows.see is not None and rows.see.shape[1] == places.shape[1] == features.shape[1]
+        return features
+
+    draw, depths = random.Random(1), list[int]()
+    for _ in range(300):
+        if not paying.wants():
+            depths.append(0)
+            continue
+        draft = paying.grow(torch.zeros(1, 1, 4), extend, Sure(0.9), 7)  # type: ignore[arg-type]
+        path, tokens, row = [0], list[int](), 0
+        while True:
+            right = draw.random() < rate
+            tokens.append(101 if right else 99)
+            children = [n for n in range(draft.size) if draft.parents[0, n] == row - 1 and draft.tokens[0, n] == 1]
+            if not right or not children:
+                break
+            row = children[0] + 1
+            path.append(row)
+        paying.learn(path, tokens)
+        depths.append(max((len(path_of(draft, node)) for node in range(draft.size)), default=0))
+    late, found = sum(depths[-100:]) / 100, paying.promised()
+    assert late > 6 if rate == 0.98 else 0.5 < late < 3.5 if rate == 0.5 else late < 0.3
+    assert found.steps == 300 and found.tokens >= 300
+    if rate == 0.1:
+        assert found.choice == "no draft" and found.plain_steps < 1.15 * found.tokens
+    else:
+        assert found.tokens > found.plain_steps
+
+
+def test_drafts_are_what_the_head_says() -> None:
+    """Catches a head fed another node's feature or token, siblings that see each other, wrong positions, and what is
+    learnt of one node put down to another: none of it changes the output, only tau.
+    """
+    target, sizes = target_of("llama"), []
+    cheap = Costs(1.0, *AUTO_COSTS[1:3], 0.02, Curve((1,), (0.02,)))
+    drafter = EagleDrafter(target, trained_head(target), EagleOptions(top_k=3, nodes=12, depth=4))
+    drafter._step_costs = lambda batch, sampling: cheap  # type: ignore[method-assign]
+    propose, learnt = drafter.propose, []
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        assert drafter.paying is not None
+        grown = drafter.paying._grown
+        for row, index in drafter.paying._rows.items():
+            if draft.size and index in grown.rows:
+                level, place = grown.rows[index]
+                logits = from_scratch(drafter, state.tokens[0], path_of(draft, row - 1))
+                found = logits.float().softmax(-1).topk(3)
+                assert grown.levels[level].tokens[place] == found.indices.tolist()
+                assert grown.levels[level].probabilities[place] == pytest.approx(found.values.tolist(), rel=1e-2, abs=1e-4)
+        sizes.append((draft.size, len({*draft.parents[0].tolist()})))
+        return draft
+
+    def learn(depth: int, rank: int, probability: float, right: bool) -> None:
+        learnt.append((depth, rank, right))
+
+    with mock.patch.object(drafter, "propose", checked), mock.patch.object(Confidence, "learn", side_effect=learn):
+        generate(target, drafter, [prompt(9)], max_new_tokens=40, eos_token_id=NO_EOS)
+    assert max(size for size, _ in sizes) > 4 and max(inner for _, inner in sizes) > 2
+    assert {depth for depth, _, _ in learnt} >= {0, 1} and any(right for *_, right in learnt)
