@@ -180,11 +180,14 @@ class EagleDrafter(LearnedDrafter):
                 self.paying = Paying(self._step_costs(batch, state.sampling), self.nodes, self.depth, self.top_k)
 
     def promised(self) -> Promised | None:
-        found = [one.promised() for one in (self.auto, self.paying) if one is not None]
-        if not found:
+        if self.auto is None:
             return None
-        choice = found[-1 if self._growing else 0].choice
-        return Promised(*(sum(part) for part in zip(*(one[:3] for one in found), strict=True)), choice)
+        found = self.auto.promised()
+        if self.paying is None:
+            return found
+        grown = self.paying.promised()
+        sums = [one + other for one, other in zip(found[:3], grown[:3], strict=True)]
+        return Promised(sums[0], sums[1], sums[2], grown.choice if self._growing else found.choice)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._gather_up()
@@ -200,7 +203,8 @@ class EagleDrafter(LearnedDrafter):
     def propose(self, state: DecodeState) -> DraftTree:
         if self.auto is not None:
             if self._growing:
-                self._idle = self.paying is not None and not self.paying.wants()
+                depth = state.longest_draft(self.depth)
+                self._idle = self.paying is not None and not self.paying.wants(depth)
             else:
                 self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
                 self._idle = not self.plan.size

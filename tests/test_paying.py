@@ -97,7 +97,7 @@ def test_it_goes_on_as_long_as_it_is_right(rate: float) -> None:
 
     draw, depths = random.Random(1), list[int]()
     for _ in range(300):
-        if not paying.wants():
+        if not paying.wants(7):
             depths.append(0)
             continue
         draft = paying.grow(torch.zeros(1, 1, 4), extend, Sure(0.9), 7)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_drafts_are_what_the_head_says() -> None:
                 logits = from_scratch(drafter, state.tokens[0], path_of(draft, row - 1))
                 found = logits.float().softmax(-1).topk(3)
                 assert grown.levels[level].tokens[place] == found.indices.tolist()
-                assert grown.levels[level].probabilities[place] == pytest.approx(found.values.tolist(), rel=1e-2, abs=1e-4)
+                assert grown.levels[level].probabilities[place] == pytest.approx(found.values.tolist(), abs=1e-2)
         sizes.append((draft.size, len({*draft.parents[0].tolist()})))
         return draft
 

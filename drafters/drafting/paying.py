@@ -154,13 +154,13 @@ class Paying:
         """Of drafted steps over plain ones, as far as is known."""
         return self._tokens / self._seconds * self.costs.plain if self._seconds else 1.0
 
-    def wants(self) -> bool:
-        """Whether the next step should draft; if not, it is a plain one."""
+    def wants(self, depth: int) -> bool:
+        """Whether the next step should draft, of at most ``depth`` levels; if not, it is a plain one."""
         pays = self._steps < FIRST or self.speedup >= WORTH
         if pays != self._pays:
             logging.getLogger(__name__).info("drafts: %s", "as they pay" if pays else "none, since none pays")
             self._pays, self._probe_at = pays, self._steps + 8
-        if not pays and self._steps < self._probe_at:
+        if depth < 1 or (not pays and self._steps < self._probe_at):
             self._rows = {}
             self._count(1.0, self.costs.plain)
             return False
