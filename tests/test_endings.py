@@ -14,6 +14,8 @@ import pytest
 import tiny_run
 import yaml
 
+from train.runtime import free_port
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -202,7 +204,7 @@ def test_ctrl_c_under_deepspeed(tmp_path: Path) -> None:
     stores = tiny_run.write_stores(tmp_path / "features", target)
     line = tiny_run.command("eagle", tmp_path, tiny_run.settings(target.name, stores, tmp_path / "out"))
     process = subprocess.Popen(
-        ["deepspeed", "--num_gpus", "1", "--master_port", tiny_run.free_port(), *line[1:]],
+        ["deepspeed", "--num_gpus", "1", "--master_port", free_port(), *line[1:]],
         env=tiny_run.environment() | importing("tensorboard", begun),  # which only a run that has begun imports
         text=True,
         stdout=subprocess.PIPE,

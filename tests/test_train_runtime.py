@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,27 @@ def test_what_is_no_slurm_task_stays_alone() -> None:
     assert (shell["RANK"], shell["WORLD_SIZE"]) == ("0", "1")
     launched = described(**TASK, RANK="3", WORLD_SIZE="4", LOCAL_RANK="3", MASTER_ADDR="a", MASTER_PORT="1")
     assert (launched["RANK"], launched["WORLD_SIZE"], launched["MASTER_ADDR"]) == ("3", "4", "a")
+
+
+def test_trainings_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two trainings of one rank each that cannot run on one machine, since the launcher gives both the same
+    port; a port changed where others look for it; and a trace in the place of what to type."""
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert described(**launched)["MASTER_PORT"] != "29500"
+    assert described(**launched, TORCHELASTIC_USE_AGENT_STORE="True")["MASTER_PORT"] == "29500"
+    several = described(**{**launched, "WORLD_SIZE": "2"})
+    assert several["MASTER_PORT"] == "29500"
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        def meet(verbose: bool) -> None:
+            torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+
+        monkeypatch.setattr("deepspeed.init_distributed", meet)
+        with pytest.raises(ValueError, match=rf"port {port} is taken.*deepspeed --master_port"):
+            runtime.join_ranks({"MASTER_PORT": str(port)})
 
 
 @pytest.mark.parametrize(

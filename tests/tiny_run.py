@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from train.inputs import open_inputs
 from train.loop import TrainRun
 from train.run import picture
 from train.run.files import check_run_folder
+from train.runtime import free_port
 from train.task import make_task, task_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,13 +123,6 @@ def environment(**changes: str) -> dict[str, str]:
 def run(line: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=300, check=False)
-
-
-def free_port() -> str:
-    """A port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def launch(ranks: int, line: list[str], **variables: str) -> "subprocess.CompletedProcess[str]":

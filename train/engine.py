@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.optimizer import exact_buffers
-from train.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
+from train.runtime import Ranks, describe_process, join_ranks, local_ranks, take_device, threads_of_rank
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
 
@@ -42,7 +42,7 @@ def start(config: TrainConfig) -> Ranks:
     # Of DeepSpeed's extensions none is needed here. An empty table keeps its CPU backend from compiling a shared-memory
     # all-reduce at the first start (30 s and a C++ compiler); gloo does that work.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
-    deepspeed.init_distributed(verbose=False)
+    join_ranks(os.environ)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
     if threads and not torch.accelerator.is_available():

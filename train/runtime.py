@@ -78,24 +78,51 @@ def seed_step(seed: int, step: int, ranks: Ranks) -> None:
 def describe_process(environment: MutableMapping[str, str]) -> None:
     """Set the variables that a launcher would set, where none did: those of a Slurm task, or of a process alone.
 
-    DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE themselves, and are left alone. Under
-    ``srun`` with several tasks each task is a rank. A batch script's own process is no such task, though it sees
-    SLURM_NTASKS: see ``data_prep.ranks.slurm_step``.
+    DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE themselves, and are left alone, but for
+    the port of a process alone: DeepSpeed's is the same for every training on a machine. Under ``srun`` with several
+    tasks each task is a rank. A batch script's own process is no such task, though it sees SLURM_NTASKS: see
+    ``data_prep.ranks.slurm_step``.
 
     Raises:
         ValueError: a Slurm step without what names its first host.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
+        if environment["WORLD_SIZE"] == "1" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            environment["MASTER_PORT"] = free_port()
         return
     tasks = environment.get(slurm_step(environment), "1")
     if int(tasks) > 1:
         environment.update(_slurm_task(environment, tasks))
         return
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment.update(single)
+
+
+def free_port() -> str:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment.update(single)
+        return str(free.getsockname()[1])
+
+
+def join_ranks(environment: Mapping[str, str]) -> None:
+    """Meet the other ranks.
+
+    Raises:
+        ValueError: somebody else listens at MASTER_PORT.
+    """
+    import deepspeed
+
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = environment.get("MASTER_PORT")
+        raise ValueError(
+            f"port {port} is taken, perhaps by another training on this machine: start this one with another, "
+            "deepspeed --master_port 29501 train/..., or torchrun --master-port 29501 ..."
+        ) from error
 
 
 def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, str]:
