@@ -76,7 +76,7 @@ class PromptLookupDrafter(Drafter):
             drafts.append(index.continuation(longest, state.eos))
         width = max(map(len, drafts))
         if self.auto is not None:
-            width = min(width, self.auto.length(state.batch, state.sampling) if width else 0)
+            width = self.auto.length(state.batch, state.sampling, width)
             self._drafted = [len(draft[:width]) for draft in drafts]
             drafts = [draft[:width] for draft in drafts]
         if width == 0:

@@ -59,13 +59,15 @@ class SpeculativeDrafter(DraftModelDrafter):
         return self.auto.promised() if self.auto is not None else None
 
     def propose(self, state: DecodeState) -> DraftTree:
-        gamma = self.gamma if self.auto is None else self.auto.length(state.batch, state.sampling)
+        gamma = state.longest_draft(self.gamma)
+        if self.auto is not None:
+            gamma = self.auto.length(state.batch, state.sampling, gamma)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         # The draft model catches up first: with the root, and after full acceptance with the last draft token.
         pending = [row[known:] for row, known in zip(state.tokens, self._cache.lengths, strict=True)]
         rows, counts = padded(pending, self.target.device), [len(row) for row in pending]
-        for _ in range(state.longest_draft(gamma)):
+        for _ in range(gamma):
             logits = self._advance(rows, counts)
             rows = self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None]
             tokens.append(rows)

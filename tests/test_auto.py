@@ -269,6 +269,22 @@ TestAutoLookup = conformance.suite(
 )
 
 
+def test_a_lookup_promises_what_it_has() -> None:
+    """Catches a promise of drafts that were never found, or of their longest: of steps without a match, above all."""
+    target = target_of("llama")
+    drafter = by_length("prompt_lookup", target)
+    for seed in range(4):
+        generate(target, drafter, [prompt(8, seed)], max_new_tokens=100, eos_token_id=NO_EOS)
+    before = drafter.promised()
+    results = [generate(target, drafter, [prompt(8, s)], max_new_tokens=100, eos_token_id=NO_EOS) for s in range(4, 12)]
+    after = drafter.promised()
+    assert before is not None and after is not None
+    steps = [step for result in results for step in result.trace.steps]
+    assert after.steps - before.steps == len(steps) and any(not step.drafted for step in steps)
+    tau = sum(step.committed for step in steps) / len(steps)
+    assert (after.tokens - before.tokens) / len(steps) == pytest.approx(tau, rel=0.25)
+
+
 def test_speculative_decoding_drafts_as_long_as_it_is_right() -> None:
     """Catches acceptance that is not learnt (a copy of the target is always right), and learnt from cut drafts."""
     target = target_of("llama")

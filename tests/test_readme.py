@@ -31,7 +31,7 @@ def test_the_first_python_example_answers(monkeypatch: pytest.MonkeyPatch, capsy
     tokens = names["result"].tokens[0].tolist()
     assert not ends_in_loop(tokens)
     assert tokens[-1] == names["tokenizer"].convert_tokens_to_ids("<|end|>")
-    assert 8 < len(tokens) < 128 and names["result"].trace.tau > 2
+    assert 8 < len(tokens) < 128 and names["result"].trace.tau > 1.2
     assert "regular file" in capsys.readouterr().out
 
 
@@ -67,13 +67,21 @@ def test_no_row_claims_several_drafts_where_there_is_one() -> None:
 
 
 def test_the_front_page_says_how_long_its_prompts_are_and_who_is_fastest() -> None:
-    """Catches prompts that flatter a method unsaid, and a trained head quoted without the lookup that beats it."""
+    """Catches prompts that flatter a method unsaid, a trained head quoted without the lookup that beats it, and a slip
+    of the pen."""
     mean = report("speed-bf16")["environment"]["prompt_set"]["prompt_tokens"]["mean"]
     assert f"{mean:.0f} tokens on average" in README
-    real = [report(f"real-data/{name}")["rows"] for name in ("mt_bench", "spec_bench", "gsm8k")]
-    for label in ("prompt_lookup", "EAGLE, chain"):
-        rows = [row for rows in real for row in rows if row["drafter"] == label]
-        assert ", ".join(f"{row['speedup']:.2f}" for row in rows) in README
+    talk, rest = (
+        {row["drafter"]: row for row in report(f"smollm2/{name}")["rows"]} for name in ("mt_bench", "spec_bench")
+    )
+    names = ("math_reasoning", "qa", "rag", "summarization", "translation")
+    pair = [
+        [talk[label]["speedup"], *(rest[label]["categories"][name]["speedup"] for name in names)]
+        for label in ("EAGLE, auto", "prompt_lookup")
+    ]
+    for label, own, other in (("**EAGLE, auto**", *pair), ("prompt lookup", *reversed(pair))):
+        cells = [f"**{a:.2f}**" if a > b else f"{a:.2f}" for a, b in zip(own, other, strict=True)]
+        assert f"| {label} | {' | '.join(cells)} |" in README
 
 
 def shown(row: dict[str, Any]) -> dict[str, str]:

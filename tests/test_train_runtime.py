@@ -13,7 +13,7 @@ import tiny_run
 import torch
 
 from drafters.config import validate
-from train import runtime
+from train import engine, runtime
 from train.cli import main
 from train.eagle import EagleConfig
 from train.run.files import read_metrics
@@ -77,7 +77,7 @@ def test_trainings_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr("deepspeed.init_distributed", meet)
         with pytest.raises(ValueError, match=rf"port {port} is taken.*deepspeed --master_port"):
-            runtime.join_ranks({"MASTER_PORT": str(port)})
+            engine.join_ranks({"MASTER_PORT": str(port)})
 
 
 @pytest.mark.parametrize(

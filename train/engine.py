@@ -6,6 +6,7 @@ Where DeepSpeed has no call for what is needed, its insides are used here, and e
 import os
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.optimizer import exact_buffers
-from train.runtime import Ranks, describe_process, join_ranks, local_ranks, take_device, threads_of_rank
+from train.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
 
@@ -48,6 +49,26 @@ def start(config: TrainConfig) -> Ranks:
     if threads and not torch.accelerator.is_available():
         torch.set_num_threads(threads)
     return ranks
+
+
+def join_ranks(environment: Mapping[str, str]) -> None:
+    """Meet the other ranks.
+
+    Raises:
+        ValueError: somebody else listens at MASTER_PORT.
+    """
+    import deepspeed
+
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = environment.get("MASTER_PORT")
+        raise ValueError(
+            f"port {port} is taken, perhaps by another training on this machine: start this one with another, "
+            "deepspeed --master_port 29501 train/..., or torchrun --master-port 29501 ..."
+        ) from error
 
 
 def stop() -> None:

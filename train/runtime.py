@@ -105,26 +105,6 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def join_ranks(environment: Mapping[str, str]) -> None:
-    """Meet the other ranks.
-
-    Raises:
-        ValueError: somebody else listens at MASTER_PORT.
-    """
-    import deepspeed
-
-    try:
-        deepspeed.init_distributed(verbose=False)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = environment.get("MASTER_PORT")
-        raise ValueError(
-            f"port {port} is taken, perhaps by another training on this machine: start this one with another, "
-            "deepspeed --master_port 29501 train/..., or torchrun --master-port 29501 ..."
-        ) from error
-
-
 def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT stay where they are given."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))

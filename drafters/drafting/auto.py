@@ -235,8 +235,8 @@ class Chooser:
         """Measure what is not known yet of so many rows, and choose."""
         self._course(batch, sampling)
 
-    def shape(self, batch: int, sampling: Sampling) -> Shape:
-        """Of the next draft."""
+    def shape(self, batch: int, sampling: Sampling, most: int | None = None) -> Shape:
+        """Of the next draft; where no more than ``most`` tokens can be drafted now, so many of its first."""
         course = self._now = self._course(batch, sampling)
         if course.steps >= course.decide_at:
             self._decide(course)
@@ -248,6 +248,8 @@ class Chooser:
             loss = (chosen.seconds - chosen.tokens * course.shape.seconds) / course.shape.seconds
             course.probe_at = course.steps + min(max(math.ceil(loss / PROBES), 8), 256)
             course.decide_at = course.steps  # it may have learnt something
+        if most is not None and most < len(chosen.paths):
+            chosen = promise(chosen.paths[:most], course.rates.table(), course.costs)
         plain = course.costs.plain
         for place, value in enumerate((1.0, chosen.tokens, chosen.seconds / plain)):
             course.promised[place] += value
@@ -264,9 +266,9 @@ class Chooser:
             if candidates := plan.children[row]:
                 self.learn(depth, candidates, plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None)
 
-    def length(self, batch: int, sampling: Sampling) -> int:
-        """Of the next draft, where drafts are chains."""
-        return len(self.shape(batch, sampling).paths)
+    def length(self, batch: int, sampling: Sampling, most: int) -> int:
+        """Of the next draft, where drafts are chains: at most ``most`` tokens, which is all that there are."""
+        return len(self.shape(batch, sampling, most).paths)
 
     def learn_chain(self, drafted: int, right: int) -> None:
         """Learn from a chain of which the first ``right`` tokens were accepted."""
