@@ -20,7 +20,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Way
-from .drafting.paying import Paying
+from .drafting.paying import FRONTIER, Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
 from .model.cost import Costs, behind_context, longer, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
@@ -84,12 +84,14 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class EagleOptions(DraftHeadOptions):
-    """``tree``: auto chooses, while decoding, the chain or static tree of most tokens per second, from what forwards
-    cost on this machine and what is accepted, or no draft where none pays; chain and dynamic are ``depth`` deep, by
-    default 5 and 6; static is the paper's tree of Figure 9 unless ``paths`` says else.
+    """``tree``: auto drafts, while decoding, what has most tokens per second by what forwards cost on this machine and
+    what is accepted: a tree that grows while it pays (greedy, one prompt, on a CPU), else a chain or static tree, or
+    nothing; chain and dynamic are ``depth`` deep, by default 5 and 6; static is the paper's tree of Figure 9 unless
+    ``paths`` says else.
 
-    ``depth``, ``top_k`` and ``nodes`` are auto's bounds (depth: 8). ``acceptance``: what it starts from, by "greedy"
-    and "sampled": for every depth, how often the candidate of each rank is right where those before it are wrong.
+    ``depth``, ``top_k`` and ``nodes`` are auto's bounds (depth: 8). ``acceptance``: what its static trees start from,
+    by "greedy" and "sampled": for every depth, how often the candidate of each rank is right where those before it are
+    wrong.
 
     ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
     keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
@@ -129,12 +131,13 @@ class EagleDrafter(LearnedDrafter):
         chain = [[0] * level for level in range(1, self.depth + 1)]
         self.plan = TreePlan(chain if self.tree == "chain" else self.paths or EAGLE_TREE, target.device)
         # The head's cache also holds the forwarded nodes of the levels before the last.
-        dynamic = max(self.nodes, self.top_k * self.depth)
-        self.max_draft = {"dynamic": dynamic, "auto": self.nodes}.get(self.tree, self.plan.size)
+        forwarded = {"dynamic": self.top_k * self.depth, "auto": FRONTIER * self.depth}
+        self.max_draft = max(self.nodes, forwarded[self.tree]) if self.tree in forwarded else self.plan.size
         self.acceptance: Any = options.acceptance
         self.auto: Chooser | None = None
         self.paying: Paying | None = None  # instead, where the host can look on: greedy, alone, on a CPU
-        self._may_grow, self._growing, self._idle = target.device.type == "cpu", False, False
+        self._may_grow, self._idle = target.device.type == "cpu", False
+        self._growing: Paying | None = None  # what grew the latest draft
         if self.tree == "auto":
             ranks = min(self.top_k, len(PRIOR))
             self.auto = Chooser(self._step_costs, self.nodes, self.depth, ranks, self.acceptance)
@@ -172,12 +175,16 @@ class EagleDrafter(LearnedDrafter):
             self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts, self._more = [1] * batch, []
-        if self.auto is not None:
-            self._growing = self._may_grow and batch == 1 and state.sampling.greedy
-            if not self._growing:
-                self.auto.begin(batch, state.sampling)
-            elif self.paying is None:
-                self.paying = Paying(self._step_costs(batch, state.sampling), self.nodes, self.depth, self.top_k)
+        if self.auto is not None and self._grower(state) is None:
+            self.auto.begin(batch, state.sampling)
+
+    def _grower(self, state: DecodeState) -> Paying | None:
+        """What grows the drafts of these prompts, if anything does."""
+        if self.auto is None or not (self._may_grow and state.batch == 1 and state.sampling.greedy):
+            return None
+        if self.paying is None:
+            self.paying = Paying(self._step_costs(1, state.sampling), self.nodes, self.depth, self.top_k)
+        return self.paying
 
     def promised(self) -> Promised | None:
         if self.auto is None:
@@ -187,7 +194,7 @@ class EagleDrafter(LearnedDrafter):
             return found
         grown = self.paying.promised()
         sums = [one + other for one, other in zip(found[:3], grown[:3], strict=True)]
-        return Promised(sums[0], sums[1], sums[2], grown.choice if self._growing else found.choice)
+        return Promised(sums[0], sums[1], sums[2], grown.choice if self._growing is not None else found.choice)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._gather_up()
@@ -202,9 +209,9 @@ class EagleDrafter(LearnedDrafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         if self.auto is not None:
-            if self._growing:
-                depth = state.longest_draft(self.depth)
-                self._idle = self.paying is not None and not self.paying.wants(depth)
+            self._growing = self._grower(state)
+            if self._growing is not None:
+                self._idle = not self._growing.wants(state.longest_draft(self.depth))
             else:
                 self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
                 self._idle = not self.plan.size
@@ -220,8 +227,8 @@ class EagleDrafter(LearnedDrafter):
         if depth < 1:
             return DraftTree.empty(state.batch, self.target.device)
         head = self.lm_head
-        if self._growing and self.paying is not None:
-            draft = self.paying.grow(predicted, self._extend_tree, head, depth)
+        if self._growing is not None:
+            draft = self._growing.grow(predicted, self._extend_tree, head, depth)
         elif self.tree == "dynamic":
             draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.nodes)
         else:
@@ -236,9 +243,9 @@ class EagleDrafter(LearnedDrafter):
             self._more.append((features, counts))
             return
         self._features, self._counts = features, counts
-        if self._growing and self.paying is not None:
+        if self._growing is not None:
             if not state.finished[0]:  # else cut short
-                self.paying.learn(verdict.rows[0], verdict.tokens[0])
+                self._growing.learn(verdict.rows[0], verdict.tokens[0])
         elif self.auto is not None and draft.size:
             for row, path in enumerate(verdict.rows):
                 if not state.finished[row]:  # else cut short

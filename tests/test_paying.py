@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, plain_greedy, prompt, target_of
 from rigged import AUTO_COSTS
 from test_eagle import from_scratch, path_of, trained_head
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from drafters import generate
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.drafting.paying import Confidence, Level, Paying, _Growth
+from drafters.drafting.paying import FRONTIER, Confidence, Level, Paying, _Growth
 from drafters.eagle import EagleDrafter, EagleOptions
 from drafters.model.cost import Costs, Curve
 from drafters.model.rows import Rows
@@ -152,3 +152,14 @@ def test_drafts_are_what_the_head_says() -> None:
         generate(target, drafter, [prompt(9)], max_new_tokens=40, eos_token_id=NO_EOS)
     assert max(size for size, _ in sizes) > 4 and max(inner for _, inner in sizes) > 2
     assert {depth for depth, _, _ in learnt} >= {0, 1} and any(right for *_, right in learnt)
+
+
+def test_more_may_be_forwarded_than_is_kept() -> None:
+    """Catches a head's cache with room for the draft alone, which the candidates of a long look ahead overflow."""
+    target = target_of("llama")
+    drafter = EagleDrafter(target, trained_head(target), EagleOptions(top_k=4, nodes=3))
+    drafter._step_costs = lambda batch, sampling: AUTO_COSTS  # type: ignore[method-assign]
+    with mock.patch.object(Paying, "_worth_a_pass", lambda paying, likely: (FRONTIER, 0.0)):
+        result = generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS)
+    assert result.tokens[0].tolist() == plain_greedy(target, prompt(9), 24)
+    assert max(step.drafted for step in result.trace.steps) <= 3

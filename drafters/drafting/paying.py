@@ -3,9 +3,10 @@
 As EAGLE-2 (Li et al. 2024) this goes by the head's confidence, which is how likely a token is to be accepted; that is
 not taken on trust but counted: how often candidates of such a probability, rank and depth were the target's choice.
 With what forwards cost on this machine (``model/cost.py``) the rest is arithmetic. A token is worth the time that
-decoding needs for one, 1 / rate. A draft pass is made where the tokens that it promises are worth more than it takes,
-and a node is verified where its probability times a token's worth is more than a row costs: then no other choice has
-more tokens per second, if the rate is the best one (Dinkelbach 1967), and it becomes so step by step.
+decoding needs for one, 1 / rate. A node is verified where its probability times a token's worth is more than a row
+costs: of the candidates that there are no other choice has more tokens per second, if the rate is the best one
+(Dinkelbach 1967), and it becomes so step by step. A draft pass is made where what it may be expected to add is worth
+more than it takes; what comes after a node that was not looked at is a guess.
 
 The choices are the host's, which on a CPU costs nothing; elsewhere each would stall the device.
 """
