@@ -208,10 +208,11 @@ class EagleDrafter(LearnedDrafter):
         self._cache, self._features, self._counts, self.auto = whole, features[:, : max(counts)], counts, auto
 
     def propose(self, state: DecodeState) -> DraftTree:
+        depth = state.longest_draft(self.depth)
         if self.auto is not None:
             self._growing = self._grower(state)
             if self._growing is not None:
-                self._idle = not self._growing.wants(state.longest_draft(self.depth))
+                self._idle = not self._growing.wants(depth)
             else:
                 self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
                 self._idle = not self.plan.size
@@ -223,7 +224,6 @@ class EagleDrafter(LearnedDrafter):
         tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
         predicted = last_of(self._extend(self._features, tokens), self._counts)[:, None]
         self._cache.commit_first(self._counts)
-        depth = state.longest_draft(self.depth)
         if depth < 1:
             return DraftTree.empty(state.batch, self.target.device)
         head = self.lm_head

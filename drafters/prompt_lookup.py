@@ -77,8 +77,8 @@ class PromptLookupDrafter(Drafter):
         width = max(map(len, drafts))
         if self.auto is not None:
             width = self.auto.length(state.batch, state.sampling, width)
-            self._drafted = [len(draft[:width]) for draft in drafts]
             drafts = [draft[:width] for draft in drafts]
+            self._drafted = [len(draft) for draft in drafts]
         if width == 0:
             return DraftTree.empty(state.batch, self.target.device)
         valid = None

@@ -193,6 +193,11 @@ def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
     return Shape(tuple(paths), tree.tokens, seconds, tree.tokens / seconds * plain)
 
 
+def probe_after(loss: float) -> int:
+    """Steps until the next probe, where one costs ``loss`` steps: at most ``PROBES`` of the time go into them."""
+    return min(max(math.ceil(loss / PROBES), 8), 256)
+
+
 @dataclass
 class _Course:
     """What is known and chosen for one way of sampling at one batch size."""
@@ -246,7 +251,7 @@ class Chooser:
         if course.probe is not None and course.steps >= course.probe_at:
             chosen = course.probe
             loss = (chosen.seconds - chosen.tokens * course.shape.seconds) / course.shape.seconds
-            course.probe_at = course.steps + min(max(math.ceil(loss / PROBES), 8), 256)
+            course.probe_at = course.steps + probe_after(loss)
             course.decide_at = course.steps  # it may have learnt something
         if most is not None and most < len(chosen.paths):
             chosen = promise(chosen.paths[:most], course.rates.table(), course.costs)

@@ -24,7 +24,7 @@ from ..decoding.draft_tree import ROOT, DraftTree
 from ..model.cost import Costs
 from ..model.draft_head import DraftHead
 from ..model.rows import Rows
-from .auto import PROBES, WORTH
+from .auto import WORTH, probe_after
 from .tree_plan import Extend
 
 DEPTHS, RANKS, BINS = 3, 4, 12  # kinds of candidates: the last depth and rank stand for those beyond, too
@@ -165,8 +165,8 @@ class Paying:
             self._rows = {}
             self._count(1.0, self.costs.plain)
             return False
-        if not pays:  # a look now and then, which takes at most PROBES of the time
-            self._probe_at = self._steps + min(max(math.ceil((1.0 - self.speedup) / PROBES), 8), 256)
+        if not pays:
+            self._probe_at = self._steps + probe_after(1.0 - self.speedup)
         return True
 
     def grow(self, predicted: Tensor, extend: Extend, head: DraftHead, depth: int) -> DraftTree:
