@@ -1,6 +1,7 @@
 """train/losses.py and the tasks' losses against naive references."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_prep.store.reader import FeatureStore
 from drafters.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
+from train import losses
 from train.data.packing import Batch, Span, collate
 from train.eagle import EagleConfig, EagleTask, feature_noise
 from train.kangaroo import KangarooConfig, KangarooTask
-from train.losses import (
-    default_chunk_rows,
-    regression_sum,
-    soft_cross_entropy_sum,
-)
+from train.losses import TopK, default_chunk_rows, divergence_sum, regression_sum
 from train.watch.alpha import chain_alpha
 
 DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7 pack into three rows
@@ -74,7 +72,7 @@ def test_cross_entropy_of_a_hand_worked_case() -> None:
     target = torch.tensor([[math.log(4), 0.0], [0.0, 0.0]])
     # row 0: q = (1/2, 1/2), so log 2; row 1: p = (1/2, 1/2), q = (3/4, 1/4)
     expected = math.log(2) - 0.5 * math.log(0.75) - 0.5 * math.log(0.25)
-    assert soft_cross_entropy_sum(predicted, target, lm_head).item() == pytest.approx(expected, abs=1e-6)
+    assert divergence_sum(predicted, target, lm_head).item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 512])
@@ -85,7 +83,7 @@ def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, bias: bool) -
     ours = torch.randn(20, 16, requires_grad=True)
     naive = ours.detach().clone().requires_grad_()
     target = torch.randn(20, 16)
-    loss = soft_cross_entropy_sum(ours, target, lm_head, chunk_rows) * 0.37
+    loss = divergence_sum(ours, target, lm_head, chunk_rows=chunk_rows) * 0.37
     reference = -(lm_head(target).softmax(-1) * lm_head(naive).log_softmax(-1)).sum() * 0.37
     loss.backward()
     reference.backward()
@@ -93,12 +91,80 @@ def test_chunked_cross_entropy_equals_full_logits(chunk_rows: int, bias: bool) -
     torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-5, atol=1e-5)
 
 
+DIVERGENCES: dict[str, losses.Divergence] = {
+    name: partial(losses.lk_lambda, eta=3.0) if name == "lk_lambda" else getattr(losses, name)
+    for name in ("cross_entropy", "total_variation", "lk_alpha", "lk_lambda")
+}
+
+
+def plain_divergence(name: str, p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """The formulas as the papers print them, for autograd."""
+    q = log_q.exp()
+    alpha = torch.minimum(p, q).sum(-1)
+    kl = (p * (p.log() - log_q)).sum(-1)
+    weight = torch.exp(-3.0 * alpha.detach())
+    return {
+        "cross_entropy": -(p * log_q).sum(-1),
+        "total_variation": 0.5 * (p - q).abs().sum(-1),
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": weight * kl + (1 - weight) * (1 - alpha),
+    }[name].sum()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [None, TopK(5, 0.7), TopK(500, 2.0)])
+def test_divergences_equal_autograd(name: str, top_k: TopK | None) -> None:
+    """A gradient with a term left out, lambda differentiated, top-k tokens of the drafter or renormalised over
+    themselves, or the gradient of a wrong row."""
+    lm_head = nn.Linear(16, 97).requires_grad_(False).double()
+    lm_head.weight.mul_(4)  # distributions that differ
+    ours = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
+    naive, target = ours.detach().clone().requires_grad_(), torch.randn(20, 16, dtype=torch.float64)
+    loss = divergence_sum(ours, target, lm_head, DIVERGENCES[name], top_k, 7) * 0.37
+    p, log_q = lm_head(target).softmax(-1), lm_head(naive).log_softmax(-1)
+    reference = plain_divergence(name, p, log_q)
+    if top_k is not None:
+        among = torch.zeros_like(p).scatter_(-1, p.argsort(-1, descending=True)[:, : top_k.count], 1.0)
+        reference = reference - top_k.weight * (among * p * log_q).sum()
+    loss.backward()
+    (0.37 * reference).backward()
+    torch.testing.assert_close(loss, 0.37 * reference)
+    torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_of_distributions_without_overlap_and_of_equal_ones(name: str) -> None:
+    """A logarithm of 0 that ends the run, or a perfect drafter that is pushed away."""
+    lm_head = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    lm_head.weight.data = torch.eye(2)
+    ours = torch.tensor([[0.0, 800.0], [3.0, 1.0]], requires_grad=True)
+    target = torch.tensor([[800.0, 0.0], [3.0, 1.0]])
+    loss = divergence_sum(ours, target, lm_head, DIVERGENCES[name])
+    loss.backward()
+    assert loss.isfinite() and ours.grad.isfinite().all()
+    assert ours.grad[1].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_task_takes_the_loss_that_its_config_names(
+    name: str, folder: Path, store: FeatureStore, ends: FrozenEnds
+) -> None:
+    """A key without effect, lambda's eta or HASS's k lost on the way, or another loss over loss_vocab."""
+    changes = {"noise": "none", "lk_eta": 3.0, "top_k": 5, "top_k_weight": 0.7}
+    task = eagle_task(folder, ends, classification_loss=name, **changes)
+    task.loss_ids = torch.arange(40, dtype=torch.int32)
+    predicted, target = torch.randn(2, 9, tiny.HIDDEN_SIZE)
+    expected = divergence_sum(predicted, target, task.loss_head, DIVERGENCES[name], TopK(5, 0.7))
+    assert task.loss_head.out_features == 40
+    assert float(task.losses(predicted, target)["classification_loss"]) == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_bf16_cross_entropy_equals_full_logits() -> None:
     """Softmax in bf16, or sums that round: the same bf16 logits, in float64 from there on, are the reference."""
     lm_head = nn.Linear(32, 509, bias=False).requires_grad_(False).bfloat16()
     ours = torch.randn(40, 32).bfloat16().requires_grad_()
     target = torch.randn(40, 32).bfloat16()
-    loss = soft_cross_entropy_sum(ours, target, lm_head, 16)
+    loss = divergence_sum(ours, target, lm_head, chunk_rows=16)
     loss.backward()
     logits = lm_head(ours.detach()).double().requires_grad_()
     reference = -(lm_head(target).double().softmax(-1) * logits.log_softmax(-1)).sum()
@@ -122,12 +188,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_full_logits_never_exist() -> None:
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [None, TopK(3, 1.0)])
+def test_full_logits_never_exist(name: str, top_k: TopK | None) -> None:
     """A chunked loss that keeps every chunk for the backward pass, or makes one tensor of all rows."""
     lm_head = nn.Linear(8, 1000, bias=False).requires_grad_(False)
     ours, target = torch.randn(300, 8, requires_grad=True), torch.randn(300, 8)
     with Largest() as largest:
-        soft_cross_entropy_sum(ours, target, lm_head, 20).backward()
+        divergence_sum(ours, target, lm_head, DIVERGENCES[name], top_k, 20).backward()
     assert largest.numbers == 20 * 1000
 
 

@@ -22,7 +22,7 @@ from drafters import TargetModel, generate, load_drafter
 from drafters.decoding.trace import Trace
 from train import loop, summary
 from train.data.packing import collate
-from train.losses import soft_cross_entropy_sum
+from train.losses import divergence_sum
 from train.preflight.estimate import meta_ends
 from train.run.files import TIMED, read_metrics
 from train.task import Task, make_task
@@ -235,7 +235,7 @@ def test_flops_of_the_loss(tiny_model: Any) -> None:
     head = torch.nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False).requires_grad_(False)
     rows = torch.randn(10, tiny.HIDDEN_SIZE, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        soft_cross_entropy_sum(rows, torch.randn(10, tiny.HIDDEN_SIZE), head, 4).backward()
+        divergence_sum(rows, torch.randn(10, tiny.HIDDEN_SIZE), head, chunk_rows=4).backward()
     config = tiny_model("llama").config
     cost = training_cost(task_of("eagle", config))
     assert counter.get_total_flops() == cost.row * 10 == LM_HEAD_PRODUCTS * 2 * 10 * tiny.HIDDEN_SIZE * tiny.VOCAB_SIZE

@@ -73,6 +73,13 @@ class TrainConfig(Config):
     loss_vocab: int | None = Field(
         None, ge=1, description="take the cross-entropy over so many tokens, the most frequent of the answers"
     )
+    classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = Field(
+        "cross_entropy", description="of the drafter's distribution against the target's: docs/training.md"
+    )
+    lk_eta: float = Field(3.0, ge=0, description="of lk_lambda: how early it goes over from KL to the total variation")
+    top_k_weight: float = Field(0.0, ge=0, description="of HASS's Top-K loss, added to the classification loss")
+    top_k: int = Field(10, ge=1, description="tokens in that loss, the target's most likely")
+
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
     eval_every: int = Field(1000, ge=1, description="steps between held-out evaluations; there is one at the end, too")
     heldout_tokens: int = Field(16384, ge=1, description="tokens of the held-out store that an evaluation reads")

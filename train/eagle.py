@@ -53,7 +53,7 @@ class EagleTask(Task):
     f'_{i+1} = head(f_1 + e_1 .. f_i + e_i, t_2 .. t_{i+1}),  e from U(-0.1, 0.1)
     p_{i+2}  = softmax(LM_head(f_{i+1})),  p'_{i+2} = softmax(LM_head(f'_{i+1}))
     L_reg    = SmoothL1(f_{i+1}, f'_{i+1})
-    L_cls    = CrossEntropy(p_{i+2}, p'_{i+2})
+    L_cls    = CrossEntropy(p_{i+2}, p'_{i+2}), or what classification_loss says
     L        = L_reg + w_cls L_cls,  w_cls = 0.1
 
     Row i is about f_{i+1}, so about the distribution of t_{i+2}.
@@ -94,7 +94,7 @@ class EagleTask(Task):
         from train.losses import regression_sum
 
         regression = regression_sum(predicted, target)
-        classification = self.cross_entropy(predicted, target)
+        classification = self.classification(predicted, target)
         loss = regression + self.config.classification_weight * classification
         return {"loss": loss, "regression_loss": regression, "classification_loss": classification}
 

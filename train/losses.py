@@ -4,6 +4,8 @@ Every function returns a SUM over rows. The caller divides by the number of rows
 and micro-batches), because micro-batches differ in how many of their tokens belong to answers.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +18,98 @@ def regression_sum(predicted: Tensor, target: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1).sum()
 
 
-def soft_cross_entropy_sum(predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int = 256) -> Tensor:
-    """Cross-entropy over the full vocabulary at temperature 1 against the target's own distribution, summed over rows.
+# p and log q of some rows [rows, V], and the dtype of the gradient -> the rows' sum, and its gradient by q's logits
+# [rows, V]. Called so, ``log_q`` holds q afterwards; p is as it was.
+Divergence = Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
-    ``- sum_rows sum_x p(x) log q(x)``, p = softmax(lm_head(target)), q = softmax(lm_head(predicted)).
 
-    The LM head is frozen, so the gradient of ``predicted`` is all that a backward pass needs: (q - p) W, known as soon
-    as the logits are. It is taken at once, and only ``chunk_rows`` rows of logits exist at a time.
+def cross_entropy(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``- sum_x p(x) log q(x)``, whose gradient is q - p."""
+    total = -torch.dot(p.flatten(), log_q.flatten())
+    return total, torch.sub(log_q.exp_(), p, out=torch.empty_like(p, dtype=dtype))
+
+
+def total_variation(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``1 - alpha``, alpha = sum_x min(p(x), q(x)): how often sampled drafting is refused."""
+    alpha, gradient = _acceptance(p, log_q.exp_())
+    return (1 - alpha).sum(), gradient.to(dtype)
+
+
+def lk_alpha(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``- log alpha``, the LK loss without a parameter (Samarin et al. 2026, arXiv:2602.23881): the total variation's
+    gradient over alpha, so not small where hardly anything is accepted."""
+    alpha, gradient = _acceptance(p, log_q.exp_())
+    alpha = alpha.clamp_min(torch.finfo(alpha.dtype).tiny)  # no overlap at all: far off, but not infinitely
+    return -alpha.log().sum(), gradient.div_(alpha[:, None]).to(dtype)
+
+
+def lk_lambda(p: Tensor, log_q: Tensor, dtype: torch.dtype, eta: float) -> tuple[Tensor, Tensor]:
+    """``lambda KL(p, q) + (1 - lambda) (1 - alpha)``, lambda = exp(-eta alpha) taken as a constant: the LK loss that
+    goes over from KL to the total variation as alpha grows (the same paper).
+
+    Lambda is each row's own, as in vLLM's speculators, so that it depends on neither packing nor ranks; SpecForge takes
+    that of a batch's mean alpha.
+    """
+    kl = (torch.xlogy(p, p) - p * log_q).sum(-1)
+    q = log_q.exp_()
+    alpha, gradient = _acceptance(p, q)
+    weight = torch.exp(-eta * alpha)
+    return torch.lerp(1 - alpha, kl, weight).sum(), gradient.lerp_(q - p, weight[:, None]).to(dtype)
+
+
+def _acceptance(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha ``[rows]``, and the gradient of 1 - alpha by q's logits: q sum_x [q < p] q - [q < p] q."""
+    below = torch.where(q < p, q, 0)
+    return torch.minimum(p, q).sum(-1), (q * below.sum(-1, keepdim=True)).sub_(below)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """``- weight sum_{x in K} p(x) log q(x)`` in addition, K the target's ``count`` most likely tokens, p and q over
+    all tokens: the Top-K loss of HASS (Zhang et al. 2024, arXiv:2408.15766, and its train/main_hass.py)."""
+
+    count: int
+    weight: float
+
+    def add(self, p: Tensor, log_q: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
+        """The rows' sum, and what adds its gradient to another, given q; ``log_q`` may change in between."""
+        chosen = p.topk(min(self.count, p.shape[-1]), sorted=False)
+        known = self.weight * chosen.values
+        total = -(known * log_q.gather(-1, chosen.indices)).sum()
+
+        def add_gradient(q: Tensor, gradient: Tensor) -> None:
+            gradient.addcmul_(q, known.sum(-1, keepdim=True)).scatter_add_(-1, chosen.indices, -known)
+
+        return total, add_gradient
+
+
+def divergence_sum(
+    predicted: Tensor,
+    target: Tensor,
+    lm_head: nn.Linear,
+    divergence: Divergence = cross_entropy,
+    top_k: TopK | None = None,
+    chunk_rows: int = 256,
+) -> Tensor:
+    """How far the drafter's distributions are from the target's own, over the full vocabulary at temperature 1, summed
+    over rows: p = softmax(lm_head(target)), q = softmax(lm_head(predicted)).
+
+    The LM head is frozen, so the gradient of ``predicted`` is all that a backward pass needs: the divergence's by the
+    logits times W, known as soon as the logits are. It is taken at once, and only ``chunk_rows`` rows of logits exist
+    at a time.
 
     Args:
         predicted: ``[n, H]``, what the drafter gives to the LM head.
         target: ``[n, H]``, the target's features; constants.
         lm_head: the frozen LM head.
+        divergence: one of those above.
+        top_k: what is added to it.
         chunk_rows: rows of logits to hold at once.
 
     Returns:
         scalar float32.
     """
-    total: Tensor = _SoftCrossEntropy.apply(predicted, target, lm_head.weight, lm_head.bias, chunk_rows)
+    total: Tensor = _Divergence.apply(predicted, target, lm_head.weight, lm_head.bias, divergence, top_k, chunk_rows)
     return total
 
 
@@ -67,10 +143,17 @@ def default_chunk_rows(lm_head: nn.Linear, on_gpu: bool | None = None) -> int:
     return max(64, budget // (4 * lm_head.out_features))
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
+class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, predicted: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int
+        ctx: Any,
+        predicted: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        divergence: Divergence,
+        top_k: TopK | None,
+        chunk_rows: int,
     ) -> Tensor:
         wide = torch.promote_types(predicted.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=predicted.device)
@@ -81,13 +164,19 @@ class _SoftCrossEntropy(torch.autograd.Function):
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
             p = F.linear(target[rows], weight, bias).softmax(-1, dtype=wide)
             log_q = F.linear(predicted[rows], weight, bias).log_softmax(-1, dtype=wide)
-            total -= torch.dot(p.flatten(), log_q.flatten())
-            difference = torch.sub(log_q.exp_(), p, out=torch.empty_like(p, dtype=weight.dtype))
-            torch.mm(difference, weight, out=gradient[rows])
+            if top_k is None:
+                part, slope = divergence(p, log_q, weight.dtype)
+            else:
+                more, add_gradient = top_k.add(p, log_q)
+                part, slope = divergence(p, log_q, wide)
+                add_gradient(log_q, slope)  # it holds q now
+                part, slope = part + more, slope.to(weight.dtype)
+            total += part
+            torch.mm(slope, weight, out=gradient[rows])
         ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0]).to(gradient.dtype), None, None, None, None
+        return (gradient * grads[0]).to(gradient.dtype), *[None] * 6

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -93,7 +93,7 @@ class Task(ABC):
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Named sums over rows ``[n, H]``, predictions and targets; "loss" can be differentiated."""
-        return {"loss": self.cross_entropy(predicted, target)}
+        return {"loss": self.classification(predicted, target)}
 
     def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
         """How good the drafter is on held-out text, beside the losses and on the same rows.
@@ -124,16 +124,20 @@ class Task(ABC):
         """``losses`` over ``rows``."""
         return self.losses(*self.pairs(module, batch, rows, noise_seed))
 
-    def cross_entropy(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """Against the target's own distribution, summed over rows ``[n, H]``.
+    def classification(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """The config's ``classification_loss`` against the target's own distribution, summed over rows ``[n, H]``.
 
         With ``loss_vocab`` both distributions are over its tokens alone, as those of a drafter with such a
         ``draft_vocab`` are. The LM head is most of a small head's training, and its cost falls with its rows.
         """
-        from train.losses import soft_cross_entropy_sum
+        from train import losses
 
-        head = self.loss_head
-        return soft_cross_entropy_sum(predicted, target, head, self.chunk_rows_of(head))
+        config, head = self.config, self.loss_head
+        divergence: Any = getattr(losses, config.classification_loss)
+        if config.classification_loss == "lk_lambda":
+            divergence = partial(divergence, eta=config.lk_eta)
+        top_k = losses.TopK(config.top_k, config.top_k_weight) if config.top_k_weight else None
+        return losses.divergence_sum(predicted, target, head, divergence, top_k, self.chunk_rows_of(head))
 
     @cached_property
     def loss_head(self) -> nn.Linear:

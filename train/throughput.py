@@ -86,6 +86,16 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
     return from_overrides(schema, overrides)
 
 
+def _check_comparable(config: TrainConfig) -> None:
+    """Raise ValueError where the plain formulation would be of another loss."""
+    given = config.classification_loss, config.top_k_weight
+    if given != ("cross_entropy", 0.0):
+        raise ValueError(
+            "the plain formulation has the cross-entropy alone, and the config says classification_loss: "
+            f"{given[0]}, top_k_weight: {given[1]:g}; set classification_loss=cross_entropy top_k_weight=0"
+        )
+
+
 def _method_of(config: Path) -> str:
     """The method of a run's config: the one of whose own keys it has the most."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
@@ -99,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     shape = None if arguments.config else parse_shape(arguments.shape)
     config = read_config(arguments)
+    _check_comparable(config)
     if shape is None:
         check(config)
 

@@ -96,12 +96,12 @@ def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise_se
     # Where nothing is trained the prediction is the target, of which no loss has anything to say but a cross-entropy.
     predicted = torch.where(trained.bool()[:, None], predicted, target)
 
-    def cross_entropy(predicted: Tensor, target: Tensor) -> Tensor:
+    def classification(predicted: Tensor, target: Tensor) -> Tensor:
         with torch.no_grad():
             p = F.softmax(task.ends.lm_head(target), dim=-1, dtype=torch.float32)
         log_q = F.log_softmax(task.ends.lm_head(predicted), dim=-1, dtype=torch.float32)
         return -((p * log_q).sum(-1) * trained).sum()
 
     plain = copy(task)
-    plain.cross_entropy = cross_entropy  # type: ignore[method-assign]
+    plain.classification = classification  # type: ignore[method-assign]
     return plain.losses(predicted, target)["loss"]
