@@ -1,9 +1,10 @@
 """Kangaroo: draft with the target's own shallow layers and a trained adapter, exit early twice (Liu et al. 2024).
 
-The shallow layers' hidden states and keys/values are reused: verification resumes at ``exit_layer``.
+The shallow layers' hidden states and keys/values are reused: verification resumes at ``exit_layer``. The paper drafts
+chains, greedily; trees and sampled drafts are the same with more rows a pass.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -12,12 +13,13 @@ from transformers import PretrainedConfig
 
 from .base import LearnedDrafter
 from .decoding.acceptance import Verdict
-from .decoding.draft_tree import DraftTree
+from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
+from .drafting.tree_plan import TreePlan, children_of
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
-from .model.layers import AttentionLayer, check_head, layer_kind
-from .model.rows import Rows
+from .model.layers import AttentionLayer, check_head, layer_kind, made
+from .model.rows import CHAIN, Rows
 from .model.target import FeatureOutput, TargetModel
 
 
@@ -26,21 +28,24 @@ class KangarooAdapter(nn.Module):
 
     Parameter names are those of the released checkpoints.
 
+    Args:
+        ffn: a whole decoder layer of the target's kind, its MLP included (Table 2; the paper finds it too heavy).
+
     Raises:
         ValueError: no adapter can be made of the target's kind of layers.
     """
 
     inputs = 1  # hidden states that it takes
 
-    def __init__(self, target_config: PretrainedConfig) -> None:
+    def __init__(self, target_config: PretrainedConfig, ffn: bool = False) -> None:
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
-        layer = AttentionLayer(kind)
+        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0) if ffn else AttentionLayer(kind)
         self.layers = nn.ModuleList([layer])
         self.norm = kind.norm(config.hidden_size, eps=kind.eps)
         self.rotary_emb = kind.rotary(config)
-        for weights in layer.self_attn.parameters():
+        for weights in layer.parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
         check_head(self, config)
@@ -64,18 +69,27 @@ class KangarooAdapter(nn.Module):
 
 
 class KangarooOptions(DraftHeadOptions):
-    """``eta``: drafting stops after a token whose top-1 probability is eta or less; 0 never stops early."""
+    """``eta``: drafting stops after a token of which the adapter is no surer than that; 0 never stops early.
+
+    ``confidence``: how sure it is: the probability of its first choice (the paper's), or ``exp(-entropy)`` of its
+    distribution, which is the same for n tokens that are equally likely. ``paths``: draft a tree, each node as the
+    ranks of its ancestors and itself among their siblings, for example ``[[0], [1], [0, 0]]``; it goes on as long as
+    its likeliest path does. None: a chain. ``max_draft_tokens``: the most levels. ``ffn``: see ``KangarooAdapter``.
+    """
 
     exit_layer: int = Field(ge=1)
+    ffn: bool = False
     eta: float = Field(default=0.4, ge=0.0, lt=1.0)
+    confidence: Literal["top1", "entropy"] = "top1"
     max_draft_tokens: int = Field(default=6, ge=1)
+    paths: list[list[int]] | None = None
 
 
 class KangarooDrafter(LearnedDrafter):
     """Double early exit: from the layers at ``exit_layer``, from drafting at the first uncertain token.
 
     Raises:
-        ValueError: ``exit_layer`` is not below the target's number of layers.
+        ValueError: ``exit_layer`` is not below the target's number of layers, or ``paths`` are no tree.
     """
 
     name = "kangaroo"
@@ -83,13 +97,19 @@ class KangarooDrafter(LearnedDrafter):
 
     def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
         super().__init__(target, module, options)
-        self.exit_layer, self.eta, self.max_draft_tokens = options.exit_layer, options.eta, options.max_draft_tokens
+        self.exit_layer, self.ffn, self.eta = options.exit_layer, options.ffn, options.eta
+        self.confidence, self.max_draft_tokens, self.paths = options.confidence, options.max_draft_tokens, options.paths
         if self.exit_layer >= target.num_layers:
             raise ValueError(
                 f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
                 f"found {self.exit_layer}"
             )
-        self.max_draft, self.taps = self.max_draft_tokens, (self.exit_layer,)
+        self.plan = TreePlan(
+            self.paths or [[0] * level for level in range(1, self.max_draft_tokens + 1)], target.device
+        )
+        self._rows = _rows_by_level(self.plan, target.device)
+        self._inner = {row + 1: place for place, row in enumerate(self.plan.inner)}  # row of [root, nodes] -> adapter's
+        self.max_draft, self.taps = self.plan.size, (self.exit_layer,)
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
         self.lm_head = self.draft_head(options)
@@ -97,13 +117,17 @@ class KangarooDrafter(LearnedDrafter):
             quantize_layers(self._adapter, options.draft_dtype)
         self._cache = KVCache.nothing()
         self._behind: Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
+        self._taken = 0  # inner nodes of the latest draft that it has
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        return KangarooAdapter(target_config)
+        return KangarooAdapter(target_config, drafter_config.get("ffn", False))
 
     def drafter_config(self) -> dict[str, Any]:
-        options = {"exit_layer": self.exit_layer, "eta": self.eta, "max_draft_tokens": self.max_draft_tokens}
+        options: dict[str, Any] = {"exit_layer": self.exit_layer, "eta": self.eta}
+        options |= {"max_draft_tokens": self.max_draft_tokens} | ({"paths": self.paths} if self.paths else {})
+        options |= {"ffn": True} if self.ffn else {}
+        options |= {} if self.confidence == "top1" else {"confidence": self.confidence}
         return options | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -111,41 +135,81 @@ class KangarooDrafter(LearnedDrafter):
         self._cache = self.target.new_cache(1, state.cache.capacity, layers=1)
         prompt = output.taps[self.exit_layer]
         self._adapt(prompt)
+        self._cache.commit_first([prompt.shape[1]])
         self._behind = prompt[:, :0]
 
     def propose(self, state: DecodeState) -> DraftTree:
-        limit = min(self.max_draft_tokens, state.room() - 1)
-        states = [self._shallow(state, state.roots, 0)]
-        tokens: list[Tensor] = []
-        q: list[Tensor] = []
+        states = [self._shallow(state, state.roots, CHAIN)]
         rows = torch.cat([self._behind, states[0]], dim=1)
-        while len(tokens) < limit:
-            logits = self._adapt(rows)
-            tokens.append(self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None])
-            states.append(self._shallow(state, tokens[-1], len(tokens)))
-            rows = states[-1]
-            # The second early exit reads one value a draft token: what is drafted next depends on it.
-            if self.eta > 0 and logits.float().softmax(-1).amax().item() <= self.eta:
+        adapted = self._adapt(rows)[:, -1:]
+        self._cache.commit_first([rows.shape[1]])
+        self._taken = 0
+        tokens: list[Tensor] = []
+        valid: list[Tensor] = []
+        q: list[Tensor] = []
+        depth = min(self.max_draft_tokens, state.room() - 1)
+        for level, seen in zip(self.plan.levels[:depth], self._rows, strict=False):
+            logits = self.lm_head(adapted)
+            children, real = children_of(logits, level.children, state.sampling, state.generator, q)
+            tokens.append(self.lm_head.tokens(children[:, level.parent_row, level.rank]))
+            if real is not None:
+                valid.append(real[:, level.parent_row, level.rank])
+            states.append(self._shallow(state, tokens[-1], seen))
+            if len(tokens) == depth or not len(level.inner) or self._unsure(logits[:, 0]):
                 break
-        spread = self.lm_head.spread(torch.stack(q, 1)) if q else None
-        draft = DraftTree.chain(torch.cat(tokens, 1), spread) if tokens else DraftTree.empty(1, self.target.device)
+            adapted = self._adapt(states[-1][:, level.inner], level.rows)
+            self._taken += len(level.inner)
+        return self._draft(states, tokens, valid, q)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        accepted = verdict.rows[0][1:]  # the root is there already
+        there = [place for row in accepted if (place := self._inner.get(row, self._taken)) < self._taken]
+        self._cache.commit([there])
+        assert draft.hidden is not None
+        self._behind = draft.hidden[:, accepted[len(there) :]]
+
+    def _draft(self, states: list[Tensor], tokens: list[Tensor], valid: list[Tensor], q: list[Tensor]) -> DraftTree:
+        """Of what each level gave."""
+        draft = DraftTree.empty(1, self.target.device)
+        if tokens:
+            whole = torch.cat(tokens, 1)
+            draft = DraftTree.from_parents(
+                whole,
+                self.plan.parents[: whole.shape[1]],
+                q=self.lm_head.spread(torch.cat(q, 1)) if q else None,
+                q_row=self.plan.q_row[: whole.shape[1]],
+                valid=torch.cat(valid, 1) if valid else None,
+            )
         draft.hidden, draft.resume_layer = torch.cat(states, dim=1), self.exit_layer
         return draft
 
-    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        known = len(state.tokens[0]) - 1  # exit states there are, one a token but the new root
-        assert draft.hidden is not None
-        self._cache.crop([min(self._cache.lengths[0], known)])
-        missing = known - self._cache.lengths[0]
-        accepted = draft.hidden[:, : len(verdict.rows[0])]
-        self._behind = accepted[:, accepted.shape[1] - missing :]
+    def _unsure(self, logits: Tensor) -> bool:
+        """The second early exit. It reads one value a level: what is drafted next depends on it."""
+        if self.eta == 0:
+            return False
+        if self.confidence == "top1":
+            sure = logits.float().softmax(-1).amax()
+        else:
+            log_q = logits.float().log_softmax(-1)
+            sure = (log_q.exp() * log_q).nan_to_num(0.0).sum().exp()  # 0 log 0 is 0
+        return sure.item() <= self.eta
 
-    def _shallow(self, state: DecodeState, tokens: Tensor, offset: int) -> Tensor:
-        """Exit states ``[1, 1, H]`` of one more row, its keys and values left in the target's cache."""
-        return self.target.shallow(tokens, state.cache, self.exit_layer, Rows(offset=offset))
+    def _shallow(self, state: DecodeState, tokens: Tensor, rows: Rows) -> Tensor:
+        """Exit states ``[1, R, H]`` of the next rows, their keys and values left in the target's cache."""
+        return self.target.shallow(tokens, state.cache, self.exit_layer, rows)
 
-    def _adapt(self, rows: Tensor) -> Tensor:
-        """Run the adapter over exit states ``[1, R, H]`` and keep their rows; logits of ``lm_head`` after the last."""
-        output, _ = self.target.runner.run(self._adapter, [rows], self._cache)
-        self._cache.commit_first([rows.shape[1]])
-        return self.lm_head(output[:, -1])
+    def _adapt(self, states: Tensor, rows: Rows = CHAIN) -> Tensor:
+        """Run the adapter over exit states ``[1, R, H]``: states for ``lm_head``, ``[1, R, H]``."""
+        return self.target.runner.run(self._adapter, [states], self._cache, rows)[0]
+
+
+def _rows_by_level(plan: TreePlan, device: torch.device) -> list[Rows]:
+    """What the nodes of each level see of [root, nodes] and where they stand: all of them go through the target."""
+    see, depths = tree_mask(plan.parents, device)
+    rows, first = [], 1
+    for level in plan.levels:
+        last = first + len(level.rank)
+        chain = Rows(offset=first)
+        rows.append(chain if plan.is_chain else Rows(see[:, first:last, :last], depths[:, :last], first))
+        first = last
+    return rows

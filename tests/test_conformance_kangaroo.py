@@ -1,4 +1,4 @@
-"""Kangaroo under the suite: exit states that tell the output exactly, roughly and not at all; both early exits."""
+"""Kangaroo under the suite: exit states that tell the output exactly, roughly, not at all; both early exits; trees."""
 
 import conformance
 from rigged import kangaroo, quiet_depths
@@ -11,3 +11,12 @@ TestEarlyExit = conformance.suite(
     lambda t: kangaroo(t, True, eta=0.4), build=quiet_depths(0.1), families=("llama", "mistral-sliding")
 )
 TestRandomAdapter = conformance.suite(lambda t: kangaroo(t, False, eta=0.01), families=("llama",))
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+TestTree = conformance.suite(
+    lambda t: kangaroo(t, True, eta=0.0, paths=TREE), build=quiet_depths(0.1), families=("llama", "mistral-sliding")
+)
+TestTreeEarlyExit = conformance.suite(
+    lambda t: kangaroo(t, True, eta=0.3, confidence="entropy", paths=TREE),
+    build=quiet_depths(0.1),
+    families=("llama",),
+)

@@ -1,5 +1,7 @@
 """Kangaroo: drafts equal the adapter run from scratch; the second early exit; shallow work is done once."""
 
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -7,12 +9,13 @@ import torch
 from conformance import NO_EOS, prompt, target_of
 from rigged import EXIT_LAYER, kangaroo, quiet_depths
 
-from drafters import TargetModel, generate
-from drafters.decoding.draft_tree import DraftTree
+from drafters import TargetModel, generate, load_drafter
+from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter
+from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 
 ETA = 0.15
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -56,10 +59,76 @@ def test_drafts_equal_the_adapter_from_scratch(rigged: bool, scale: float, tempe
         assert len(sizes) > 1
 
 
-def test_shallow_layers_run_once() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("rigged", "scale"), [(True, 0.1), (False, 0.0)])
+def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temperature: float) -> None:
+    """Catches nodes that see a cousin's row, adapter rows of rejected nodes that stay, accepted ones that are lost."""
+    target = target_of("llama", quiet_depths(scale))
+    drafter = kangaroo(target, rigged, eta=ETA / 2, paths=TREE)
+    propose, shapes = drafter.propose, set()
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        known, parents = state.tokens[0], draft.parents[0].tolist()
+        shapes.add(draft.size)
+        assert draft.hidden is not None
+        for node, parent in enumerate(parents):
+            path = [node]
+            while parents[path[0]] != ROOT:
+                path.insert(0, parents[path[0]])
+            ids = known + draft.tokens[0, path].tolist()
+            exits = target.features(torch.tensor([ids]), taps=(EXIT_LAYER,)).taps[EXIT_LAYER]
+            torch.testing.assert_close(draft.hidden[:, node + 1], exits[:, -1], atol=1e-3, rtol=1e-3)
+            logits = target.lm_head(drafter.module(exits, torch.arange(exits.shape[1])[None]))[:, -2]
+            if temperature == 0:
+                rank = [other for other in range(node) if parents[other] == parent]
+                assert ids[-1] == logits.topk(len(rank) + 1).indices[0, -1]
+            else:
+                assert draft.q is not None and draft.q_row is not None
+                q = draft.q[:, draft.q_row[0, node]]
+                torch.testing.assert_close(q, state.sampling.probabilities(logits), atol=1e-4, rtol=1e-3)
+        return draft
+
+    with mock.patch.object(drafter, "propose", checked):
+        options = {"max_new_tokens": 20, "eos_token_id": NO_EOS, "top_k": 30, "top_p": 0.95}
+        trace = generate(target, drafter, [prompt(8)], temperature=temperature, **options).trace
+    assert len(shapes) > 1, "it must stop early at times"
+    assert len({step.accepted for step in trace.steps}) > 1
+
+
+def test_confidence_by_entropy() -> None:
+    """Catches an entropy of the wrong sign or base: of n equally likely tokens it says 1/n, as the first choice."""
+    target = target_of("llama")
+    for tokens in (1, 2, 4):
+        logits = torch.full((1, target.vocab_size), -torch.inf)
+        logits[0, :tokens] = 0.0
+        for confidence in ("top1", "entropy"):
+            for eta, unsure in ((1 / tokens - 0.01, False), (min(1 / tokens + 0.01, 0.999), tokens > 1)):
+                assert kangaroo(target, False, eta=eta, confidence=confidence)._unsure(logits) == unsure
+
+
+def test_an_adapter_with_an_mlp_and_a_tree_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Catches a checkpoint that forgets its MLP (weights left over) or its tree."""
+    target = target_of("llama")
+    torch.manual_seed(0)
+    options = KangarooOptions(exit_layer=EXIT_LAYER, ffn=True, eta=0.0, paths=TREE)
+    drafter = KangarooDrafter(target, KangarooAdapter(target.config, ffn=True), options)
+    plain = sum(weights.numel() for weights in KangarooAdapter(target.config).parameters())
+    mlp = 3 * target.hidden_size * target.config.intermediate_size
+    assert sum(weights.numel() for weights in drafter.module.parameters()) == plain + mlp + target.hidden_size
+    drafter.save_pretrained(tmp_path)
+    again = load_drafter(str(tmp_path), target)
+    assert isinstance(again, KangarooDrafter) and (again.ffn, again.paths) == (True, TREE)
+    given = {"max_new_tokens": 8, "eos_token_id": NO_EOS}
+    one, other = (generate(target, which, [prompt(6)], **given) for which in (drafter, again))
+    assert one.trace.steps == other.trace.steps and torch.equal(one.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("options", [{"max_draft_tokens": 3}, {"paths": TREE}])
+def test_shallow_layers_run_once(options: dict[str, Any]) -> None:
     """Catches verification that starts at layer 0 again, which doubles the cost that Kangaroo exists to save."""
     target = TargetModel(target_of("llama").model, engine="eager")  # whose layers take hooks
-    drafter = kangaroo(target, True, eta=0.0, max_draft_tokens=3)
+    drafter = kangaroo(target, True, eta=0.0, **options)
     rows = [0] * target.num_layers
     handles = [
         layer.register_forward_hook(

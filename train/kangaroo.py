@@ -35,6 +35,7 @@ class KangarooConfig(TrainConfig):
     drafter: ClassVar[str] = "kangaroo"
 
     exit_layer: int = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
+    ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ class KangarooTask(Task):
         return module(batch.taps[self.config.exit_layer], batch.position_ids, batch.attention())
 
     def drafter_config(self) -> dict[str, Any]:
-        return {"exit_layer": self.config.exit_layer}
+        return {"exit_layer": self.config.exit_layer} | ({"ffn": True} if self.config.ffn else {})
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ class TreePlan:
         self.size, self.parents = len(ordered), tuple(index.get(path[:-1], ROOT) for path in ordered)
         self.ranks = tuple(path[-1] for path in ordered)
         self.children = tuple(self.parents.count(node) for node in range(ROOT, self.size))  # of the root, of each node
-        is_chain = self.parents == tuple(range(ROOT, self.size - 1))
-        inner = sorted(set(self.parents) - {ROOT})  # the nodes with children: they alone are forwarded
+        self.is_chain = self.parents == tuple(range(ROOT, self.size - 1))
+        inner = self.inner = sorted(set(self.parents) - {ROOT})  # the nodes with children: they alone are forwarded
         self.q_row = tuple(0 if parent == ROOT else 1 + inner.index(parent) for parent in self.parents)
         see = tree_mask(self.parents, device)[0][0, 1:, 1:]
         self.levels: list[_Level] = []
@@ -83,7 +83,7 @@ class TreePlan:
                 parent_row=torch.tensor([before.index(self.parents[node]) for node in nodes], device=device),
                 rank=torch.tensor(ranks, device=device),
                 inner=chosen - nodes[0],
-                rows=Rows(offset=offset) if is_chain else Rows(see[chosen][None, :, so_far], depths, offset),
+                rows=Rows(offset=offset) if self.is_chain else Rows(see[chosen][None, :, so_far], depths, offset),
             )
             self.levels.append(level)
             before = own
