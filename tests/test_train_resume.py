@@ -326,6 +326,18 @@ def test_resume_refuses_another_training(settings: dict[str, Any], tmp_path: Pat
     assert run.progress.step == 5
 
 
+def test_resume_takes_a_run_that_knew_fewer_keys(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A run of days that no newer version goes on with, or one that goes on with another loss than it began with."""
+    values = {**settings, "steps": 4, "save_every": 2, "out": str(tmp_path / "run")}
+    tiny_run.train_here("eagle", values)
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    del info["config"]["classification_loss"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info))
+    check_run_folder(validate(EagleConfig, values, source="test"), resume=True)
+    with pytest.raises(ValueError, match="classification_loss was 'cross_entropy', is 'lk_alpha'"):
+        check_run_folder(validate(EagleConfig, {**values, "classification_loss": "lk_alpha"}, source="test"), True)
+
+
 def test_resume_refuses_another_packing(settings: dict[str, Any], tmp_path: Path) -> None:
     """A place in the data of a version before, which points at other batches now: dialogues trained twice or never."""
     values = {**settings, "out": str(tmp_path / "run"), "steps": 3}

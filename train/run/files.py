@@ -132,7 +132,9 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
         raise ValueError(f"--resume: {_nothing_to_resume(run)}")
     now = _by_key(config.model_dump(mode="json"))
     now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
-    before = _by_key(read_info(run)["config"])
+    # A key that a newer version brought had its default when the run began.
+    optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
+    before = _by_key(optional | read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
     if changed := changes(before, now):
         raise ValueError(
