@@ -13,7 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter
+from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.config import load_config, validate
+from drafters.eagle import EagleHead
+from drafters.kangaroo import KangarooAdapter
 from train import eagle, loop
 from train.data.packing import Span
 from train.eagle import EagleConfig, Noise
@@ -75,6 +78,30 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert saved["training"]["config"]["learning_rate"] == 0.01
     result = generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6)
     assert result.tokens.shape == (1, 6)
+
+
+def test_it_starts_from_a_trained_drafter(settings: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
+    """Catches weights that are read and not used, a --resume that begins again with them, and a drafter of another
+    shape or method that is found out after an hour (the dry run must tell)."""
+    torch.manual_seed(5)
+    head = EagleHead(target.config)
+    trained = tmp_path / "trained"
+    save_checkpoint(trained, head, make_config("eagle", {}, target))
+    values = {**settings, "init_from": str(trained), "learning_rate": 1e-9, "steps": 1}
+    tiny_run.train_here("eagle", values)
+    out = Path(settings["out"])
+    for name, weights in load_checkpoint(str(out))[1].items():
+        assert torch.equal(weights, head.state_dict()[name].bfloat16()), name
+    tiny_run.train_here(
+        "eagle", {**values, "learning_rate": 0.1, "out": str(tmp_path / "b"), "steps": 2, "save_every": 2}
+    )
+    (tmp_path / "trained" / "model.safetensors").unlink()  # only a start reads it
+    tiny_run.train_here("eagle", {**values, "learning_rate": 0.1, "out": str(tmp_path / "b"), "steps": 3}, resume=True)
+    with pytest.raises(ValueError, match="trained"):
+        tiny_run.train_here("eagle", {**values, "out": str(tmp_path / "c")})
+    save_checkpoint(tmp_path / "other", KangarooAdapter(target.config), make_config("kangaroo", {}, target))
+    with pytest.raises(ValueError, match="init_from: .*other holds a drafter of type 'kangaroo'.*trains 'eagle'"):
+        tiny_run.train_here("eagle", {**values, "out": str(tmp_path / "c"), "init_from": str(tmp_path / "other")})
 
 
 def test_learning_rate_and_clipping(settings: dict[str, Any]) -> None:

@@ -43,6 +43,9 @@ class TrainConfig(Config):
         description="folder with the feature stores train/ and heldout/; or online: computed by the target meanwhile",
     )
     data: OnlineData | None = Field(None, description="the dialogues, with features: online")
+    init_from: str | None = Field(
+        None, description="a drafter to start from, in place of new weights: folder or Hub repository"
+    )
     out: Path = Field(description="run folder: logs, resumable state and, at its top, the trained drafter")
 
     steps: int | None = Field(None, ge=1, description="optimiser steps; the run ends at whichever limit comes first")

@@ -70,6 +70,8 @@ class TrainRun:
         saved = SavedState(self.states.newest() or self.states.path) if resume else None
         if saved:
             saved.load_weights(task.module)
+        elif self.config.init_from is not None:
+            task.init_from(self.config.init_from)
         cost = training_cost(task)
         find_frequent(task, inputs.train)
         self.engine = Engine(task.module, self.config)

@@ -72,6 +72,25 @@ class Task(ABC):
         self.module = self.drafter.build_module(ends.config, self.drafter_config())
         use_dialogue_attention(self.module, ends.config)
 
+    def init_from(self, checkpoint: str) -> None:
+        """Take the weights of a trained drafter in place of new ones: of the same target, or of one that it was tuned
+        from (only the shapes have to fit). Its draft vocabulary is not taken over.
+
+        Raises:
+            ValueError: nothing loadable there, another method's drafter, or other shapes.
+        """
+        from drafters.checkpoint import load_checkpoint, load_state
+        from drafters.model.draft_head import DRAFT_IDS
+
+        found, weights = load_checkpoint(checkpoint)
+        if found["drafter_type"] != self.config.drafter:
+            raise ValueError(
+                f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
+                f"{self.config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
+            )
+        weights.pop(DRAFT_IDS, None)
+        load_state(self.module, weights, source=f"init_from: {checkpoint}")
+
     @abstractmethod
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """What the drafter gives to the LM head, ``[R, L, H]``."""

@@ -104,6 +104,8 @@ class Estimates:
         report, config, micro, ranks = self.report, self.config, self.micro, self.given.ranks
         count = estimate.parameters(self.task.module)
         report.add("drafter", f"{type(self.task.module).__name__}, {count:,} parameters")
+        if (start := config.init_from) is not None:
+            report.check("init_from", lambda: self.task.init_from(start), f"{start}, whose weights fit")
         if self.workload:
             report.add("steps", self.workload.describe_steps(config))
         size = f"at most {micro.dialogues} dialogues of {micro.length:,} tokens"
