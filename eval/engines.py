@@ -4,7 +4,7 @@
 
 All of eval.speed, with a row more for every entry of ``engines``. Each is a process of an environment of its own
 (make engines sets them up: docs/engines.md), with its model loaded, that takes its turn prompt by prompt. An engine
-that is not installed is left out, and the report says so.
+that is not installed is left out, and one that crashes has no figures: the report says so, and the others go on.
 """
 
 from pathlib import Path
@@ -38,6 +38,9 @@ class EngineEntry(Config):
     gguf_type: Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"] | None = Field(
         None, description="llama.cpp converts the file to it first; None: as it is"
     )
+    repack: bool | None = Field(
+        None, description="llama.cpp lays weights out anew for AMX and the like; None: where it does not crash so"
+    )
     beside: str | None = Field(None, description="label of our row whose acceptance by depth it should have")
     python: Path | None = Field(None, description="of its environment; default: that of make engines")
     module: str | None = Field(None, description="the worker; default: the engine's in eval/engine_workers")
@@ -60,8 +63,10 @@ class EngineEntry(Config):
         if self.engine == "llama_cpp" and (self.gguf is None or self.method not in ("plain", "prompt_lookup")):
             found = f"method {self.method}, gguf {self.gguf}"
             raise ValueError(f"{self.label}: llama_cpp takes gguf and method plain or prompt_lookup; found {found}")
-        if self.engine != "llama_cpp" and (self.gguf is not None or self.gguf_type is not None):
-            raise ValueError(f"{self.label}: gguf and gguf_type are for llama_cpp; {self.engine} loads the target")
+        if self.engine != "llama_cpp" and any(value is not None for value in (self.gguf, self.gguf_type, self.repack)):
+            raise ValueError(
+                f"{self.label}: gguf, gguf_type and repack are llama_cpp's; {self.engine} loads the target"
+            )
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"{self.label}: min_ngram is {self.min_ngram}, more than max_ngram {self.max_ngram}")
         return self
@@ -71,6 +76,9 @@ class EnginesConfig(SpeedConfig):
     """eval.speed's, and the engines."""
 
     engines: list[EngineEntry] = Field(min_length=1)
+    patience: float = Field(
+        900.0, gt=0, description="seconds for loading an engine, and for a prompt there; after them it has failed"
+    )
 
     @model_validator(mode="after")
     def _check_engines(self) -> Self:
@@ -81,10 +89,6 @@ class EnginesConfig(SpeedConfig):
         for entry in self.engines:
             if entry.beside is not None and entry.beside not in ours:
                 raise ValueError(f"{entry.label}: beside is {entry.beside!r}, and there is no such row; set a label")
-        if self.target.quantize is not None:
-            raise ValueError(
-                f"target.quantize is {self.target.quantize}, and the engines have the target as it is; leave it out"
-            )
         return self
 
     @property

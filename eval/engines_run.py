@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from drafters import TargetModel
 from drafters.export import export
 from eval.engines import EngineEntry, EnginesConfig
 from eval.measure.runner import Limits, Method
-from eval.measure.worker import Worker, WorkerError, worker_method
+from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method
 from eval.prompts import PromptSet
 from eval.speed_run import run as run_speed
 
 SPARE = 16  # positions that an engine may want beyond the last draft
+FIRST = 64, 8  # tokens of the prompt, and new ones, with which an engine shows that it runs
 
 
 class Engines:
@@ -40,11 +42,13 @@ class Engines:
         Raises:
             ValueError: a checkpoint that the engine cannot load.
         """
+        self._vocabulary = target.config.vocab_size
         longest = max(len(prompt.ids) for prompt in [*prompts.measured, *prompts.warmup])
+        first = question(prompts.warmup[0].ids[: FIRST[0]], limits.seed, 0.0, min(FIRST[1], limits.max_new_tokens))
         for entry in self._config.engines:
             context = min(longest + limits.max_new_tokens + entry.gamma + SPARE, target.max_context)
             try:
-                worker = self._start(entry, self._job(entry, context, limits))
+                worker = self._start(entry, self._job(entry, context, limits), first)
             except WorkerError as error:
                 self.facts["engines_left_out"][entry.label] = str(error)
                 self._console.print(f"left out: {entry.label}: {error}", style="bold", markup=False, highlight=False)
@@ -52,19 +56,34 @@ class Engines:
             self._workers[entry.label] = worker
             self.facts["engines"][entry.label] = worker.facts
             row = {"lossless": True, "stock": False, "entry": entry.label, "grid": None, "beside": entry.beside}
-            self.described[entry.label] = row | {"engine": f"{worker.facts['engine']} {worker.facts['version']}"}
+            names = [f"{worker.facts['engine']} {worker.facts['version']}", worker.facts.get("weights")]
+            self.described[entry.label] = row | {"engine": ", ".join(filter(None, names))}
 
     def methods(self, temperature: float, limits: Limits) -> Mapping[str, Method]:
         """By label."""
-        return {label: worker_method(worker, temperature, limits) for label, worker in self._workers.items()}
+        make = partial(worker_method, temperature=temperature, limits=limits, vocabulary=self._vocabulary)
+        return {label: make(worker) for label, worker in self._workers.items()}
 
-    def _start(self, entry: EngineEntry, job: dict[str, Any]) -> Worker:
-        python = entry.interpreter
-        if not python.exists():
-            raise WorkerError(f"not installed: there is no {python} (make engines, see docs/engines.md)")
-        log = self._config.out / "engines" / f"{'-'.join(entry.label.split())}.log"
+    def _start(self, entry: EngineEntry, job: dict[str, Any], first: dict[str, Any]) -> Worker:
+        """The engine with its model loaded, and its first tokens made."""
+        if not entry.interpreter.exists():
+            raise WorkerError(f"not installed: there is no {entry.interpreter} (make engines, see docs/engines.md)")
+        try:
+            return self._tried(entry, job, first, "")
+        except WorkerCrash as crash:
+            if entry.engine != "llama_cpp" or entry.repack is not None:
+                raise
+            self._console.print(f"{entry.label}: {crash}; again, without repacked weights", markup=False)
+            worker = self._tried(entry, job | {"repack": False}, first, "-without-repacking")
+            worker.facts["without"] = "repacked weights, because with them it crashes here"
+            return worker
+
+    def _tried(self, entry: EngineEntry, job: dict[str, Any], first: dict[str, Any], suffix: str) -> Worker:
+        log = self._config.out / "engines" / f"{'-'.join(entry.label.split())}{suffix}.log"
         self._console.print(f"starting {entry.label} (its log: {log})", markup=False, highlight=False)
-        return self._stack.enter_context(Worker(python, entry.worker, job, log.absolute()))
+        worker = Worker(entry.interpreter, entry.worker, job, log.absolute(), self._config.patience)
+        self._stack.enter_context(worker).ask(first)
+        return worker
 
     def _job(self, entry: EngineEntry, context: int, limits: Limits) -> dict[str, Any]:
         chosen = self._config.target
@@ -75,14 +94,15 @@ class Engines:
             export(entry.checkpoint, "vllm", folder, chosen.path)
             drafter = str(folder)  # of the same name every time: by it vLLM knows what it has compiled
         return {
-            **entry.model_dump(mode="json", include={"method", "gamma", "min_ngram", "max_ngram", "gguf_type"}),
+            **entry.model_dump(
+                mode="json", include={"method", "gamma", "min_ngram", "max_ngram", "gguf_type", "repack"}
+            ),
             "target": _absolute(chosen.path),
             "revision": chosen.revision,
             "dtype": chosen.dtype,
             "drafter": _absolute(drafter),
             "gguf": None if entry.gguf is None else _absolute(str(entry.gguf)),
             "max_context": context,
-            "max_new_tokens": limits.max_new_tokens,
             "eos": sorted(limits.eos),
             "top_k": limits.top_k,
             "top_p": limits.top_p,

@@ -25,7 +25,7 @@ from eval.measure.stock import stock_method
 from eval.prompts import PromptSet, load_prompts
 from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.report.page import print_table
-from eval.report.rows import make_rows, shortage_line, tolerance_note
+from eval.report.rows import failures, make_rows, shortage_line, tolerance_note
 from eval.speed import SpeedConfig, TargetEntry
 
 
@@ -116,6 +116,7 @@ def run(
         facts |= quantised(models, [run for run in journal.runs if run.method == names[1]], prompts)
         baseline, rows = make_rows(journal.runs, *names, prompts.measured, target, config.seed)
         report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
+        report["failures"] = failures(journal.runs, names[0], prompts.measured)
         try:
             write_report(report, config.out, journal)
         finally:

@@ -24,7 +24,7 @@ from drafters.eagle import EagleHead
 from eval.engine_workers.vllm_worker import speculation
 from eval.engines import PYTHONS, EngineEntry
 from eval.measure.runner import Limits
-from eval.measure.worker import Worker, WorkerError, steps_of, worker_method
+from eval.measure.worker import Worker, WorkerError, question, steps_of, worker_method
 from eval.report.acceptance import acceptance_beside, differences
 
 ROOT = Path(__file__).parents[1]
@@ -146,15 +146,18 @@ def simple(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wor
 def test_a_worker_that_fails_says_why(simple: Callable[..., Worker], tmp_path: Path) -> None:
     """Catches a run that waits for ever for a dead engine, or ends with nothing but a broken pipe."""
     with simple() as worker:
-        assert worker.ask({"ids": [3], "seed": 7, "temperature": 0.0})["tokens"] == [7]
-        made = worker_method(worker, 0.0, Limits(4))([3], 8)
+        assert worker.ask(question([3], 7, 0.0, 4))["tokens"] == [7]
+        made = worker_method(worker, 0.0, Limits(4), 9)([3], 8)
         assert (made.tokens, made.trace, made.prefill_seconds, made.decode_seconds) == ([8], None, 0.1, 0.2)
         with pytest.raises(WorkerError, match="ValueError: a prompt of two lines"):
-            worker.ask({"ids": [14], "seed": 0, "temperature": 0.0})
-        with pytest.raises(WorkerError, match="ended without an answer"):
-            worker.ask({"ids": [3], "seed": 0, "temperature": 0.0})
-    with simple() as worker, pytest.raises(WorkerError, match="ended without an answer; .*log: out of memory"):
-        worker.ask({"ids": [13], "seed": 0, "temperature": 0.0})
+            worker.ask(question([14], 0, 0.0, 4))
+        with pytest.raises(WorkerError, match="ValueError: a prompt of two lines"):  # it has ended: why, is said again
+            worker.ask(question([3], 0, 0.0, 4))
+    with simple() as worker, pytest.raises(WorkerError, match="without an answer .status 9.; .*log: out of memory"):
+        worker.ask(question([13], 0, 0.0, 4))
+    with simple() as worker:
+        made = worker_method(worker, 0.0, Limits(4), 9)([3], 9)
+        assert str(made.failure).startswith("token 9, and the target has 9 (see ")
     with pytest.raises(WorkerError, match="ModuleNotFoundError: No module named 'engine'"), simple(fails=True):
         pass
     with pytest.raises(WorkerError, match="none cannot be started"), Worker(Path("/none"), "x", {}, tmp_path / "log"):
@@ -205,7 +208,8 @@ def test_methods_have_vllms_names() -> None:
         ({"engine": "vllm", "method": "eagle"}, "checkpoint and method eagle go together"),
         ({"engine": "vllm", "draft_model": "x"}, "draft_model and method draft_model go together; method is plain"),
         ({"engine": "llama_cpp"}, "llama_cpp takes gguf and method plain or prompt_lookup"),
-        ({"engine": "vllm", "gguf": "x.gguf"}, "gguf and gguf_type are for llama_cpp"),
+        ({"engine": "vllm", "gguf": "x.gguf"}, "gguf, gguf_type and repack are llama_cpp's; vllm loads the target"),
+        ({"engine": "vllm", "repack": False}, "gguf, gguf_type and repack are llama_cpp's"),
         ({"engine": "vllm", "min_ngram": 4}, "min_ngram is 4, more than max_ngram 3"),
     ],
 )

@@ -59,7 +59,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
             ['engines=[{"label": "E", "engine": "vllm", "beside": "chain"}]'],
             "beside is 'chain', and there is no such row",
         ),
-        (["target.quantize=int8"], "target.quantize is int8, and the engines have the target as it is"),
+        (["patience=0"], "patience: .*greater than 0"),
     ],
     "drafters.export": [
         (["./none", "--engine", "vllm", "--out", "x"], "there is no folder ./none"),

@@ -16,6 +16,8 @@ class LlamaCpp:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         self._job = job
+        if job["repack"] is False:
+            _leave_out_repacking(llama_cpp.llama_cpp)
         lookup = LlamaPromptLookupDecoding(max_ngram_size=job["max_ngram"], num_pred_tokens=job["gamma"])
         with tempfile.TemporaryDirectory() as folder:
             file = job["gguf"] if job["gguf_type"] is None else _converted(llama_cpp, job, folder)
@@ -37,12 +39,13 @@ class LlamaCpp:
         }
         weights = names.get(int(described), described) if described.isdigit() else described
         facts = {"weights": weights, "threads": job["threads"]}
+        facts |= {"without": "repacked weights"} if job["repack"] is False else {}
         self.facts = {"engine": "llama.cpp", "version": f"python {llama_cpp.__version__}", **facts}
 
-    def decode(self, ids: list[int], seed: int, temperature: float) -> dict[str, Any]:
+    def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
         """See ``protocol.Engine``."""
         engine, job = self._engine, self._job
-        eos, limit = set(job["eos"]), job["max_new_tokens"]
+        eos = set(job["eos"])
         engine.reset()  # or it would keep what this prompt shares with the one before
         engine.set_seed(seed)
         top_k, top_p = (job["top_k"], job["top_p"]) if temperature > 0 else (0, 1.0)
@@ -54,11 +57,23 @@ class LlamaCpp:
             if not tokens:
                 first = time.perf_counter()
             tokens.append(int(token))
-            if token in eos or len(tokens) == limit:
+            if token in eos or len(tokens) == max_new_tokens:
                 break
         end = time.perf_counter()
         unknown = dict.fromkeys(("commits", "drafted", "accepted"))
         return {"tokens": tokens, "prefill_seconds": first - start, "decode_seconds": end - first, **unknown}
+
+
+def _leave_out_repacking(bindings: Any) -> None:
+    """Have weights stay as the file has them. ``Llama`` has no argument for that, but begins with these defaults."""
+    defaults = bindings.llama_model_default_params
+
+    def changed() -> Any:
+        settings = defaults()
+        settings.use_extra_bufts = False
+        return settings
+
+    bindings.llama_model_default_params = changed
 
 
 def _converted(llama_cpp: Any, job: dict[str, Any], folder: str) -> str:

@@ -1,7 +1,8 @@
 """How a worker and eval.engines talk: a line of JSON each way, on stdin and stdout.
 
 First comes the job (the options of the row, the model, the limits), answered by what the engine is, or by an error.
-Then prompts, one at a time, each answered by its tokens and times.
+Then prompts, one at a time, each answered by its tokens and times. The first is a short one that no figure counts: an
+engine that crashes at its first token is to do so before anything is measured.
 """
 
 import json
@@ -20,7 +21,7 @@ class Engine(Protocol):
 
     facts: dict[str, Any]
 
-    def decode(self, ids: list[int], seed: int, temperature: float) -> dict[str, Any]:
+    def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
         """One prompt, alone.
 
         Returns:

@@ -41,16 +41,16 @@ class VLLM:
             **options,
         ).llm_engine
         self._prompts = 0
-        threads = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        self.facts = {"engine": "vLLM", "version": vllm.__version__, **threads}
+        facts = {"weights": job["dtype"], "torch": torch.__version__, "threads": torch.get_num_threads()}
+        self.facts = {"engine": "vLLM", "version": vllm.__version__, **facts}
 
-    def decode(self, ids: list[int], seed: int, temperature: float) -> dict[str, Any]:
+    def decode(self, ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
         """See ``protocol.Engine``."""
         engine, job = self._engine, self._job
         sampled = {"top_k": job["top_k"], "top_p": job["top_p"], "seed": seed} if temperature > 0 else {}
         settings = self._vllm.SamplingParams(
             temperature=temperature,
-            max_tokens=job["max_new_tokens"],
+            max_tokens=max_new_tokens,
             ignore_eos=True,  # the model's own; those of the run:
             stop_token_ids=job["eos"],
             detokenize=False,

@@ -183,6 +183,8 @@ def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
     line: dict[str, Any] = {name: getattr(run, name) for name in RUN_FIELDS}
     if run.promised is not None:
         line["promised"] = run.promised._asdict()
+    if run.failure is not None:
+        line["failure"] = run.failure
     line |= {"index": run.prompt, "prompt": prompt.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(run.tokens)}
     if run.trace is not None:
         line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
@@ -197,4 +199,5 @@ def run_from_line(line: dict[str, Any]) -> Run:
         steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
     promised = Promised(**line["promised"]) if "promised" in line else None
-    return Run(prompt=line["index"], trace=trace, promised=promised, **{name: line[name] for name in RUN_FIELDS})
+    known = {"trace": trace, "promised": promised, "failure": line.get("failure")}
+    return Run(prompt=line["index"], **known, **{name: line[name] for name in RUN_FIELDS})

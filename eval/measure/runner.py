@@ -44,6 +44,7 @@ class Outcome:
         first_tokens: how many the prefill gave: one, but assisted generation drafts before its first forward and may
             give several at once.
         promised: of its steps, by a drafter that shapes its drafts by itself.
+        failure: of another engine, why there is no output; the row has no figures then, and the others go on.
     """
 
     tokens: list[int]
@@ -52,6 +53,7 @@ class Outcome:
     trace: Trace | None = None
     first_tokens: int = 1
     promised: Promised | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,8 @@ def _run(
             # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
             made = methods[method](prompt.ids, limits.seed + index)
             wall = time.perf_counter() - start
-        _check_tokens(made, limits)
+        if made.failure is None:
+            check_tokens(made, limits)
     except Exception as error:
         raise MeasurementError(
             f"{method} failed at temperature {temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} tokens): "
@@ -206,8 +209,8 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
     return decode
 
 
-def _check_tokens(made: Outcome, limits: Limits) -> None:
-    """Every method is counted alike, whatever its own code believes."""
+def check_tokens(made: Outcome, limits: Limits) -> None:
+    """Every method is counted alike, whatever its own code believes; raises ValueError where its output breaks that."""
     tokens = made.tokens
     if not 1 <= len(tokens) <= limits.max_new_tokens:
         raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")

@@ -6,19 +6,29 @@ The other end is ``eval.engine_workers``.
 import contextlib
 import json
 import os
+import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
+
+from drafters.config import Config, validate
 from drafters.decoding.trace import Step, Trace
-from eval.measure.runner import Limits, Method, Outcome
+from drafters.wording import shortened
+from eval.measure.runner import Limits, Method, Outcome, check_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerError(RuntimeError):
-    """The worker ended, or said what is wrong; the message is its own last words."""
+    """The worker ended, went silent, or said what is wrong; the message has its own last words and the log's path."""
+
+
+class WorkerCrash(WorkerError):
+    """A signal ended its process, of which the message begins with the name."""
 
 
 class Worker:
@@ -26,31 +36,32 @@ class Worker:
 
     Args:
         python: of the engine's environment. module: the program that it runs. job: what the engine is to do.
-        log: where all that the engine prints goes.
+        log: where all that the engine prints goes. patience: seconds that it has for loading, and for an answer.
 
     Attributes:
-        facts: what the engine says it is.
+        facts: what the engine says it is. log: as given.
 
     Raises (on entering):
         WorkerError: there is no such Python, or the engine cannot be loaded there.
     """
 
-    def __init__(self, python: Path, module: str, job: dict[str, Any], log: Path) -> None:
-        self._words, self._job, self._log = [str(python), "-m", module], job, log
+    def __init__(self, python: Path, module: str, job: dict[str, Any], log: Path, patience: float = 900.0) -> None:
+        self._words, self._job, self.log, self._patience = [str(python), "-m", module], job, log, patience
         self.facts: dict[str, Any] = {}
+        self._failure: WorkerError | None = None
+        self._late = False
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
         # Nothing of this environment's: the workers import the standard library and the engine alone.
         path = os.pathsep.join([str(Path(self._words[0]).absolute().parent), os.environ.get("PATH", "")])
         env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "PYTHONNOUSERSITE": "1"}
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        pipe = subprocess.PIPE
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        pipes |= {"encoding": "utf-8", "errors": "replace"}
         try:
-            with self._log.open("w", encoding="utf-8") as log:
-                self._process = subprocess.Popen(
-                    self._words, stdin=pipe, stdout=pipe, stderr=log, env=env, text=True, start_new_session=True
-                )
+            with self.log.open("w", encoding="utf-8") as log:
+                self._process = subprocess.Popen(self._words, **pipes, stderr=log, env=env, start_new_session=True)
         except OSError as error:
             raise WorkerError(f"{self._words[0]} cannot be started ({error.strerror})") from None
         try:
@@ -74,53 +85,137 @@ class Worker:
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer to one line.
 
         Raises:
-            WorkerError: there is none, or it is an error.
+            WorkerError: there is none in time, or it is an error. The process is ended then, and whatever is asked
+                later has the same error.
         """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._answer(json.dumps(question) + "\n")
+        except WorkerError as error:
+            raise self.give_up(error) from None
+
+    def give_up(self, error: WorkerError) -> WorkerError:
+        """End the process, of which nothing can be expected any more; returns what every later question raises."""
+        self._failure = error
+        self._kill()
+        self.close()
+        return error
+
+    def _answer(self, question: str) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        timer = threading.Timer(self._patience, self._stop)
+        timer.start()
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(question)
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except OSError:
             answer = ""
+        finally:
+            timer.cancel()
+        if not answer.endswith("\n"):
+            raise self._ended()
         try:
             found = json.loads(answer)
         except ValueError:
-            raise WorkerError(f"the engine's process ended without an answer; {self._last_words()}") from None
-        if not isinstance(found, dict) or "error" in found:
-            said = " ".join(str(found["error"] if isinstance(found, dict) else found).split())
-            raise WorkerError(f"{said} (see {self._log})")
+            found = None
+        if not isinstance(found, dict):
+            raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {self._last_words()}")
+        if "error" in found:
+            raise WorkerError(f"{' '.join(str(found['error']).split())} (see {self.log})")
         return found
 
+    def _stop(self) -> None:
+        self._late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the process and all that it started: it leads a session of its own."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _ended(self) -> WorkerError:
+        """What to say of a process that gave no answer."""
+        try:
+            status = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            status = None  # it closed its output and lives on
+        if self._late:
+            said = f"no answer of the engine's within {self._patience:g} seconds, and its process was ended"
+        elif status is not None and status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            return WorkerCrash(f"{name} ended the engine's process; {self._last_words()}")
+        else:
+            said = f"the engine's process ended without an answer{'' if status is None else f' (status {status})'}"
+        return WorkerError(f"{said}; {self._last_words()}")
+
     def _last_words(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"the end of {self._log}: {lines[-1].strip()}" if lines else f"{self._log} is empty"
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"the end of {self.log}: {lines[-1].strip()}" if lines else f"{self.log} is empty"
 
 
-def worker_method(worker: Worker, temperature: float, limits: Limits) -> Method:
-    """Decode in the worker's engine."""
+Seconds = Annotated[NonNegativeFloat, AllowInfNan(False)]
+
+
+class Answer(Config):
+    """A worker's answer to a prompt: ``eval.engine_workers.protocol`` has what it means."""
+
+    tokens: list[NonNegativeInt]
+    prefill_seconds: Seconds
+    decode_seconds: Seconds
+    commits: list[NonNegativeInt] | None
+    drafted: list[NonNegativeInt] | None
+    accepted: list[NonNegativeInt] | None
+
+
+def worker_method(worker: Worker, temperature: float, limits: Limits, vocabulary: int) -> Method:
+    """Decode in the worker's engine. Whatever goes wrong there is the outcome's ``failure``: others go on.
+
+    Args:
+        vocabulary: number of the target's tokens.
+    """
 
     def decode(ids: list[int], seed: int) -> Outcome:
-        made = worker.ask({"ids": ids, "seed": seed, "temperature": temperature})
-        tokens, commits = made["tokens"], made["commits"]
-        times = made["prefill_seconds"], made["decode_seconds"]
-        if commits is None:
-            return Outcome(tokens, *times)
-        if sum(commits) != len(tokens):
-            raise ValueError(f"the engine's steps gave {sum(commits)} tokens, its output has {len(tokens)}")
-        steps = None if made["drafted"] is None else steps_of(commits[1:], made["drafted"], made["accepted"])
-        trace = None if steps is None else Trace(steps, prefill_seconds=times[0])
-        return Outcome(tokens, *times, trace, first_tokens=commits[0])
+        try:
+            made = worker.ask(question(ids, seed, temperature, limits.max_new_tokens))
+            try:
+                outcome = _outcome(validate(Answer, made, "the engine's answer"), vocabulary)
+                check_tokens(outcome, limits)
+            except ValueError as error:
+                raise worker.give_up(WorkerError(f"{error} (see {worker.log})")) from None
+        except WorkerError as error:
+            return Outcome([], 0.0, 0.0, failure=str(error))
+        return outcome
 
     return decode
+
+
+def question(ids: list[int], seed: int, temperature: float, max_new_tokens: int) -> dict[str, Any]:
+    """A prompt, as ``eval.engine_workers.protocol`` has it."""
+    return {"ids": ids, "seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
+
+
+def _outcome(made: Answer, vocabulary: int) -> Outcome:
+    if made.tokens and max(made.tokens) >= vocabulary:
+        raise ValueError(f"token {max(made.tokens)}, and the target has {vocabulary:,}")
+    times = made.prefill_seconds, made.decode_seconds
+    if made.commits is None:
+        return Outcome(made.tokens, *times)
+    if sum(made.commits) != len(made.tokens):
+        raise ValueError(f"the engine's steps gave {sum(made.commits)} tokens, its output has {len(made.tokens)}")
+    known = made.drafted is not None and made.accepted is not None
+    steps = steps_of(made.commits[1:], made.drafted or [], made.accepted or []) if known else None
+    trace = None if steps is None else Trace(steps, prefill_seconds=times[0])
+    return Outcome(made.tokens, *times, trace, first_tokens=(made.commits or [0])[0])
 
 
 def steps_of(commits: list[int], drafted: list[int], accepted: list[int]) -> list[Step]:

@@ -101,6 +101,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         for row in rows:
             grid.add_row(*(cell(row) for cell in shown.values()), style=None if row["lossless"] else "yellow")
         grid.add_section()
+    for row in report["failures"]:
+        grid.add_row(*_failed(row, [*shown]), style="red")
     console.print(grid)
     for line in statements(report):
         console.print(line, markup=False, highlight=False)
@@ -108,11 +110,17 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         console.print(line, style="bold red", markup=False, highlight=False)
 
 
+def _failed(row: Row, columns: list[str]) -> list[str]:
+    """The line of an engine that failed: no figure; ``warnings`` says why."""
+    return [COLUMNS[name](row) if name in ("drafter", "T") else "failed" if name == "tau" else "-" for name in columns]
+
+
 def markdown(report: dict[str, Any], picture: Path) -> str:
     """``report.md``."""
     lines = ["# Speed of drafters", "", *setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
     columns = _columns(report)
-    lines += table([*columns], ([cell(row) for cell in columns.values()] for row in report["rows"]))
+    rows = [[cell(row) for cell in columns.values()] for row in report["rows"]]
+    lines += table([*columns], [*rows, *(_failed(row, [*columns]) for row in report["failures"])])
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", "## Columns", "", EXPLANATION]

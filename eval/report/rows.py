@@ -35,14 +35,27 @@ def make_rows(
         baselines.append(_baseline(temperature, plain, by_key.get((temperature, STOCK))))
         # Every method of that temperature against it, prompt by prompt.
         for label, known in described.items():
-            if (temperature, label) in by_key:
-                rounds = by_key[temperature, label]
+            rounds = by_key.get((temperature, label), [])
+            if rounds and all(run.failure is None for run in chain(*rounds)):
                 row: dict[str, Any] = {"drafter": label, "temperature": temperature, **known}
                 row |= _row(rounds, plain, prompts, seed)
                 row |= perplexity.describe([typical_run(of_prompt) for of_prompt in rounds])
                 row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}
                 rows.append(row)
     return {**baselines[0], "temperatures": baselines}, rows
+
+
+def failures(runs: list[Run], described: dict[str, dict[str, Any]], prompts: list[Prompt]) -> list[dict[str, Any]]:
+    """The rows that have no figures, of engines that failed: the first prompt that each has no output of, and why."""
+    first: dict[tuple[float, str], Run] = {}
+    for run in runs:
+        if run.failure is not None:
+            first.setdefault((run.temperature, run.method), run)
+    return [
+        {"drafter": run.method, "temperature": run.temperature, **described[run.method]}
+        | {"prompt": prompts[run.prompt].id, "round": run.round, "reason": run.failure}
+        for run in first.values()
+    ]
 
 
 def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
@@ -106,8 +119,12 @@ def _exactness(
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
-    """What casts doubt on the figures: a slow baseline, and lossless rows whose output rounding does not explain."""
-    lines = []
+    """What casts doubt on the figures: failed engines, a slow baseline, and what rounding does not explain."""
+    lines = [
+        f"{shown_name(row)}, T = {row['temperature']:g}: no figures, for it failed on prompt {row['prompt']!r}: "
+        f"{row['reason']}"
+        for row in report["failures"]
+    ]
     for baseline in report["baseline"]["temperatures"]:
         ratio = baseline["over_stock_generate"]
         if ratio is not None and ratio < 1:
