@@ -1,21 +1,21 @@
-"""Prompt files to token ids: held-out ShareGPT dialogues or Spec-Bench questions, told apart by their content."""
+"""Prompt files to token ids, with the chat template: which prompts a run decodes, how long they are, in which order."""
 
-import hashlib
+import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.dialogues.json_records import Unreadable, read_records
-from data_prep.dialogues.reader import Message, ReadCounts, read_dialogues
+from data_prep.dialogues.reader import Message
 from drafters.config import Config
+from eval.prompt_context import Earlier
+from eval.prompt_files import KNOWN, Format, Record, check_prompt_file, detect_format, files_sha256, read_prompts
 
-Format = Literal["sharegpt", "spec-bench"]
 SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the whole text's
 
 
@@ -23,8 +23,8 @@ class PromptsConfig(Config):
     """Which prompts to decode, and in which order."""
 
     file: Path | list[Path] = Field(
-        description="ShareGPT dialogues, or JSONL in Spec-Bench's question format; of several files, the name without "
-        "its ending is the category of the prompts that have none"
+        description=f"{KNOWN}; of several files, the name without its ending is the category of the prompts that have "
+        "none"
     )
     count: int | None = Field(None, ge=1, description="prompts measured; None takes all that can be used")
     categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: of any and none")
@@ -34,6 +34,12 @@ class PromptsConfig(Config):
     )
     seed: int = Field(0, description="of the draw of prompts from the file, and of their order")
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are skipped and counted")
+    context_tokens: int | None = Field(
+        None, ge=1, description="prompts of that many, or a little less: dialogues come first, as earlier turns"
+    )
+    context_file: Path | None = Field(
+        None, description="ShareGPT dialogues for that; None: those of file of which no question is drawn"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -44,12 +50,33 @@ class PromptsConfig(Config):
                 raise ValueError(f"{key}: each must be given once, found {[str(value) for value in values]}")
         if not self.files:
             raise ValueError("file is an empty list: name at least one")
+        if self.context_file is not None and self.context_tokens is None:
+            raise ValueError(
+                f"context_file is {self.context_file}, but how long prompts should be is not said: give context_tokens"
+            )
         return self
 
     @property
     def files(self) -> list[Path]:
         """The prompt files, of which there may be one."""
         return self.file if isinstance(self.file, list) else [self.file]
+
+    @property
+    def context_files(self) -> list[Path]:
+        """Where earlier turns come from, if there are any."""
+        if self.context_tokens is None:
+            return []
+        return self.files if self.context_file is None else [self.context_file]
+
+    @property
+    def read_files(self) -> list[Path]:
+        """All that is read."""
+        return list(dict.fromkeys([*self.files, *self.context_files]))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, as far as it is said."""
+        return self.context_tokens or self.max_prompt_tokens or 0
 
     @property
     def shown_files(self) -> str:
@@ -59,11 +86,13 @@ class PromptsConfig(Config):
 
 @dataclass(frozen=True)
 class Prompt:
-    """``ids``: token ids, chat template applied, up to where the assistant's answer begins."""
+    """``ids``: token ids, chat template applied, up to where the assistant's answer begins. ``question``: its messages,
+    without earlier turns that the run puts before them."""
 
     id: str
     category: str | None
     ids: list[int]
+    question: list[Message] = field(default_factory=list, compare=False, repr=False)
 
 
 @dataclass
@@ -84,6 +113,7 @@ class PromptSet:
 
     def describe(self) -> dict[str, Any]:
         """For the report."""
+        wanted = self.config.context_tokens
         lengths = [len(prompt.ids) for prompt in self.measured]
         by_category = Counter(prompt.category for prompt in self.measured if prompt.category is not None)
         return {
@@ -95,12 +125,10 @@ class PromptSet:
             "categories": dict(sorted(by_category.items())),
             "consecutive": self.config.consecutive,
             "warmup_prompts": len(self.warmup),
+            "context": {"tokens": wanted, "files": ", ".join(map(str, self.config.context_files))} if wanted else None,
             "prompt_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
             "skipped": dict(self.skipped),
         }
-
-
-Record = tuple[str, str | None, list[Message]]  # id, category, messages
 
 
 def load_prompts(
@@ -108,26 +136,21 @@ def load_prompts(
 ) -> PromptSet:
     """Draw the prompts to measure, or as many as there are, and ``warmup`` others.
 
-    The prompt of a dialogue is what stands before its first assistant turn; of a Spec-Bench question its first turn (a
-    later one would depend on the method's own earlier answer). A prompt that is in the file twice is used once, or a
-    drafter that remembers phrases would meet an answer that it has already seen. Which prompts are drawn does not
-    depend on ``config.consecutive``, which only orders them.
+    The prompt of a dialogue is what stands before its first assistant turn, and with ``context_tokens`` other dialogues
+    before that. A prompt that is in the file twice is used once, or a drafter that remembers phrases would meet an
+    answer that it has already seen. Which prompts are drawn does not depend on ``config.consecutive``, which only
+    orders them, nor on what is put before them.
 
     Raises:
         ValueError: a missing file or category, or fewer than ``warmup`` + 1 usable prompts; the message says what was
-            skipped and why.
+            skipped and why. Too little room for ``context_tokens``, or too few dialogues for them.
     """
-    for file in config.files:
+    for file in config.read_files:
         check_prompt_file(file)
     formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
     records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)
-    if max_new_tokens >= max_context:
-        raise ValueError(
-            f"max_new_tokens is {max_new_tokens:,}, but the target and the drafters were made for {max_context:,} "
-            f"positions, the prompt's included; give at most {max(max_context - 1, 1):,}"
-        )
-    limit = min(config.max_prompt_tokens or max_context, max_context - max_new_tokens)
+    limit = _limit(config, max_new_tokens, max_context)
     usable = _usable(tokenizer, limit, skipped)
     draw = _draw if config.per_category is None else _draw_by_category
     measured, spare, requested = draw(config, records, usable, warmup)
@@ -137,10 +160,24 @@ def load_prompts(
             f"takes {warmup}; skipped: {dict(skipped)} (at most {limit} prompt tokens); give a longer file, fewer "
             "warm-up prompts or prompts per category, or a smaller max_new_tokens"
         )
+    if config.context_tokens is not None:
+        measured, spare = _with_context(config, tokenizer, measured, spare)
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
     shown = ", ".join(dict.fromkeys(formats))
-    return PromptSet(config, shown, files_sha256(config.files), measured, spare, skipped, requested)
+    return PromptSet(config, shown, files_sha256(config.read_files), measured, spare, skipped, requested)
+
+
+def _with_context(
+    config: PromptsConfig, tokenizer: Any, measured: list[Prompt], spare: list[Prompt]
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Both with dialogues before them, none of which answers a question of the run."""
+    assert config.context_tokens is not None
+    asked = {prompt.question[-1]["content"] for prompt in [*measured, *spare]}
+    render_here = functools.partial(render, tokenizer)
+    earlier = Earlier(config.context_files, asked, render_here, config.context_tokens, config.seed)
+    longer = [replace(prompt, ids=earlier.before(prompt.question)) for prompt in [*measured, *spare]]
+    return longer[: len(measured)], longer[len(measured) :]
 
 
 def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | None = None) -> list[Prompt]:
@@ -155,6 +192,22 @@ def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | No
     queues = [[prompt for prompt in prompts if (prompt.category or "") == name] for name in names]
     rounds = range(0, max(map(len, queues)), consecutive)
     return [prompt for start in rounds for queue in queues for prompt in queue[start : start + consecutive]]
+
+
+def _limit(config: PromptsConfig, max_new_tokens: int, max_context: int) -> int:
+    """Tokens of the longest prompt that can be used, before dialogues are put in front of it."""
+    if max_new_tokens >= max_context:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens:,}, but the target and the drafters were made for {max_context:,} "
+            f"positions, the prompt's included; give at most {max(max_context - 1, 1):,}"
+        )
+    most = max_context - max_new_tokens
+    if (config.context_tokens or 0) > most:
+        raise ValueError(
+            f"context_tokens is {config.context_tokens:,}, but of the {max_context:,} positions that the target and "
+            f"the drafters were made for max_new_tokens takes {max_new_tokens:,}; give at most {most:,}"
+        )
+    return min(config.max_prompt_tokens or most, config.context_tokens or most, most)
 
 
 Usable = Callable[[Record], Prompt | None]
@@ -172,7 +225,7 @@ def _usable(tokenizer: Any, limit: int, skipped: Counter[str]) -> Usable:
             skipped[reason or "empty_prompt"] += 1
             return None
         seen.add(tuple(ids))
-        return Prompt(id_, category, ids)
+        return Prompt(id_, category, ids, messages)
 
     return usable
 
@@ -205,8 +258,8 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
     found = []
     for file, format_ in zip(config.files, formats, strict=True):
         fallback = file.name.partition(".")[0] if len(config.files) > 1 else None
-        read = _spec_bench if format_ == "spec-bench" else _sharegpt
-        found += [(id_, category or fallback, messages) for id_, category, messages in read(file, skipped)]
+        read = read_prompts(file, format_, skipped)
+        found += [(id_, category or fallback, messages) for id_, category, messages in read]
     return found
 
 
@@ -226,27 +279,6 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
     if len(kept) < len(records):
         skipped["other_category" if wanted else "no_category"] += len(records) - len(kept)
     return kept
-
-
-def files_sha256(files: list[Path]) -> str:
-    """SHA-256 of the files' bytes, one file after the other, in hex."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def check_prompt_file(file: Path) -> None:
-    """Raise ValueError where there is no such file."""
-    if not file.is_file():
-        make = f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it"
-        raise ValueError(
-            f"no prompt file at {file}; give held-out ShareGPT dialogues or questions in Spec-Bench's format "
-            f"(JSONL){make if file.parent.name == 'stdlib' else ''}"
-        )
-
-
-def detect_format(file: Path) -> Format:
-    """By the first readable record: ``turns`` is Spec-Bench's, anything else is read (and checked) as ShareGPT."""
-    first: dict[str, Any] = next((record for _, record in read_records(file) if isinstance(record, dict)), {})
-    return "spec-bench" if "turns" in first else "sharegpt"
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
@@ -277,29 +309,3 @@ def _beginning(messages: list[Message], characters: int) -> list[Message]:
         found.append(message | {"content": message["content"][: max(characters, 1)]})
         characters -= len(message["content"])
     return found
-
-
-def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
-    counts = ReadCounts()
-    for dialogue in read_dialogues(file, counts):
-        messages = list(dialogue.messages)
-        first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        yield dialogue.id, dialogue.category, messages[:first_answer]
-    skipped.update(counts.dropped)
-
-
-def _spec_bench(file: Path, skipped: Counter[str]) -> Iterator[Record]:
-    for number, record in read_records(file):
-        turns = record.get("turns") if isinstance(record, dict) else None
-        if isinstance(record, Unreadable):
-            skipped[record.reason] += 1
-        elif not isinstance(record, dict):
-            skipped["not_an_object"] += 1
-        elif not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            skipped["no_turns"] += 1
-        elif not turns[0].strip():
-            skipped["empty_prompt"] += 1
-        else:
-            category = record.get("category")
-            id_ = record.get("question_id", f"line {number}")
-            yield str(id_), None if category is None else str(category), [{"role": "user", "content": turns[0]}]

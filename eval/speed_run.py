@@ -81,9 +81,8 @@ def run(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    longest = (config.prompts.max_prompt_tokens or 0) + config.max_new_tokens
     check_options(config.entries)
-    models = models or load_models(config.target, longest)
+    models = models or load_models(config.target, config.prompts.longest + config.max_new_tokens)
     target = models.target
     lineup = Lineup(config.entries, models)
     assistants = load_assistants(config.stock, models)

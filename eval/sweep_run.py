@@ -7,7 +7,7 @@ from rich.console import Console
 
 from eval import speed_run
 from eval.measure.lineup import Models, check_options
-from eval.prompts import files_sha256
+from eval.prompt_files import files_sha256
 from eval.report import sweep as sweep_report
 from eval.report.files import REPORT, PictureError
 from eval.speed import SpeedConfig
@@ -62,7 +62,7 @@ def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
         report = json.loads(file.read_text())
         facts = report["environment"]
         same = facts["config"] == config.model_dump(mode="json")
-        same = same and facts["prompt_set"]["sha256"] == files_sha256(config.prompts.files)
+        same = same and facts["prompt_set"]["sha256"] == files_sha256(config.prompts.read_files)
         same = same and all(facts[name] == value for name, value in speed_run.conditions_of(config).items())
     except (ValueError, KeyError, TypeError):
         return None  # another program's, or another version's: measured again and replaced

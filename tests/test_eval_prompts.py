@@ -1,5 +1,6 @@
 """Prompt files of both formats become the token ids that the report counts."""
 
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -191,6 +192,7 @@ def test_several_files_are_categories(tmp_path: Path) -> None:
         ({"count": 3, "per_category": 3}, "count is 3 and per_category 3"),
         ({"categories": ["a", "a"]}, "categories: each must be given once"),
         ({"categories": []}, "at least 1"),
+        ({"context_file": "y"}, "context_file is y, but how long prompts should be is not said"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
@@ -243,3 +245,115 @@ def test_no_room_for_a_prompt_is_said_with_both_numbers(tmp_path: Path) -> None:
     file = write(tmp_path / "p.jsonl", [{"turns": ["w1"]}, {"turns": ["w2"]}])
     with pytest.raises(ValueError, match="max_new_tokens is 100,000, but .* were made for 2,048 .*at most 2,047"):
         load_prompts(PromptsConfig(file=file), tiny_tokenizer(), warmup=1, max_new_tokens=100_000, max_context=2048)
+
+
+@pytest.mark.parametrize(
+    ("record", "format_", "prompt"),
+    [
+        ({"question_id": 81, "category": "writing", "turns": ["w1 w2", "w3"]}, "spec-bench", ("81", "writing")),
+        ({"question": "w1 w2", "answer": "w3 <<1+1=2>>2\n#### 2"}, "gsm8k", ("line 3", None)),
+        (
+            {
+                "task_id": "HumanEval/0",
+                "prompt": "w1\n w2\n",
+                "entry_point": "w1",
+                "canonical_solution": "w3",
+                "test": "",
+            },
+            "humaneval",
+            ("HumanEval/0", None),
+        ),
+        (sharegpt("w1 w2", "w3") | {"id": "a", "prompt": "another's field"}, "sharegpt", ("a", None)),
+    ],
+)
+def test_published_formats_are_read_as_they_are(
+    record: dict[str, Any], format_: str, prompt: tuple[str, str | None], tmp_path: Path
+) -> None:
+    """Catches MT-bench, GSM8K or HumanEval that must be rewritten first, and the answer decoded with the question."""
+    (key,) = {"turns", "question", "prompt", "conversations"} & set(record) - ({"prompt"} if "id" in record else set())
+    file = write(tmp_path / "p.jsonl", ["{broken", {key: None} if format_ != "sharegpt" else {}, record])
+    prompts = load(file, warmup=0)
+    assert prompts.format == format_
+    assert [(found.id, found.category) for found in prompts.measured] == [prompt]
+    assert prompts.measured[0].ids == [3, 7, 8, 5]
+    assert prompts.skipped["broken_json"] == 1
+    assert prompts.skipped.total() == 2
+
+
+def test_humaneval_is_read_gzipped(tmp_path: Path) -> None:
+    """Catches the file as it is published refused for its compression."""
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"task_id": "HumanEval/0", "prompt": "w1"}) + "\n")
+    assert load(tmp_path / "HumanEval.jsonl.gz", warmup=0).format == "humaneval"
+
+
+def long_prompts(file: Path, tokens: int, **options: Any) -> PromptSet:
+    config = PromptsConfig(file=file, context_tokens=tokens, **options)
+    return load_prompts(config, tiny_tokenizer(), warmup=2, max_new_tokens=10, max_context=100)
+
+
+def test_prompts_have_the_length_that_is_wanted(tmp_path: Path) -> None:
+    """Catches prompts too short or too long, a context without roles, and one that holds the question's own answer."""
+    file = write(tmp_path / "p.jsonl", [sharegpt(f"w{i}", f"w{i} w90") for i in range(40)])
+    prompts = long_prompts(file, 60, count=4)
+    every = prompts.measured + prompts.warmup
+    assert all(54 <= len(prompt.ids) <= 60 for prompt in every)
+    asked = {prompt.ids[-2] for prompt in every}
+    for prompt in every:
+        assert prompt.ids[-3::2][:1] == [3]
+        assert prompt.ids[-1] == 5
+        turns = prompt.ids[:-3]
+        assert len(turns) % 5 == 0  # "user wi assistant wi w90", whole dialogues
+        starts = [turns[place : place + 5] for place in range(0, len(turns), 5)]
+        assert all(turn == [3, turn[1], 4, turn[1], 96] for turn in starts)
+        assert not asked & {turn[1] for turn in starts}
+        assert len({turn[1] for turn in starts}) == len(starts)
+    assert prompts.describe()["context"] == {"tokens": 60, "files": str(file)}
+    assert [p.ids for p in long_prompts(file, 60, count=4).measured] == [p.ids for p in prompts.measured]
+    assert [p.id for p in load(file, warmup=2, count=4).measured] == [p.id for p in prompts.measured]
+
+
+def test_dialogues_come_round_when_all_were_used(tmp_path: Path) -> None:
+    """Catches one context in two prompts while other dialogues are left, and none when all were used."""
+    file = write(tmp_path / "p.jsonl", [{"turns": [f"w{i}"]} for i in range(6)])
+    others = write(tmp_path / "c.jsonl", [sharegpt(f"w{i}", "w1") for i in range(40, 64)])
+    prompts = long_prompts(file, 50, context_file=others)
+    used = [prompt.ids[1:-3:4] for prompt in prompts.measured]
+    assert [len(each) for each in used] == [11] * 4
+    assert not set(used[0]) & set(used[1])
+    assert len(set(used[0] + used[1] + used[2])) == 24
+
+
+def test_a_context_goes_after_the_system_message(tmp_path: Path) -> None:
+    """Catches a system message amid the conversation, which templates refuse or put to no use."""
+    turns = [{"from": "system", "value": "w9"}, *sharegpt("w1", "w2")["conversations"]]
+    file = write(tmp_path / "p.jsonl", [{"conversations": turns}])
+    others = [{"conversations": [turns[0], *sharegpt(f"w{i}", "w2")["conversations"]]} for i in range(20, 40)]
+    config = PromptsConfig(file=file, context_tokens=22, context_file=write(tmp_path / "c.jsonl", others))
+
+    class Roles:
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
+            assert [m["role"] for m in messages] == [
+                "system",
+                *["user", "assistant"] * (len(messages) // 2 - 1),
+                "user",
+            ]
+            return tokenizer.apply_chat_template(messages, **options)
+
+    tokenizer = tiny_tokenizer()
+    (prompt,) = load_prompts(config, Roles(), warmup=0, max_new_tokens=10, max_context=100).measured
+    assert len(prompt.ids) == 21
+
+
+def test_a_length_that_cannot_be_had_is_said_with_both_numbers(tmp_path: Path) -> None:
+    """Catches a report on "8k" over prompts of 300 tokens, and one whose prompts leave no room for the answer."""
+    file = write(tmp_path / "p.jsonl", [sharegpt(f"w{i}", "w1") for i in range(10)])
+    with pytest.raises(ValueError, match="context_tokens is 91, .*max_new_tokens takes 10; give at most 90"):
+        long_prompts(file, 91)
+    with pytest.raises(ValueError, match="context_tokens is 90, but of the dialogues of .*p.jsonl no more than 23"):
+        long_prompts(file, 90, count=3)
+    questions_alone = write(tmp_path / "q.jsonl", [{"turns": [f"w{i}"]} for i in range(10)])
+    with pytest.raises(ValueError, match="q.jsonl is in spec-bench's format, without dialogues"):
+        long_prompts(questions_alone, 50)
+    with pytest.raises(ValueError, match="no prompt file at .*none"):
+        long_prompts(file, 50, context_file=tmp_path / "none")

@@ -45,7 +45,14 @@ HOUSE = {
         "bench",
         "target",
     ],
-    "eval": ["entries prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
+    "eval": [
+        "entries prompt_files prompt_context prompts",
+        "engine_workers",
+        "measure",
+        "figures",
+        "report",
+        "rooflines",
+    ],
 }
 
 

@@ -134,13 +134,15 @@ def setting(report: dict[str, Any]) -> list[str]:
     prompts, limits = facts["prompt_set"], facts["limits"]
     skipped = ", ".join(f"{reason} {count:,}" for reason, count in prompts["skipped"].items()) or "none"
     order = f"; {prompts['consecutive']} of one category in a row" if prompts["consecutive"] else ""
+    earlier = prompts["context"]
+    filled = f" (filled up to {earlier['tokens']:,} with dialogues of {earlier['files']})" if earlier else ""
     counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
     by_category = f" (by category: {counts}{order})" if counts else ""
     return [
         f"{target_line(facts)}, batch 1",
         machine_line(facts),
         f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}){by_category}, "
-        f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}; "
+        f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}{filled}; "
         f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
         f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
