@@ -199,5 +199,5 @@ def run_from_line(line: dict[str, Any]) -> Run:
         steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
     promised = Promised(**line["promised"]) if "promised" in line else None
-    known = {"trace": trace, "promised": promised, "failure": line.get("failure")}
+    known: dict[str, Any] = {"trace": trace, "promised": promised, "failure": line.get("failure")}
     return Run(prompt=line["index"], **known, **{name: line[name] for name in RUN_FIELDS})
