@@ -25,7 +25,6 @@ class Models:
     def __init__(self, device: str, engine: str | None) -> None:
         self.device, self.engine = device, engine
         self._targets: dict[bool, TargetModel] = {}
-        self._near: dict[tuple[int, int], TargetModel] = {}
 
     def target(self, method: str) -> TargetModel:
         """A method's target."""
@@ -37,10 +36,7 @@ class Models:
 
     def near(self, target: TargetModel, seed: int = 0) -> TargetModel:
         """A draft model near a target."""
-        key = (id(target), seed)
-        if key not in self._near:
-            self._near[key] = perturbed(target, NEAR, seed)
-        return self._near[key]
+        return perturbed(target, NEAR, seed)
 
 
 def _near(name: str, **options: Any) -> Callable[[TargetModel, Models], Drafter]:

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import tiny
 import torch
@@ -20,8 +22,12 @@ from drafters.model.rows import CHAIN, Rows
 EXIT_LAYER = 2
 
 
+@lru_cache(maxsize=64)
 def perturbed(target: TargetModel, noise: float, seed: int = 0) -> TargetModel:
-    """A draft model: the target with ``noise`` (relative to each weight's own spread) added to its matrices."""
+    """A draft model: the target with ``noise`` (relative to each weight's own spread) added to its matrices.
+
+    Made once and shared, since a copy takes as long as some forwards and most tests ask for several: do not change it.
+    """
     model = copy.deepcopy(target.model)
     generator = torch.Generator().manual_seed(seed)
     for weights in model.parameters():
@@ -34,9 +40,14 @@ class OracleEagle(EagleDrafter):
     """EAGLE whose predicted features are the target's own plus ``noise`` (relative): full or partial acceptance.
 
     The head still runs, so its cache, masks and positions are exercised as usual; only what it predicts is replaced.
+    The same text is asked for over and over, as a draft, when committed and by other rows: the target reads it once.
     """
 
     noise = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._read: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._phase = "prompt"
@@ -54,9 +65,9 @@ class OracleEagle(EagleDrafter):
             return predicted
         if self._phase == "committed":  # of what is taken in, only the prediction at each row's last token is used
             self._phase = "tree"
-            last = [count - 1 for count in self._counts]
-            for row, (index, ids) in enumerate(zip(last, self._committed, strict=True)):
-                predicted[row, index] = self._truth([ids])[0]
+            truths = self._truths([[ids] for ids in self._committed])
+            for row, (count, truth) in enumerate(zip(self._counts, truths, strict=True)):
+                predicted[row, count - 1] = truth[0]
             return predicted
         count = tokens.shape[1]
         for nodes, new in zip(self._nodes, tokens.tolist(), strict=True):
@@ -65,18 +76,27 @@ class OracleEagle(EagleDrafter):
         if see is None:
             see = torch.ones(count, len(self._nodes[0]), dtype=torch.bool).tril(rows.offset)[None]
         seen = see.expand(len(tokens), -1, -1).tolist()
-        truths = []
+        texts = []
         for ids, nodes, mask in zip(self._committed, self._nodes, seen, strict=True):
             paths = [[node for node, visible in zip(nodes, row, strict=True) if visible] for row in mask]
-            truths.append(self._truth([ids + path for path in paths]))
-        return torch.stack(truths)
+            texts.append([ids + path for path in paths])
+        return self._truths(texts)
 
-    def _truth(self, sequences: list[list[int]]) -> torch.Tensor:
-        """``[N, H]`` features after each of N equally long sequences, with noise by length."""
-        true = self.target.features(torch.tensor(sequences, device=self.target.device)).features[:, -1]
-        generator = torch.Generator().manual_seed(len(sequences[0]))
-        scale = self.noise * true.float().pow(2).mean().sqrt()
-        return true + (torch.randn(true.shape[-1], generator=generator).to(scale) * scale).to(true.dtype)
+    def _truths(self, texts: list[list[list[int]]]) -> torch.Tensor:
+        """``[B, N, H]`` features after each row's N texts, which are of one length, with noise by that."""
+        new = list(dict.fromkeys(tuple(text) for row in texts for text in row if tuple(text) not in self._read))
+        if new:
+            longest = max(map(len, new))
+            ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in new], device=self.target.device)
+            states = self.target.features(ids).features
+            self._read |= {text: row[len(text) - 1].clone() for text, row in zip(new, states, strict=True)}
+        found = []
+        for row in texts:
+            true = torch.stack([self._read[tuple(text)] for text in row])
+            generator = torch.Generator().manual_seed(len(row[0]))
+            scale = self.noise * true.float().pow(2).mean().sqrt()
+            found.append(true + (torch.randn(true.shape[-1], generator=generator).to(scale) * scale).to(true.dtype))
+        return torch.stack(found)
 
 
 def eagle(target: TargetModel, noise: float | None, tree: str, **options: object) -> EagleDrafter:
