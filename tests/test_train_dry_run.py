@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from data_prep.features import FeaturesConfig
 from data_prep.store.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
+from train import losses
 from train.cli import main
 from train.data.packing import TrainData
 from train.eagle import EagleConfig
 from train.inputs import open_inputs
 from train.kangaroo import KangarooConfig
+from train.preflight import estimate
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
 from train.preflight.estimate import (
@@ -227,6 +230,23 @@ def test_memory_with_default_chunks_is_the_devices(settings: dict[str, Any]) -> 
     given = [config.model_copy(update={"loss_chunk_rows": rows}) for rows in (64, 2097)]
     expected = [pass_memory(each, target, MicroBatch(4, 512))["loss"] for each in given]
     assert losses == expected
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16", "top_k_weight": 1.0}, {"classification_loss": "lk_lambda"}]
+)
+def test_two_chunks_are_as_large_as_all(
+    settings: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peak that the trace does not come to, because it leaves out what repeats."""
+    config = validate(EagleConfig, {**settings, **changes}, source="test")
+    target, micro = LlamaConfig(**memory_run.SHAPE), MicroBatch(2, 48)
+    assert micro.tokens == 6 * (config.loss_chunk_rows or 0)
+    few = pass_memory(config, target, micro)
+    monkeypatch.setattr(estimate, "two_chunks_only", nullcontext)
+    assert few == pass_memory(config, target, micro)
+    monkeypatch.setattr(losses, "_most_chunks", 1)
+    assert few != pass_memory(config, target, micro)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "kangaroo"])

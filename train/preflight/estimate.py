@@ -25,7 +25,7 @@ from train.attention import as_if_on
 from train.config import TrainConfig
 from train.data.packing import Batch, Span
 from train.engine import checkpoint_activations, deepspeed_config
-from train.losses import default_chunk_rows
+from train.losses import default_chunk_rows, two_chunks_only
 from train.optimizer import exact_buffers
 from train.task import Task, make_task
 
@@ -141,7 +141,7 @@ def pass_memory(
     the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
     """
     dtype = config.dtype
-    with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"):
+    with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"), two_chunks_only():
         ends = meta_ends(target, device="cpu", dtype=dtype)
         task = make_task(config, ends)
         if config.loss_vocab is not None:  # which tokens these are makes no difference
