@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import yaml
 from programs import status
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
@@ -314,7 +314,7 @@ def test_kill_9_loses_no_whole_prompt(config: dict[str, Any], tmp_path: Path) ->
     path = tmp_path / "speed.yaml"
     path.write_text(yaml.safe_dump(config))
     line = [sys.executable, "-m", "eval.speed", "--config", str(path), *quick]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = tiny_run.begin(line, tmp_path / "killed.log")
     deadline = time.monotonic() + 120
 
     def lines() -> int:

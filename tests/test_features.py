@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -13,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tiny_run
 import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
@@ -282,7 +282,7 @@ def test_killed_run_continues_to_the_same_bytes(
     config = write_config(tmp_path, target_folder, count=80, shard_tokens=40)
     command = [sys.executable, "-m", "data_prep.features", "--config", str(config)]
     store = tmp_path / "out" / "train"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = tiny_run.begin(command, tmp_path / "killed.log")
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if len(list(store.glob("shard-*.json"))) >= 3:

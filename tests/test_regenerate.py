@@ -4,13 +4,13 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
@@ -236,8 +236,9 @@ def test_a_kill_in_the_middle_of_a_line_costs_one_batch(tmp_path: Path, target_f
         "journal.AnswerJournal.write = torn\n"
         f"regenerate.main(['--config', {str(config)!r}])\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (tmp_path / "torn.py").write_text(program)
+    killed = tiny_run.begin([sys.executable, str(tmp_path / "torn.py")], tmp_path / "torn.log")
+    assert killed.wait(120) == -signal.SIGKILL, killed.log.read_text()
     journal = tmp_path / "killed" / "new.jsonl.unfinished" / "rank-0-of-1.jsonl"
     assert not journal.read_bytes().endswith(b"\n") and len(read_journals(journal.parent)) == 2
     assert run(config) == whole

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 from test_features import run, write_config
-from test_store import HIDDEN, ROOT, header
+from test_store import HIDDEN, header
 
 from data_prep.ranks import Rank
 from data_prep.store.manifest import ShardPlan, StoreManifest, read_manifest
@@ -230,19 +230,20 @@ def test_processes_side_by_side_one_of_them_killed(tmp_path: Path, target_folder
     """Catches ranks of the real program that wait for each other, or a store that differs from a single process's."""
     config = write_config(tmp_path, target_folder, count=120, shard_tokens=60, store_dtype="int8")
     command = [sys.executable, "-m", "data_prep.features", "--config", str(config)]
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    second = subprocess.Popen([*command, "--rank", "1", "--ranks", "2"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    first = tiny_run.begin(command, tmp_path / "first.log", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    second = tiny_run.begin([*command, "--rank", "1", "--ranks", "2"], tmp_path / "second.log")
     deadline = time.monotonic() + 120
     store = tmp_path / "out" / "train"
     while time.monotonic() < deadline and second.poll() is None:
         numbers = [int(file.stem[6:]) for file in store.glob("shard-*.json")]
         if any(number % 2 == 1 for number in numbers):
             os.kill(second.pid, signal.SIGKILL)
+            break
         time.sleep(0.002)
     assert second.wait() == -signal.SIGKILL
-    printed = first.communicate()[0]
-    assert first.returncode == 0 and "rank 0 of 2 has written its share" in printed
+    assert first.wait() == 0
+    printed = first.log.read_text()
+    assert "rank 0 of 2 has written its share" in printed
     assert not read_manifest(store).complete
     run(config, "--rank", "2", "--ranks", "3")
     run(config, "--rank", "0", "--ranks", "3")

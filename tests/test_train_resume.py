@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,16 +41,14 @@ def comparable(out: Path) -> list[dict[str, float]]:
 
 def kill_when_saved(line: list[str], out: Path, after: str) -> None:
     """Start a run and kill -9 it once a checkpoint later than ``after`` is whole."""
-    process = subprocess.Popen(
-        line, env=tiny_run.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = tiny_run.begin(line, out.with_name("killed.log"))
     deadline = time.monotonic() + 200
     while (StateFolder(out).latest() or "") <= after and process.poll() is None:
         assert time.monotonic() < deadline, "no checkpoint after 200 s"
         time.sleep(0.005)
     assert process.poll() is None, "the run ended before it could be killed"
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -193,7 +193,9 @@ def test_two_slurm_tasks_train_one_drafter(tmp_path: Path) -> None:
     tiny_run.train_here("eagle", values)
     line = tiny_run.command("eagle", tmp_path, {**values, "out": str(tmp_path / "tasks")})
     step = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    tiny_run.start_ranks(line, [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")], tmp_path)
+    ranks = [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    logs = [tmp_path / f"rank{number}.log" for number in (0, 1)]
+    tiny_run.wait_for([tiny_run.begin(line, log, **rank) for log, rank in zip(logs, ranks, strict=True)], tmp_path, 300)
     found, expected = read_metrics(tmp_path / "tasks"), read_metrics(tmp_path / "alone")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):

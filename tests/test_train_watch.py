@@ -2,9 +2,9 @@
 
 import json
 import math
+import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -153,15 +153,15 @@ def test_sigterm_leaves_a_summary(settings: dict[str, Any], tmp_path: Path) -> N
     """A job that a cluster ends, with nothing to show for it."""
     out = Path(settings["out"])
     line = tiny_run.command("eagle", tmp_path, {**settings, "steps": 100_000, "save_every": 5})
-    process = subprocess.Popen(line, env=tiny_run.environment(), stderr=subprocess.PIPE, text=True)
+    process = tiny_run.begin(line, tmp_path / "said.log")
     deadline = time.monotonic() + 120
     while not (out / "state" / "latest").is_file() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    os.kill(process.pid, signal.SIGTERM)
+    status = process.wait(60)
     kept = r"interrupted; the state after step [\d,]+ is kept in .*; to go on from there: .* --resume"
-    assert re.fullmatch(kept, errors.splitlines()[-1])
-    assert process.returncode == 128 + signal.SIGTERM
+    assert re.fullmatch(kept, process.log.read_text().splitlines()[-1])
+    assert status == 128 + signal.SIGTERM
     made = json.loads((out / "summary.json").read_text())
     assert made["ended"].startswith("interrupted after step")
     assert made["steps"] >= 5

@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,6 +127,32 @@ def run(line: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=environment(**changes), capture_output=True, text=True, timeout=300, check=False)
 
 
+def begin(line: list[str], log: Path, **changes: str) -> nursery.Process:
+    """Start a command, ``python script`` or ``python -m module`` with its arguments, in a process in which the imports
+    are done: for tests of what it does, not of how it starts."""
+    return nursery.begin("tiny_run.be_python", json.dumps(line), environment(**changes), log)
+
+
+def be_python(given: str) -> int:
+    """What python does with the command ``given``."""
+    sys.orig_argv = line = json.loads(given)
+    if line[1] == "-m":
+        sys.argv = line[2:]
+        runpy.run_module(line[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = line[1:]
+        runpy.run_path(line[1], run_name="__main__")
+    return 0
+
+
+def be_pytest(given: str) -> int:
+    """What ``python -m pytest`` does with the arguments ``given``, in the repository's folder."""
+    import pytest
+
+    os.chdir(ROOT)
+    return int(pytest.main(json.loads(given)))
+
+
 def launch(ranks: int, line: list[str], **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run the script of ``line`` (see ``command``) under DeepSpeed's launcher."""
     binaries = Path(sys.executable).parent
@@ -168,7 +196,7 @@ def start_ranks(line: list[str], ranks: list[dict[str, str]], folder: Path, seco
     wait_for(processes, folder, seconds)
 
 
-def wait_for(processes: list[subprocess.Popen[Any]], folder: Path, seconds: float) -> None:
+def wait_for(processes: Sequence[subprocess.Popen[Any] | nursery.Process], folder: Path, seconds: float) -> None:
     """Until all have ended well; kills the others when one fails."""
     deadline = time.monotonic() + seconds
     try:
@@ -240,9 +268,11 @@ def train_as_rank(rank: int, jobs: list[dict[str, Any]]) -> NoReturn:
 
 
 def import_deepspeed() -> None:
-    """All of it, before trainings are forked: it takes seconds."""
+    """All of it, and what a training imports besides, before trainings are forked: it takes seconds."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
+    from torch.utils import tensorboard  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
 
 
 def fork_ranks(given: str) -> int:
