@@ -39,7 +39,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY) lint
-	python -m pytest -n logical --dist loadfile
+	python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 # Not part of the tests: a quarter of an hour, or the minutes of what changed since docs/results/mutants.json was written.
 mutants: $(READY)

@@ -13,8 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests sta
 os.environ.setdefault("DRAFTERS_CACHE", "/nonexistent")  # what tests measure of a busy machine is kept for nobody
 
 import ast
+import gc
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +36,19 @@ from drafters.model.ends import FrozenEnds, load_frozen_ends
 tiny_run.without_pictures()
 nursery.start(tiny_run.import_deepspeed)
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for a busy core cost seconds
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where workers share the files, those with slow tests come first: else one worker waits for the other's last."""
+    if hasattr(config, "workerinput"):
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: Python's collector need not walk through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
