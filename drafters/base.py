@@ -42,6 +42,7 @@ class Drafter:
         lossless: False for methods that change the target's output distribution; shown wherever results are.
         max_batch: rows the method can decode at once; None for any number.
         rewinds: whether committed tokens may be taken back, so that the method can accelerate a draft model (cascade).
+        follows: whether another drafter may draft some of the steps (hybrid).
 
     Attributes:
         max_draft: the most nodes one draft may have; the loop sizes its buffers by it.
@@ -55,6 +56,7 @@ class Drafter:
     lossless: ClassVar[bool] = True
     max_batch: ClassVar[int | None] = 1
     rewinds: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
     max_draft: int = 0
     taps: tuple[int, ...] = ()
     remembers: bool = False
@@ -111,6 +113,14 @@ class Drafter:
 
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         """Catch caches and pools up: a step was committed (``output`` holds [root, nodes]), and it was not the last."""
+
+    def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
+        """As ``observe``, of a step that another drafter drafted.
+
+        Raises:
+            NotImplementedError: the method drafts every step itself; ``follows`` says so beforehand.
+        """
+        raise NotImplementedError(f"{self.name} drafts every step itself")
 
 
 class LearnedDrafter(Drafter):

@@ -121,6 +121,7 @@ class EagleDrafter(LearnedDrafter):
     name = "eagle"
     options = EagleOptions
     max_batch = None
+    follows = True
 
     def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
         super().__init__(target, module, options)
@@ -218,7 +219,7 @@ class EagleDrafter(LearnedDrafter):
                 self._idle = not self.plan.size
             if self._idle:
                 return DraftTree.empty(state.batch, self.target.device)
-            self._gather_up()
+        self._gather_up()
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)
         tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
@@ -237,12 +238,10 @@ class EagleDrafter(LearnedDrafter):
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        counts = [len(rows) for rows in verdict.rows]  # none for a finished row
-        features = _of_rows(output.features, verdict.rows)
         if self._idle:  # nothing was taken in
-            self._more.append((features, counts))
+            self.follow(state, output, verdict)
             return
-        self._features, self._counts = features, counts
+        self._features, self._counts = _of_step(output, verdict)
         if self._growing is not None:
             if not state.finished[0]:  # else cut short
                 self._growing.learn(verdict.rows[0], verdict.tokens[0])
@@ -250,6 +249,9 @@ class EagleDrafter(LearnedDrafter):
             for row, path in enumerate(verdict.rows):
                 if not state.finished[row]:  # else cut short
                     self.auto.learn_path(self.plan, path)
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        self._more.append(_of_step(output, verdict))
 
     def _gather_up(self) -> None:
         """Put what steps without a draft have left behind what is to be taken in."""
@@ -295,6 +297,11 @@ class EagleDrafter(LearnedDrafter):
 
         name = {"method": self.name, "greedy": sampling.greedy} | head.options()
         return step_costs(target, name, batch, draft_pass(2, first=True), draft_pass)
+
+
+def _of_step(output: FeatureOutput, verdict: Verdict) -> tuple[Tensor, list[int]]:
+    """The features of the rows that a step committed, and how many those are in each batch row: none in a finished."""
+    return _of_rows(output.features, verdict.rows), [len(rows) for rows in verdict.rows]
 
 
 def _of_rows(features: Tensor, rows: list[list[int]]) -> Tensor:

@@ -5,13 +5,14 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from .base import Drafter, Promised
+from .base import Promised
 from .config import Config
 from .decoding.acceptance import Verdict
-from .decoding.draft_tree import DraftTree
+from .decoding.draft_tree import ROOT, DraftTree
 from .decoding.loop import DecodeState, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import Chooser
+from .drafting.retrieval import Found, Retrieval
 from .model.cost import Costs, step_costs
 from .model.target import FeatureOutput, TargetModel
 
@@ -28,7 +29,7 @@ class PromptLookupOptions(Config):
     min_ngram: int = Field(1, ge=1, le=32)
 
 
-class PromptLookupDrafter(Drafter):
+class PromptLookupDrafter(Retrieval):
     """Finds the longest n-gram of the last tokens earlier in prompt and output, and drafts what followed it there.
 
     Deterministic, so verification takes its q as one-hot. Rows of a batch are looked up each in its own text.
@@ -69,11 +70,7 @@ class PromptLookupDrafter(Drafter):
             self._rows[row] = NgramIndex(self.min_ngram, self.max_ngram)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        drafts = []
-        for row, index in enumerate(self._rows):
-            index.read(state.tokens[row])
-            longest = 0 if state.finished[row] else min(self.gamma, state.room(row) - 1)
-            drafts.append(index.continuation(longest, state.eos))
+        drafts = [self._continuation(state, row) for row in range(state.batch)]
         width = max(map(len, drafts))
         if self.auto is not None:
             width = self.auto.length(state.batch, state.sampling, width)
@@ -92,6 +89,17 @@ class PromptLookupDrafter(Drafter):
         for row, path in enumerate(verdict.rows):
             if self.auto is not None and draft.size and not state.finished[row]:  # else cut short
                 self.auto.learn_chain(self._drafted[row], len(path) - 1)
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        tokens = self._continuation(state, row)
+        match = self._rows[row].latest()[0] if tokens else 0
+        return Found(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
+
+    def _continuation(self, state: DecodeState, row: int) -> list[int]:
+        index = self._rows[row]
+        index.read(state.tokens[row])
+        longest = 0 if state.finished[row] else min(self.gamma, state.room(row) - 1)
+        return index.continuation(longest, state.eos)
 
     def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
         """Of batches of this size; looking up takes no time worth mentioning."""
@@ -143,15 +151,21 @@ class NgramIndex:
         goes on, and what comes next is most like what came last. A match that ends close to the text's end is copied
         into its own continuation, as LZ77 does, so that a text in a loop is drafted in full and not to the loop's end.
         """
-        tokens = self._tokens
+        tokens, (size, end) = self._tokens, self.latest()
         found: list[int] = []
-        for n in reversed(self._sizes):
-            ends = self._ends.get(tuple(tokens[-n:]))  # of a text shorter than n: all of it, which is no match
-            if ends is None:
-                continue
-            for at in range(ends[-1], ends[-1] + longest):
-                found.append(tokens[at] if at < len(tokens) else found[at - len(tokens)])
-                if found[-1] in stop:
-                    break
-            break
+        for at in range(end, end + longest if size else end):
+            found.append(tokens[at] if at < len(tokens) else found[at - len(tokens)])
+            if found[-1] in stop:
+                break
         return found
+
+    def latest(self) -> tuple[int, int]:
+        """The size n of the longest n-gram that ends the text and stood in it before, and where its last place ends.
+
+        Zeros: none did.
+        """
+        for n in reversed(self._sizes):
+            ends = self._ends.get(tuple(self._tokens[-n:]))  # of a text shorter than n: all of it, which is no match
+            if ends is not None:
+                return n, ends[-1]
+        return 0, 0

@@ -38,6 +38,7 @@ class SpeculativeDrafter(DraftModelDrafter):
     options: ClassVar[type[SpeculativeOptions]] = SpeculativeOptions
     max_batch: ClassVar[int | None] = None
     rewinds = True
+    follows = True
 
     def __init__(self, target: TargetModel, options: SpeculativeOptions) -> None:
         super().__init__(target, options)
@@ -82,6 +83,9 @@ class SpeculativeDrafter(DraftModelDrafter):
         for path, finished in zip(verdict.rows, state.finished, strict=True):
             if self.auto is not None and not finished:  # else cut short
                 self.auto.learn_chain(draft.size, len(path) - 1)
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        """The draft model reads what it has not read before it drafts."""
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])

@@ -16,7 +16,7 @@ from drafters.wording import shortened
 # Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
 DRAFT_MODELS = ("draft_model", "draft_models")
 FOLDERS = ("checkpoint", *DRAFT_MODELS)
-FILES = ("pool",)
+FILES = ("pool", "datastore")
 STOCK = "stock generate"
 
 

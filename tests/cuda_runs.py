@@ -1,9 +1,11 @@
 """Every method on the CPU and on the simulated GPU: what it decodes, and what crosses between the two a step."""
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,8 @@ from simulated_cuda import SimulatedCuda, simulated_cuda
 
 from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.decoding import loop
+from drafters.drafting.datastore import Datastore, save_datastore
+from drafters.drafting.draft_model import vocabulary_facts
 
 RATES = [0.8, 0.6, 0.4]
 NEAR = 0.05  # of a draft model: some of its drafts are accepted, not all
@@ -53,11 +57,23 @@ def _cascade(target: TargetModel, models: Models) -> Drafter:
     return make_drafter("cascade", target, draft_model=draft_model, inner=inner, gamma=4)
 
 
+def _rest(target: TargetModel, models: Models) -> Drafter:
+    """Of texts that have nothing to do with the answers."""
+    facts = vocabulary_facts(target.name, target.vocab_size, None)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "texts.safetensors"
+        save_datastore(path, Datastore.of([prompt(60, seed) for seed in range(8)]), facts)
+        return make_drafter("rest", target, datastore=str(path), min_ngram=1, nodes=8)
+
+
 # Each as a user has it, with a draft model near the target or a head that is an oracle with noise: drafts are accepted
 # in part. EAGLE three times, for each kind of tree.
 METHODS: dict[str, Callable[[TargetModel, Models], Drafter]] = {
     "autoregressive": lambda target, _: make_drafter("autoregressive", target),
     "prompt_lookup": lambda target, _: make_drafter("prompt_lookup", target, gamma=3),
+    "suffix": lambda target, _: make_drafter("suffix", target, nodes=4),
+    "rest": _rest,
+    "hybrid": lambda target, _: make_drafter("hybrid", target, head=eagle(target, 0.4, "static"), match=2),
     "lookahead": lambda target, _: make_drafter("lookahead", target),
     "speculative": _near("speculative", gamma=4),
     "cascade": _cascade,

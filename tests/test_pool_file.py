@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.drafting import pool_file
+from drafters.drafting import draft_model
 from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.lookahead import LookaheadDrafter
@@ -153,7 +153,7 @@ def test_other_tokenizers(tmp_path: Path) -> None:
     swapped = words | {"w3": 4, "w4": 3}
 
     def with_vocabulary(tokens: dict[str, int] | None) -> mock._patch:
-        return mock.patch.object(pool_file, "vocabulary", lambda model: tokens)
+        return mock.patch.object(draft_model, "vocabulary", lambda model: tokens)
 
     for theirs, ours, fits in [
         (words, dict(reversed(words.items())), True),

@@ -95,6 +95,11 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["none.jsonl", "--out", "x"], "no data file at none.jsonl"),
         (["none.jsonl", "--out", "x", "--heldout", "0"], "--heldout: must be a whole number of at least 1, found .0."),
     ],
+    "data_prep.datastore": [
+        (["none.jsonl", "--target", TARGET, "--out", "x.safetensors"], "no data file at none.jsonl"),
+        (["prompts.jsonl", "--target", "./none", "--out", "x.safetensors"], "there is no folder ./none"),
+        (["prompts.jsonl", "--target", TARGET, "--out", "x"], "--out x does not end in .safetensors"),
+    ],
     "data_prep.gguf": [
         (["none.gguf", "--out", "x"], "no file at none.gguf"),
         (["prompts.jsonl", "--out", "x"], "prompts.jsonl is no GGUF file"),

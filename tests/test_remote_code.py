@@ -19,6 +19,7 @@ from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialog
 from test_repository import PACKAGES, ROOT, sources
 from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
 
+import data_prep.datastore
 import data_prep.features
 import data_prep.gguf
 import data_prep.inspect
@@ -224,7 +225,7 @@ WITHOUT_A_MODEL = {
     "train/summary.py",
 }
 ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py"}  # below
-ELSEWHERE |= {"train/draft_vocab.py", "train/target/__main__.py"}
+ELSEWHERE |= {"data_prep/datastore.py", "train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
 
@@ -295,6 +296,16 @@ def test_counting_tokens_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path
     for folder, more in ((trap.strange, []), (trap.known, ["--tokenizer", str(trap.strange)])):
         with pytest.raises(ValueError, match=REFUSED):
             train.draft_vocab.main([str(folder), *arguments, *more])
+    assert not trap.marker.exists()
+
+
+def test_a_datastore_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches the configuration or the tokenizer of a target that brings code of its own."""
+    (tmp_path / "text.txt").write_text("some words")
+    arguments = [str(tmp_path / "text.txt"), "--out", str(tmp_path / "x.safetensors"), "--target"]
+    for folder, more in ((trap.strange, []), (trap.known, ["--tokenizer", str(trap.strange)])):
+        with pytest.raises(ValueError, match=REFUSED):
+            data_prep.datastore.main([*arguments, str(folder), *more])
     assert not trap.marker.exists()
 
 

@@ -12,6 +12,7 @@ same by itself.
 
 from pathlib import Path
 
+from data_prep.datastore import is_text
 from data_prep.dialogues.reader import check_source
 from data_prep.store.manifest import MANIFEST
 from drafters.program import CommandLine, command, keeping, positive, run_program
@@ -35,11 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     with keeping(lambda: f"the checkpoint is as it was, or finished; to start again: {command()}"):
         return run(parsed)
-
-
-def is_text(data: str) -> bool:
-    """Whether it is a plain text file."""
-    return data.endswith(".txt") and Path(data).is_file()
 
 
 if __name__ == "__main__":

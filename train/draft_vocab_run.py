@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_prep.datastore import is_text
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.store.manifest import MANIFEST
 from data_prep.store.reader import FeatureStore
@@ -17,7 +18,6 @@ from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHeadOption
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.text_files import read_text
 from train.data.frequency import count_answers, most_frequent
-from train.draft_vocab import is_text
 
 LINES = 4096  # of a text, tokenized in one call
 WHOLE = 1 << 30  # tokens of a dialogue: none is cut

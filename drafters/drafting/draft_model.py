@@ -1,6 +1,10 @@
 """What drafters with a draft model share: the model itself, checked against the target, and its cache."""
 
+import hashlib
+import json
+from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from pydantic import InstanceOf
@@ -105,3 +109,36 @@ def _vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
         return vocabulary
     except ValueError:
         return None  # token ids in, token ids out: a model may come without a tokenizer
+
+
+def vocabulary_facts(name: str, size: int, tokens: dict[str, int] | None) -> dict[str, str]:
+    """Whose token ids a file holds, for its metadata: the model's name, its vocabulary's size, and the hash of its
+    tokenizer's vocabulary, empty where there is none.
+    """
+    found = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else ""
+    return {"model": name, "vocab_size": str(size), "vocabulary": found}
+
+
+def model_facts(model: TargetModel) -> dict[str, str]:
+    """``vocabulary_facts`` of a loaded model."""
+    return vocabulary_facts(model.name, model.vocab_size, vocabulary(model))
+
+
+def check_vocabulary(path: str | Path, facts: Mapping[str, str], model: TargetModel, what: str, fix: str) -> None:
+    """Raise ValueError where a file's ``vocabulary_facts`` are not ``model``'s.
+
+    Args:
+        what: the file holds. fix: what to do, before "of this target".
+    """
+    maker, own = facts.get("model"), model_facts(model)
+    if facts.get("vocab_size") != own["vocab_size"]:
+        raise ValueError(
+            f"{path} holds {what} of {maker}, whose vocabulary has {facts.get('vocab_size')} tokens; that of "
+            f"{model.name} has {model.vocab_size}: {fix} of this target"
+        )
+    theirs, ours = facts.get("vocabulary"), own["vocabulary"]
+    if theirs and ours and theirs != ours:  # either may have come without a tokenizer
+        raise ValueError(
+            f"{path} holds {what} of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of {model.name} "
+            f"({ours[:12]}): its token ids mean other words; {fix} of this target"
+        )

@@ -1,7 +1,5 @@
 """Phrase pools on disk: one safetensors file, so that what a drafter learnt in one run drafts in the next."""
 
-import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ from safetensors.numpy import save
 from ..files import replacing
 from ..model.target import TargetModel
 from ..paths import readable
-from .draft_model import vocabulary
+from .draft_model import check_vocabulary, model_facts
 from .phrase_pool import PhrasePool
 
 CONTENT = "phrase pool"
@@ -40,10 +38,7 @@ def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
         "content": CONTENT,
         "format_version": FORMAT_VERSION,
         "tail": str(pool.tail),
-        "vocab_size": str(model.vocab_size),
-        "vocabulary": _vocabulary_hash(model) or "",
-        "model": model.name,
-    }
+    } | model_facts(model)
     arrays = {name: np.array(column, dtype=np.int32) for name, column in columns.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
@@ -89,18 +84,7 @@ def _check_metadata(path: str | Path, metadata: dict[str, str], model: TargetMod
             f"{path} has format version {version} and this release reads {FORMAT_VERSION}: save the pool again, or use "
             "the release that wrote it"
         )
-    maker = metadata.get("model")
-    if metadata.get("vocab_size") != str(model.vocab_size):
-        raise ValueError(
-            f"{path} holds phrases of {maker}, whose vocabulary has {metadata.get('vocab_size')} tokens; that of "
-            f"{model.name} has {model.vocab_size}: use a pool of this target"
-        )
-    theirs, ours = metadata.get("vocabulary"), _vocabulary_hash(model)
-    if theirs and ours and theirs != ours:  # either may have come without a tokenizer
-        raise ValueError(
-            f"{path} holds phrases of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of {model.name} "
-            f"({ours[:12]}): its token ids mean other words; use a pool of this target"
-        )
+    check_vocabulary(path, metadata, model, "phrases", "use a pool")
 
 
 def _check_arrays(path: str | Path, arrays: dict[str, np.ndarray], model: TargetModel) -> None:
@@ -123,9 +107,3 @@ def _check_arrays(path: str | Path, arrays: dict[str, np.ndarray], model: Target
                 f"{path} is damaged: token ids in {name!r} run from {ids.min()} to {ids.max()}, and the vocabulary of "
                 f"{model.name} has {model.vocab_size}; save it again"
             )
-
-
-def _vocabulary_hash(model: TargetModel) -> str | None:
-    """Of the tokenizer beside the model; None where there is none."""
-    tokens = vocabulary(model)
-    return hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else None

@@ -1,0 +1,99 @@
+"""What drafters that copy have in common: a place where the text's end stood before, and what followed it there."""
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base import Drafter
+from ..decoding.acceptance import Verdict
+from ..decoding.draft_tree import ROOT, DraftTree
+from ..decoding.loop import DecodeState
+from ..model.target import FeatureOutput
+
+BETWEEN = -1  # stands between two texts: no token, so that no match reaches over it and no draft either
+
+
+class Found(NamedTuple):
+    """A draft tree on the host, with the reasons for it.
+
+    Attributes:
+        tokens, parents: of each node, as a ``DraftTree`` has them.
+        claims: of each node, the share of the places found that go on so, one place more being counted that does not:
+            0.5 for the only one, 0.8 for all of four.
+        match: how many of the text's last tokens were found.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    claims: list[float]
+    match: int
+
+    def draft(self, device: torch.device) -> DraftTree:
+        """Of all nodes."""
+        if not self.tokens:
+            return DraftTree.empty(1, device)
+        return DraftTree.from_parents(torch.tensor([self.tokens], device=device), self.parents)
+
+
+NOTHING = Found([], [], [], 0)
+
+
+class Next(NamedTuple):
+    """A token that follows at so many ``places``. Of equally likely ones the smallest ``rank`` is drafted first. ``at``
+    is what ``likeliest_tree`` goes on from there.
+    """
+
+    token: int
+    places: int
+    rank: int
+    at: Any
+
+
+def likeliest_tree(
+    after: Callable[[Any], Iterable[Next]], at: Any, match: int, most: int, least: float, stop: frozenset[int]
+) -> tuple[float, Found]:
+    """The tree of at most ``most`` nodes after a match, the likeliest node first, and the sum of their chances.
+
+    A node's chance, ``least`` or more, is its parent's times the share of the places at which it follows. Nothing comes
+    behind a token in ``stop`` (EOS).
+    """
+    found, score = Found([], [], [], match), 0.0
+    heap: list[tuple[float, int, int, int, Next, float]] = []
+    parent, above, number = ROOT, 1.0, 0
+    while len(found.tokens) < most:
+        children = list(after(at)) if parent == ROOT or found.tokens[parent] not in stop else []
+        total = sum(child.places for child in children)
+        for child in children:
+            chance = above * child.places / total
+            if chance >= least and child.token != BETWEEN:
+                number += 1  # so that the heap compares no further
+                heapq.heappush(heap, (-chance, child.rank, number, parent, child, child.places / (total + 1)))
+        if not heap:
+            break
+        negative, _, _, its_parent, best, claim = heapq.heappop(heap)
+        found.tokens.append(best.token)
+        found.parents.append(its_parent)
+        found.claims.append(claim)
+        parent, above, at, score = len(found.tokens) - 1, -negative, best.at, score - negative
+    return score, found
+
+
+class Retrieval(Drafter):
+    """A drafter that copies. What it found may be asked for without drafting it; all that it knows, it reads in texts.
+
+    Deterministic, so verification takes its q as one-hot.
+    """
+
+    follows = True
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        """What a batch row could go on with."""
+        raise NotImplementedError
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        return self.retrieve(state).draft(self.target.device)
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        """The text says it."""

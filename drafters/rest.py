@@ -1,0 +1,67 @@
+"""REST, retrieval-based speculative decoding (He et al. 2023, section 3): what followed the text's end in a datastore
+of other texts, as a tree of what is frequent there. Untrained; ``python -m data_prep.datastore`` makes a datastore.
+"""
+
+from collections import defaultdict
+
+from pydantic import Field
+
+from .config import Config
+from .decoding.loop import DecodeState
+from .drafting.datastore import load_datastore
+from .drafting.retrieval import NOTHING, Found, Next, Retrieval, likeliest_tree
+from .model.target import TargetModel
+
+
+class RestOptions(Config):
+    """``datastore``: the file. ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for, by default
+    the paper's. ``depth``: most tokens of a continuation. ``nodes``: the tree is of so many, the most frequent.
+    ``places``: where the match stands at more places, so many of them, evenly spread, are looked at.
+    """
+
+    datastore: str
+    max_ngram: int = Field(16, ge=1, le=32)
+    min_ngram: int = Field(2, ge=1, le=32)
+    depth: int = Field(10, ge=1)
+    nodes: int = Field(64, ge=1)
+    places: int = Field(64, ge=1)
+
+
+class RestDrafter(Retrieval):
+    """Looks for the longest match first; the continuations of one match are merged into a trie.
+
+    Raises:
+        ValueError: ``min_ngram`` is above ``max_ngram``; no datastore there, or one of another vocabulary.
+    """
+
+    name = "rest"
+    options = RestOptions
+
+    def __init__(self, target: TargetModel, options: RestOptions) -> None:
+        super().__init__(target, options)
+        self.depth, self.nodes, self.places = options.depth, options.nodes, options.places
+        self.max_draft, self.sizes = self.nodes, (options.min_ngram, options.max_ngram)
+        if options.min_ngram > options.max_ngram:
+            raise ValueError(
+                f"min_ngram is {options.min_ngram} and max_ngram {options.max_ngram}: nothing lies between; swap them?"
+            )
+        self.store = load_datastore(options.datastore, target)
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        depth = min(self.depth, state.room(row) - 1)
+        match, found = self.store.find(state.tokens[row], *self.sizes)
+        if not match or depth < 1:
+            return NOTHING
+        chosen = found[:: -(-len(found) // self.places)]
+        places = [int(self.store.suffixes[place]) + match for place in chosen]
+        texts = [self.store.tokens[place : place + depth].tolist() for place in places]
+
+        def after(at: tuple[int, list[list[int]]]) -> list[Next]:
+            size, texts = at
+            going: dict[int, list[list[int]]] = defaultdict(list)
+            for text in texts:
+                if len(text) > size:
+                    going[text[size]].append(text)
+            return [Next(token, len(some), 0, (size + 1, some)) for token, some in going.items()]
+
+        return likeliest_tree(after, (0, texts), match, self.nodes, 0.0, state.eos)[1]

@@ -1,0 +1,203 @@
+"""Hybrid: the conformance suite, a head that stays in step with what was copied, and the choice between the two."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import conformance
+import pytest
+from conformance import NO_EOS, prompt, target_of
+from distribution import LIMIT, WARPS, deviation, toy
+from rigged import AUTO_COSTS, Cycling, auto_eagle, eagle, perturbed
+from test_auto import by_length
+from test_eagle import check_draft
+from test_prompt_lookup import Primed
+
+from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.base import Promised
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.drafting.retrieval import Found
+from drafters.eagle import EagleDrafter
+from drafters.hybrid import HybridDrafter, Scales, Trust
+from drafters.model.cost import Costs, Curve
+from drafters.prompt_lookup import PromptLookupDrafter
+
+
+def hybrid(target: TargetModel, head: Drafter, lookup: Drafter | None = None, costs: Costs = AUTO_COSTS) -> Drafter:
+    """One that weighs, on the machine of ``costs``."""
+    drafter = HybridDrafter.from_options(target, head=head, lookup=lookup or Primed.from_options(target, gamma=5))
+    drafter._step_costs = lambda: costs  # type: ignore[method-assign]
+    return drafter
+
+
+def by_match(target: TargetModel, head: Drafter, lookup: Drafter | None = None, match: int = 3) -> HybridDrafter:
+    lookup = lookup or Primed.from_options(target, gamma=3)
+    return HybridDrafter.from_options(target, head=head, lookup=lookup, match=match)
+
+
+TestHybrid = conformance.suite(
+    lambda t: hybrid(t, auto_eagle(t, 0.4)), accepts="some", longest_draft=8, remembers=True,
+    families=("llama", "mistral-sliding"),
+)  # fmt: skip
+TestDraftModel = conformance.suite(
+    lambda t: hybrid(t, by_length("speculative", t, draft_model=perturbed(t, 0.05))), accepts="some", longest_draft=12,
+    remembers=True, families=("llama",),
+)  # fmt: skip
+TestByMatch = conformance.suite(
+    lambda t: by_match(t, eagle(t, 0.4, "static")), accepts="some", longest_draft=5, families=("llama", "qwen3")
+)
+
+
+class Spoilt(PromptLookupDrafter):
+    """Its index holds whatever is given to it, for what the model says next: now right, now wrong."""
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        known = len(state.tokens[0])
+        answer = conformance.plain_greedy(self.target, state.tokens[0], 2)
+        wrong = (answer[1] + 1) % self.target.vocab_size
+        drafts = ([answer[0], wrong], answer, [wrong, wrong])
+        return Found(drafts[known % 3], [-1, 0], [0.5, 0.5], known % 5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("make", [lambda t: eagle(t, None, "chain", depth=3), lambda t: auto_eagle(t, None, Cycling())])
+def test_the_head_takes_in_what_was_copied(make: Callable[[TargetModel], EagleDrafter], temperature: float) -> None:
+    """Catches features of copied steps that the head misses or takes in twice: only its acceptance would suffer."""
+    target = target_of("llama")
+    head = make(target)
+    drafter = by_match(target, head, Spoilt.from_options(target))
+    propose, checked, copied = drafter.propose, [], []
+
+    def forced(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        copied.append(drafter._copied)
+        if not drafter._copied and draft.size:
+            check_draft(head, state, draft)
+            checked.append(copied[-2:-1])
+        return draft
+
+    with mock.patch.object(drafter, "propose", forced):
+        for seed in range(2):
+            options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": seed}
+            generate(target, drafter, [prompt(9, seed)], **options)  # type: ignore[arg-type]
+    assert [True] in checked and [False] in checked
+
+
+@pytest.mark.parametrize("warp", [0, 1])
+def test_output_is_distributed_as_the_targets(warp: int) -> None:
+    """Catches a choice between the two that hangs on what the head drew, and copies verified by the head's q."""
+    target = toy()
+    head = by_length("speculative", target, draft_model=toy(1, 1))
+    lookup = PromptLookupDrafter.from_options(target, gamma=3, max_ngram=4)
+    assert deviation(hybrid(target, head, lookup), WARPS[warp], tokens=2_000) < LIMIT
+
+
+def test_an_eagle_head_sampled() -> None:
+    """Catches a head's tree verified as a copy is."""
+    target = toy()
+    assert deviation(by_match(target, eagle(target, 0.6, "static"), match=2), WARPS[0], tokens=1_500) < LIMIT
+
+
+def costs(row: float) -> Costs:
+    line = Curve((1, 2), (1.0, 1.0 + row))
+    return Costs(1.0, line, line, 0.1, Curve((1,), (0.1,)))
+
+
+CHAIN = Found([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
+
+
+def taught(trust: Trust, match: int, rate: float, claim: float = 0.5) -> None:
+    for number in range(1000):
+        trust.learn(match, claim, (number % 10) < 10 * rate)
+
+
+def test_the_choice_by_hand() -> None:
+    """Catches a copy drafted where the head's draft is worth more, one longer than pays, and the other way round."""
+    scales = Scales(costs(0.25))
+    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
+        taught(scales.trust, match, rate)
+    # Against plain decoding, a row costs a quarter: 0.9 and 0.9 * 0.8 are worth it, 0.07 is not.
+    assert scales.best_part(CHAIN).tokens == [5, 6]
+    assert scales.promised == pytest.approx([1.0, 1 + 0.9 + 0.9 * 0.8, 1.5], rel=0.03)
+    # A head whose drafts give 4 tokens in the time of 1.5 steps: then a token is worth 0.375 steps, at most.
+    for number in range(1, 200):
+        scales.note_head(Promised(0, 0, 0, ""), Promised(1, 4.0, 1.5, ""))
+        assert scales.best_part(CHAIN).tokens == [] or number < 9
+    # A copy that is always right, of rows that cost little, is worth more than that.
+    free = Scales(costs(0.01))
+    for match in (3, 4, 5):
+        taught(free.trust, match, 1.0)
+    for _ in range(200):
+        free.note_head(Promised(0, 0, 0, ""), Promised(1, 4.0, 1.5, ""))
+    assert free.best_part(CHAIN).tokens == [5, 6, 7, 8]
+
+
+def test_of_a_tree_the_likeliest_nodes() -> None:
+    """Catches nodes kept without their parent, renumbered wrongly, or by their claim and not by their chance."""
+    scales, tree = Scales(costs(0.3)), Found([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)
+    for match, claim, rate in ((6, 0.25, 0.2), (6, 0.65, 0.9), (7, 0.75, 0.8), (8, 0.2, 0.1)):
+        taught(scales.trust, match, rate, claim)
+    assert scales.best_part(tree) == Found([5, 6], [-1, 0], [0.65, 0.75], 6)
+    taught(scales.trust, 6, 0.9, 0.25)
+    taught(scales.trust, 6, 0.1, 0.65)
+    assert scales.best_part(tree) == Found([4], [-1], [0.25], 6)
+
+
+def test_trust_is_counted_whoever_drafts() -> None:
+    """Catches copies that are never tried, since nothing is known of them, and that teach nothing, not being tried."""
+    scales = Scales(costs(0.25))
+    for _ in range(100):
+        scales.learn(CHAIN, [5, 6, 9])
+    assert scales.trust.of(3, 0.5) > 0.9 and scales.trust.of(4, 0.5) > 0.9 and scales.trust.of(5, 0.5) < 0.1
+    assert scales.trust.of(9, 0.5) == Trust().of(9, 0.5)
+    branches = Found([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
+    scales = Scales(costs(0.25))
+    for _ in range(100):
+        scales.learn(branches, [6, 7])
+    assert scales.trust.of(3, 0.4) < 0.1 and scales.trust.of(3, 0.6) > 0.9 and scales.trust.of(4, 0.5) > 0.9
+
+
+class Wrong(PromptLookupDrafter):
+    """Finds what the model does not say next."""
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        (right,) = conformance.plain_greedy(self.target, state.tokens[row], 1)
+        return Found([(right + 1) % self.target.vocab_size], [-1], [0.5], 4)
+
+
+def test_each_where_it_is_right() -> None:
+    """Catches a choice that stays with one of the two: for a text that has been read a random head must not draft, and
+    what is always wrong must not be copied.
+    """
+    target = target_of("llama")
+    options = {"max_new_tokens": 38, "eos_token_id": NO_EOS}  # as much as the primed ones have read
+    for noise, kind, low, high in ((None, Primed, 0.3, 1.0), (0.0, Wrong, 0.0, 0.1)):
+        head, lookup = auto_eagle(target, noise, costs(0.25)), kind.from_options(target, gamma=5)
+        drafter = hybrid(target, head, lookup, costs(0.25))
+        assert isinstance(drafter, HybridDrafter)
+        steps, copied = [], []
+        for seed in range(4):
+            result = generate(target, drafter, [prompt(8, seed)], **options)  # type: ignore[arg-type]
+            found = drafter.promised()
+            assert found is not None
+            steps.append(found.steps)
+            copied.append(next(iter(drafter._scales.values())).promised[0])
+            assert steps[-1] - sum(steps[-2:-1]) == len(result.trace.steps)
+        assert low <= (copied[-1] - copied[1]) / (steps[-1] - steps[1]) <= high
+
+
+def test_from_a_config_and_what_is_refused() -> None:
+    """Catches a nested entry that cannot be expressed, and heads and lookups that would break in the first step."""
+    target = target_of("llama")
+    model = {"drafter": "speculative", "draft_model": perturbed(target, 0.1), "gamma": "auto"}
+    made = make_drafter("hybrid", target, head=model)
+    assert isinstance(made, HybridDrafter) and made.lookup.name == "prompt_lookup" and made.max_draft == 16
+    assert made.remembers and not make_drafter("hybrid", target, head=model | {"gamma": 3}, match=4).remembers
+    with pytest.raises(ValueError, match="'lookahead', which has to draft every step itself"):
+        make_drafter("hybrid", target, head={"drafter": "lookahead"})
+    with pytest.raises(ValueError, match="'speculative' promises nothing"):
+        make_drafter("hybrid", target, head=model | {"gamma": 3})
+    with pytest.raises(ValueError, match="'speculative', which does not copy"):
+        make_drafter("hybrid", target, head=model, lookup=model)
+    with pytest.raises(ValueError, match="match"):
+        make_drafter("hybrid", target, head=model, match=0)
