@@ -23,7 +23,7 @@ def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
             print(farewell(config, step, inputs.heldout, inputs.ends, already=True))
         return 0
     task = make_task(config, inputs.ends)
-    check_run_disk(config.out, task.module)
+    check_run_disk(config, task.module)
     ranks = engine.start(config)
     run = TrainRun(task, inputs, ranks, arguments.resume, sys.argv[1:])
     run.train()

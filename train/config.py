@@ -61,6 +61,10 @@ class TrainConfig(Config):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     gradient_clipping: float = Field(0.5, gt=0, description="by the norm of the whole gradient")
 
+    weight_average: float | None = Field(
+        None, ge=0, lt=1, description="decay of a moving average of the weights, which is judged and exported instead"
+    )
+
     precision: Literal["bf16", "float32"] = Field("bf16", description="bf16 keeps float32 master weights")
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
@@ -143,6 +147,11 @@ class TrainConfig(Config):
             raise ValueError("offload: optimizer needs zero_stage: 1, 2 or 3 (it is 0); set one, or offload: none")
         if self.offload == "parameters" and stage != 3:
             raise ValueError(f"offload: parameters needs zero_stage: 3 (it is {stage}); set it, or offload: optimizer")
+        if self.weight_average is not None and stage == 3:
+            raise ValueError(
+                f"weight_average: {self.weight_average} needs zero_stage: 0, 1 or 2 (it is 3, where no rank has whole "
+                "weights); set one, or weight_average: null"
+            )
         return self
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters import checkpoint
 from drafters.files import replace_json
 from drafters.program import Failure
+from train.average import WeightAverage
 from train.data.frequency import find_frequent
 from train.data.packing import Batch, Position, StepData, TrainData
 from train.data.shard_check import ShardCheck
@@ -75,6 +77,8 @@ class TrainRun:
         cost = training_cost(task)
         find_frequent(task, inputs.train)
         self.engine = Engine(task.module, self.config)
+        decay = self.config.weight_average
+        self.average = None if decay is None else WeightAverage(self.engine.module, decay)
         task.ends.to(self.engine.device)
         inputs.load_target(self.config, self.engine.device)
         self.meter = Meter(task, cost, self.engine.device)
@@ -97,6 +101,8 @@ class TrainRun:
         if saved:
             check_same_data(self.config.out, data)
             saved.load_optimizer(self.engine, self.progress.step)
+            if self.average is not None:
+                self.average.load(saved.weight_average())
         self.metrics: Metrics | None = None
         if ranks.is_first:
             self.config.out.mkdir(parents=True, exist_ok=True)
@@ -198,6 +204,8 @@ class TrainRun:
         # The update, and the step's one copy to the host.
         totals = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
         norm = engine.update(rate)
+        if self.average is not None:
+            self.average.update(progress.step)
         *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
 
         # What is not finite, or came from a broken shard, has reached the weights by now, but no saved state.
@@ -284,8 +292,18 @@ class TrainRun:
         except (OSError, ValueError) as error:
             tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
+    def _averaged(self) -> AbstractContextManager[None]:
+        """The module has the weights that are to be judged and exported meanwhile."""
+        return nullcontext() if self.average is None else self.average.in_place()
+
+    def _weights(self) -> dict[str, Tensor]:
+        with self._averaged():
+            return self.engine.weights()
+
     def _evaluate(self, bar: Any, whose: bool = False) -> None:
-        figures = self.heldout.figures(self.task, self.engine.module, self.engine.device, self.config.dtype, whose)
+        module, device, dtype = self.engine.module, self.engine.device, self.config.dtype
+        with self._averaged():
+            figures = self.heldout.figures(self.task, module, device, dtype, whose)
         if self.metrics is None:
             return
         bad = [name for name, value in figures.items() if not math.isfinite(value)]
@@ -304,7 +322,7 @@ class TrainRun:
         if not self.config.tau_every:
             return
         began = time.monotonic()
-        weights = self.engine.weights()
+        weights = self._weights()
         if self.tau is not None and self.metrics is not None:
             try:
                 figures = self.tau.figures(weights)
@@ -351,11 +369,12 @@ class TrainRun:
     # ------------------------------------------------------------------------------------------- files
 
     def _save(self) -> None:
-        save_state(self.engine, self.states, self.progress.step, dict(vars(self.progress)), self.ranks)
+        progress = dict(vars(self.progress))
+        save_state(self.engine, self.states, self.progress.step, progress, self.ranks, self.average)
 
     def _export(self) -> None:
         """Write the drafter as it is now into the top of the run folder."""
-        weights = self.engine.weights()
+        weights = self._weights()
         if not self.ranks.is_first:
             return
         manifest = self.inputs.train.manifest

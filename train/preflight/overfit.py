@@ -104,6 +104,7 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
         "save_every": steps + 1,
         "export_every": steps + 1,
         "tau_every": None,
+        "weight_average": None,
     }
     if "noise" in type(config).model_fields:
         changes["noise"] = "none"

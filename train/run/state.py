@@ -4,6 +4,7 @@ state/step-00001000/
   weights.safetensors       float32, by the names of the module's parameters
   exp_avg.safetensors       Adam's first moment, by the same names
   exp_avg_sq.safetensors    and its second
+  weight_average.safetensors    with the config's weight_average, by the same names
   progress.json             steps done, the position in the data, the time spent; and the SHA-256 of all of these
 
 Not DeepSpeed's own checkpoint, which is pickled and, from ZeRO-1 on, split by rank: another number of ranks could not
@@ -17,16 +18,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from data_prep.store.reader import file_sha256
 from drafters.files import replace_json, save_tensors
 from drafters.paths import readable
+from train.average import FILE as AVERAGE
+from train.average import WeightAverage
 from train.engine import MOMENTS, WEIGHTS, Engine
 from train.run.files import StateFolder
 from train.runtime import Ranks
 
 PROGRESS = "progress.json"
+ALWAYS = (WEIGHTS, *MOMENTS)
 
 
 class SavedState:
@@ -40,13 +44,14 @@ class SavedState:
         self.folder = folder
         if not folder.is_dir():
             raise ValueError(f"{folder} does not exist, though {folder.parent / 'latest'} names it: {self._advice()}")
-        for kind in (WEIGHTS, *MOMENTS):
+        for kind in ALWAYS:
             readable(folder / f"{kind}.safetensors")
         try:
             self.progress: dict[str, Any] = dict(json.loads((folder / PROGRESS).read_text()))
             written = dict(self.progress.pop("sha256", {}))
-            found = checksums(folder, self.progress)
-            self._files = {kind: safe_open(folder / f"{kind}.safetensors", "pt") for kind in (WEIGHTS, *MOMENTS)}
+            kinds = (*ALWAYS, *[AVERAGE][: f"{AVERAGE}.safetensors" in written])
+            found = checksums(folder, self.progress, kinds)
+            self._files = {kind: safe_open(folder / f"{kind}.safetensors", "pt") for kind in kinds}
         except (TypeError, ValueError, OSError, SafetensorError) as error:
             raise ValueError(f"{folder} is damaged ({error}): {self._advice()}") from error
         if wrong := ", ".join(name for name, digest in found.items() if written.get(name) != digest):
@@ -72,20 +77,37 @@ class SavedState:
         """Set the engine's float32 weights and Adam's state after ``steps``; its module has its weights already."""
         engine.make_moments(steps)
         for name, parameter in _trained(engine.module):
-            for kind, file in self._files.items():
-                engine.scatter(parameter, kind, file.get_tensor(name))
+            for kind in ALWAYS:
+                engine.scatter(parameter, kind, self._files[kind].get_tensor(name))
+
+    def weight_average(self) -> dict[str, Tensor]:
+        """By the names of the weights.
+
+        Raises:
+            ValueError: the run kept none.
+        """
+        if (file := self._files.get(AVERAGE)) is None:
+            raise ValueError(f"{self.folder} holds no {AVERAGE}, which the config asks for; set {AVERAGE}=null")
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
     def _advice(self) -> str:
         return StateFolder(self.folder.parent.parent).advice(self.folder.name)
 
 
-def checksums(folder: Path, progress: dict[str, Any]) -> dict[str, str]:
+def checksums(folder: Path, progress: dict[str, Any], kinds: tuple[str, ...] = ALWAYS) -> dict[str, str]:
     """The SHA-256 of a state's files by name; ``progress`` is what progress.json holds beside them."""
-    found = {name: file_sha256(folder / name) for name in (f"{kind}.safetensors" for kind in (WEIGHTS, *MOMENTS))}
+    found = {name: file_sha256(folder / name) for name in (f"{kind}.safetensors" for kind in kinds)}
     return {**found, PROGRESS: hashlib.sha256(json.dumps(progress, sort_keys=True).encode()).hexdigest()}
 
 
-def save_state(engine: Engine, states: StateFolder, step: int, progress: dict[str, Any], ranks: Ranks) -> None:
+def save_state(
+    engine: Engine,
+    states: StateFolder,
+    step: int,
+    progress: dict[str, Any],
+    ranks: Ranks,
+    average: WeightAverage | None = None,
+) -> None:
     """Write the state after ``step`` steps, and name it as the newest once it is whole; every rank has to call it.
 
     A kill on the way leaves the states before as they were.
@@ -95,10 +117,13 @@ def save_state(engine: Engine, states: StateFolder, step: int, progress: dict[st
     """
     tag, failure = states.tag(step), None
     folder = states.begin(tag) if ranks.is_first else Path()
-    for kind in (WEIGHTS, *MOMENTS):
+    kinds = (*ALWAYS, *[AVERAGE][: average is not None])
+    averages = {} if average is None else average.weights
+    for kind in kinds:
         tensors = {}
         for name, parameter in _trained(engine.module):
-            whole = engine.gather(parameter, kind)  # a collective, also after a failure
+            # A collective, also after a failure.
+            whole = averages[name] if kind == AVERAGE else engine.gather(parameter, kind)
             if ranks.is_first and failure is None:
                 tensors[name] = whole.to("cpu", torch.float32)
         if ranks.is_first and failure is None:
@@ -108,7 +133,7 @@ def save_state(engine: Engine, states: StateFolder, step: int, progress: dict[st
                 failure = error
     if ranks.is_first and failure is None:
         try:
-            replace_json(folder / PROGRESS, {**progress, "sha256": checksums(folder, progress)})
+            replace_json(folder / PROGRESS, {**progress, "sha256": checksums(folder, progress, kinds)})
             states.publish(tag)
         except OSError as error:
             failure = error

@@ -1,0 +1,59 @@
+"""The moving average of a run's weights, which is judged and exported in their place."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+FILE = "weight_average"  # in a state, beside the weights and moments
+
+
+class WeightAverage:
+    """``average += (1 - d) (weights - average)`` after each step, in float32.
+
+    After t steps d = min(decay, (1 + t) / (10 + t)), so that a short run is not an average of its beginning.
+
+    Every rank keeps the whole of it, of the weights that its module computes with: nothing is exchanged for it, but at
+    ZeRO-3 no rank has them.
+
+    Args:
+        module: what is trained, its weights whole.
+        decay: below 1; about 1 / (1 - decay) steps are averaged.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.module, self.decay = module, decay
+        self.weights: dict[str, Tensor] = {
+            name: value.detach().to(torch.float32, copy=True)
+            for name, value in module.named_parameters()
+            if value.requires_grad
+        }
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after ``step`` steps."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, average in self.weights.items():
+            average.lerp_(self.module.get_parameter(name).float(), 1 - decay)
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Go on from a saved average."""
+        for name, average in self.weights.items():
+            average.copy_(weights[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The module has the averaged weights meanwhile."""
+        before = {name: self.module.get_parameter(name).detach().clone() for name in self.weights}
+        self._put(self.weights)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    @torch.no_grad()
+    def _put(self, weights: dict[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.module.get_parameter(name).copy_(value)
