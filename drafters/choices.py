@@ -1,7 +1,11 @@
 """What a config may choose between, apart from the code that does it, which imports torch."""
 
-from typing import Literal
+from typing import Final, Literal
 
 Engine = Literal["graphs", "fused", "eager"]
 Quantization = Literal["int8", "int4"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+# What an EAGLE head reads at index i: feature_i and token_{i+1}; feature_i and token_i; token_{i+1}; feature_i.
+HeadInputs = Literal["feature+shifted_token", "feature+unshifted_token", "token", "feature"]
+SHIFTED: Final = "feature+shifted_token"
+UNSHIFTED: Final = "feature+unshifted_token"

@@ -3,11 +3,11 @@ tree).
 
 At index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1}, whose logits are
 those of token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty (paper, section
-3.1).
+3.1). The paper's other inputs (Figure 8) are a head's ``inputs``, to compare with.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter, Promised
+from .choices import SHIFTED, UNSHIFTED, HeadInputs
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
@@ -34,7 +35,7 @@ class EagleHead(nn.Module):
     """``fc`` over cat(embedding, feature), then one decoder layer of the target's kind without its input layernorm.
 
     No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
-    checkpoints.
+    checkpoints. A head that ``reads`` tokens or features alone has no fc.
 
     Raises:
         ValueError: no head can be made of the target's kind of layers.
@@ -42,11 +43,13 @@ class EagleHead(nn.Module):
 
     inputs = 2  # hidden states that it takes
 
-    def __init__(self, target_config: PretrainedConfig) -> None:
+    def __init__(self, target_config: PretrainedConfig, reads: HeadInputs = SHIFTED) -> None:
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.reads = reads
+        if reads in (SHIFTED, UNSHIFTED):
+            self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         layer: Any = made(config, kind.decoder_layer, config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
@@ -64,12 +67,12 @@ class EagleHead(nn.Module):
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` -> predicted next features ``[B, T,
-        H]``.
+        """Features ``[B, T, H]`` and the next tokens' embeddings ``[B, T, H]`` (unshifted: those tokens' own) ->
+        predicted next features ``[B, T, H]``.
 
         ``attention_mask`` is bool ``[B, 1, T, S]``; None is causal.
         """
-        hidden = self.fc(torch.cat([embeddings, features], dim=-1))
+        hidden = self.enter(features, embeddings, getattr(self, "fc", None))
         return self.layers[0](
             hidden,
             attention_mask=attention_mask,
@@ -78,6 +81,12 @@ class EagleHead(nn.Module):
             past_key_values=cache,
             use_cache=cache is not None,
         )
+
+    def enter(self, features: Tensor, embeddings: Tensor, fc: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """What the layer reads, ``[B, T, H]``."""
+        if fc is not None:
+            return fc(torch.cat([embeddings, features], dim=-1))
+        return embeddings if self.reads == "token" else features
 
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -96,6 +105,8 @@ class EagleOptions(DraftHeadOptions):
     ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
     keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
 
+    ``inputs``: what the head was trained to read; engines and released checkpoints know the first alone.
+
     The dynamic tree's defaults are those of EAGLE-2's released evaluation. What it calls depth 5 are levels after the
     root's own children, so 6 in all, and its 60 tokens count the root.
     """
@@ -106,6 +117,7 @@ class EagleOptions(DraftHeadOptions):
     nodes: int = Field(default=59, ge=1)
     paths: list[list[int]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
+    inputs: HeadInputs = SHIFTED
 
 
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
@@ -143,24 +155,41 @@ class EagleDrafter(LearnedDrafter):
             ranks = min(self.top_k, len(PRIOR))
             self.auto = Chooser(self._step_costs, self.nodes, self.depth, ranks, self.acceptance)
             self.remembers = True
-        head: Any = self.module
-        fc = target.runner.linear(head.fc)
-        self._head = target.runner.part(
-            head.layers, lambda features, tokens: fc(torch.cat([target.embed(tokens), features], dim=-1))
-        )
-        if options.draft_dtype is not None:
-            quantize_layers(self._head, options.draft_dtype, fc)
+        self._make_head(options)
         self._cache = KVCache.nothing()
         self._features: Tensor  # [B, R, H] true features that the head has not taken in yet
         self._counts: list[int]  # how many of them each row has, the rest being filling
         self._more: list[tuple[Tensor, list[int]]] = []  # the same of later steps, which drafted nothing
 
+    def _make_head(self, options: EagleOptions) -> None:
+        target, head = self.target, cast(Any, self.module)
+        self.inputs, width = options.inputs, target.hidden_size
+        fc = target.runner.linear(head.fc) if hasattr(head, "fc") else None
+        self._states_width = width
+        if options.inputs == UNSHIFTED:
+            # A feature goes through the tree with its own token's embedding: a node's token is its children's input.
+            self._states_width = 2 * width
+            self.lm_head.reads = width
+
+            def enter(states: Tensor, tokens: Tensor) -> Tensor:
+                return head.enter(states[..., :width], states[..., width:], fc)
+
+        else:
+
+            def enter(states: Tensor, tokens: Tensor) -> Tensor:
+                return head.enter(states, target.embed(tokens), fc)
+
+        self._head = target.runner.part(head.layers, enter)
+        if options.draft_dtype is not None:
+            quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
+
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        return EagleHead(target_config)
+        return EagleHead(target_config, drafter_config.get("inputs", SHIFTED))
 
     def drafter_config(self) -> dict[str, Any]:
         options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
+        options |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
         # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
         options |= {} if self._own_depth is None else {"depth": self._own_depth}
         options |= {} if self.acceptance is None else {"acceptance": self.acceptance}
@@ -172,7 +201,8 @@ class EagleDrafter(LearnedDrafter):
         self._cache = target.new_cache(batch, state.cache.capacity, layers=1)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
-            self._extend(output.features[:, :-1], padded(prompts, target.device))
+            given = self._given(output.features[:, :-1], prompts, state)
+            self._extend(given, padded(prompts, target.device))
             self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts, self._more = [1] * batch, []
@@ -222,8 +252,9 @@ class EagleDrafter(LearnedDrafter):
         self._gather_up()
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)
-        tokens = padded([row[len(row) - count :] for row, count in pairs], self.target.device)
-        predicted = last_of(self._extend(self._features, tokens), self._counts)[:, None]
+        following = [row[len(row) - count :] for row, count in pairs]
+        given = self._given(self._features, following, state)
+        predicted = last_of(self._extend(given, padded(following, self.target.device)), self._counts)[:, None]
         self._cache.commit_first(self._counts)
         if depth < 1:
             return DraftTree.empty(state.batch, self.target.device)
@@ -267,13 +298,25 @@ class EagleDrafter(LearnedDrafter):
         self._features = _of_rows(torch.cat([features for features, _ in pieces], dim=1), rows)
         self._counts = [len(row) for row in rows]
 
+    def _given(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
+        """True features ``[B, R, H]`` as the head takes them, given the tokens after each."""
+        if self.inputs != UNSHIFTED:
+            return features
+        starts = [self._cache.lengths[row] for row in range(state.batch)]
+        rows = zip(state.tokens, starts, following, strict=True)
+        own = [tokens[start : start + len(part)] for tokens, start, part in rows]
+        return torch.cat([features, self.target.embed(padded(own, self.target.device))], dim=-1)
+
     def _extend_tree(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
         """``_extend`` by nodes of a tree that grows of places among the LM head's logits."""
         return self._extend(features, self.lm_head.tokens(places), rows)
 
     def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
-        """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``."""
-        return self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
+        """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``, unshifted with the rows' embeddings."""
+        predicted = self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
+        if self.inputs != UNSHIFTED:
+            return predicted
+        return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
 
     def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
         """Of batches of this size."""
@@ -282,7 +325,7 @@ class EagleDrafter(LearnedDrafter):
 
         def draft_pass(rows: int, first: bool = False) -> Callable[[], object]:
             cache = behind_context(target, batch, rows, layers=1)
-            features = torch.zeros(batch, rows, target.hidden_size, dtype=target.dtype, device=target.device)
+            features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
             tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
 
             def once() -> object:
@@ -296,6 +339,7 @@ class EagleDrafter(LearnedDrafter):
             return once
 
         name = {"method": self.name, "greedy": sampling.greedy} | head.options()
+        name |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
         return step_costs(target, name, batch, draft_pass(2, first=True), draft_pass)
 
 

@@ -33,6 +33,7 @@ def export(checkpoint: str, engine: str, out: Path, target: str | None = None) -
         OSError: the disk is full, say.
     """
     from drafters.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
+    from drafters.choices import SHIFTED
     from drafters.eagle import EagleHead
     from drafters.model.draft_head import DRAFT_IDS
     from drafters.model.ends import load_frozen_ends
@@ -44,6 +45,11 @@ def export(checkpoint: str, engine: str, out: Path, target: str | None = None) -
     if config["drafter_type"] != "eagle":
         raise ValueError(
             f"{checkpoint} is of the method {config['drafter_type']!r}; {ONLY_EAGLE}, and no other of ours"
+        )
+    if (inputs := config["drafter"].get("inputs", SHIFTED)) != SHIFTED:
+        raise ValueError(
+            f"{checkpoint} reads {inputs!r}, and vLLM and the official EAGLE code give a head {SHIFTED!r} alone; train "
+            f"one with inputs={SHIFTED}, the default"
         )
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)

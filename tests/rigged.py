@@ -103,7 +103,8 @@ def eagle(target: TargetModel, noise: float | None, tree: str, **options: object
     """An EAGLE drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
     torch.manual_seed(1)
     kind = EagleDrafter if noise is None else OracleEagle
-    drafter = kind(target, EagleHead(target.config), EagleOptions(tree=tree, **options))  # type: ignore[arg-type]
+    chosen = EagleOptions(tree=tree, **options)  # type: ignore[arg-type]
+    drafter = kind(target, EagleHead(target.config, chosen.inputs), chosen)
     if isinstance(drafter, OracleEagle):
         drafter.noise = noise or 0.0
     return drafter

@@ -1,5 +1,6 @@
 """EAGLE: what the loop drafts through caches and tree masks equals the head run from scratch on each path."""
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,10 +9,13 @@ from conformance import NO_EOS, prompt, target_of
 from rigged import eagle
 from torch import nn
 
-from drafters import TargetModel, generate
+from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+
+OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")
 
 
 def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int]) -> torch.Tensor:
@@ -21,7 +25,8 @@ def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int]) -> to
     features = target.features(torch.tensor([known[:-1]])).features
     for _ in range(len(path) + 1):
         count = features.shape[1]
-        embeddings = target.embed(torch.tensor([tokens[1 : count + 1]]))
+        shift = 0 if drafter.inputs == UNSHIFTED else 1
+        embeddings = target.embed(torch.tensor([tokens[shift : shift + count]]))
         predicted = drafter.module(features, embeddings, torch.arange(count)[None])
         features = torch.cat([features, predicted[:, -1:]], dim=1)
     return target.lm_head(features[0, -1])
@@ -51,15 +56,17 @@ def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_drafts_equal_the_head_from_scratch(family: str, tree: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("family", "inputs"), [("llama", SHIFTED), ("qwen3", SHIFTED), *(("llama", other) for other in OTHERS)]
+)
+def test_drafts_equal_the_head_from_scratch(family: str, inputs: HeadInputs, tree: str, temperature: float) -> None:
     """Catches a head fed feature_i with token_i, stale rows in its cache, siblings that see each other, positions.
 
     None of these changes the output, only tau: conformance cannot see them. A random head accepts little, so the first
     draft tokens of a chain are replaced by the target's own.
     """
     target = target_of(family)
-    drafter = eagle(target, None, tree, depth=4, top_k=3, nodes=9)
+    drafter = eagle(target, None, tree, depth=4, top_k=3, nodes=9, inputs=inputs)
     continuation = (
         generate(target, drafter, [prompt(9)], max_new_tokens=16, eos_token_id=NO_EOS, temperature=temperature)
         .tokens[0]
@@ -122,6 +129,18 @@ def test_trained_head_is_accepted(tree: str) -> None:
     ]
     tau = sum(trace.decoded_tokens for trace in traces) / sum(len(trace.steps) for trace in traces)
     assert tau > 1.6, f"{tree}: tau {tau:.2f}"
+
+
+@pytest.mark.parametrize("inputs", OTHERS)
+def test_inputs_are_kept_with_the_head(inputs: HeadInputs, tmp_path: Path) -> None:
+    """Catches a head that is loaded as one that reads something else, or an fc that it does not have."""
+    target = target_of("llama")
+    eagle(target, None, "auto", inputs=inputs).save_pretrained(tmp_path)
+    drafter = load_drafter(str(tmp_path), target)
+    assert isinstance(drafter, EagleDrafter) and drafter.inputs == inputs
+    assert any(name.startswith("fc") for name, _ in drafter.module.named_parameters()) == (inputs == UNSHIFTED)
+    plain = generate(target, make_drafter("autoregressive", target), [prompt(8)], max_new_tokens=12)
+    assert torch.equal(generate(target, drafter, [prompt(8)], max_new_tokens=12).tokens, plain.tokens)
 
 
 def test_features_taken_in_are_true() -> None:

@@ -60,6 +60,10 @@ def test_what_vllm_would_load_wrongly_is_refused(tmp_path: Path) -> None:
     mistral = tiny_run.save_target(tmp_path / "mistral", "mistral")
     with pytest.raises(ValueError, match="a head for the family 'mistral'"):
         export(save_head(tmp_path / "mistral-head", mistral), "vllm", tmp_path / "out")
+    tokens = make_config("eagle", {"inputs": "token"}, target)
+    save_checkpoint(tmp_path / "tokens", EagleHead(target.config, "token"), tokens)
+    with pytest.raises(ValueError, match=r"reads 'token', and vLLM .* train one with inputs=feature\+shifted_token"):
+        export(str(tmp_path / "tokens"), "vllm", tmp_path / "out")
     lacking = {name: value for name, value in EagleHead(target.config).state_dict().items() if name != "fc.weight"}
     save_checkpoint(tmp_path / "lacking", lacking, make_config("eagle", {}, target))
     with pytest.raises(ValueError, match="missing weights: fc.weight"):

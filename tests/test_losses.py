@@ -17,6 +17,7 @@ from data_prep.store.reader import FeatureStore
 from drafters.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
 from train import losses
+from train.attention import use_dialogue_attention
 from train.data.packing import Batch, Span, collate
 from train.eagle import EagleConfig, EagleTask, feature_noise
 from train.kangaroo import KangarooConfig, KangarooTask
@@ -324,6 +325,7 @@ def test_chain_alpha_equals_chains_rolled_one_by_one() -> None:
     input_ids[:, ::9] = 0
     loss_mask = torch.rand(2, 56) < 0.8
     batch = Batch(input_ids, loss_mask, features, {}, position_ids, segments, spans)
+    use_dialogue_attention(head, config)
     found = [(int(ratio.total), int(ratio.count)) for ratio in chain_alpha(head, ends, batch, 5)]
     assert found == naive_chain_alpha(head, ends, batch)
     assert found[0][0] > found[2][0] > 0

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,20 @@ def test_it_starts_from_a_trained_drafter(settings: dict[str, Any], target: Targ
     save_checkpoint(tmp_path / "other", KangarooAdapter(target.config), make_config("kangaroo", {}, target))
     with pytest.raises(ValueError, match="init_from: .*other holds a drafter of type 'kangaroo'.*trains 'eagle'"):
         tiny_run.train_here("eagle", {**values, "out": str(tmp_path / "c"), "init_from": str(tmp_path / "other")})
+
+
+@pytest.mark.parametrize("inputs", ["feature+unshifted_token", "token", "feature"])
+def test_other_inputs(settings: dict[str, Any], target: TargetModel, inputs: str) -> None:
+    """A head that is saved as one of other inputs, or steps of tokens alone that are trained over and over."""
+    tiny_run.train_here("eagle", {**settings, "inputs": inputs, "steps": 2})
+    assert losses(Path(settings["out"]))[0] > 0
+    drafter = load_drafter(settings["out"], target)
+    assert drafter.inputs == inputs
+    with pytest.raises(ValueError, match=f"inputs: {re.escape(inputs)}, and this trains one with inputs: the default"):
+        tiny_run.train_here("eagle", {**settings, "init_from": settings["out"], "out": f"{settings['out']}-other"})
+    if inputs == "token":
+        with pytest.raises(ValueError, match=r"unroll: 2 feeds .*inputs: token has none; set unroll=1"):
+            validate(EagleConfig, {**settings, "inputs": inputs, "unroll": 2}, source="test")
 
 
 def test_learning_rate_and_clipping(settings: dict[str, Any]) -> None:

@@ -172,8 +172,8 @@ def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:
     for wrong in (["--rounds", "0"], ["--steps", "-1"], ["--tokens", "x"], ["--workers", "-1"]):
         with pytest.raises(SystemExit):
             throughput.main(["--shape", SMALL, *wrong])
-    with pytest.raises(ValueError, match="says classification_loss: lk_alpha, .* set classification_loss=cross_entr"):
-        throughput.main(["--shape", SMALL, "classification_loss=lk_alpha"])
+    with pytest.raises(ValueError, match=r"has no classification_loss: lk_alpha, no unroll: 2; set .* unroll=1"):
+        throughput.main(["--shape", SMALL, "classification_loss=lk_alpha", "unroll=2"])
     with pytest.raises(ValueError, match="unknown key 'precison'; did you mean 'precision'"):
         throughput.main(["--shape", SMALL, "precison=bf16"])
     values = tiny_run.settings(str(folder / "target"), folder / "features", tmp_path / "run")

@@ -20,6 +20,7 @@ from drafters.model.layers import PROBE, differ, no_head, probe_states
 
 NAME, CAUSAL = "dialogues", "blocked-causal"
 BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs
+States = tuple[Tensor, Tensor]  # keys and values, [R, kv_heads, L, d] each
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,34 @@ class Dialogues:
     """Takes the place of a mask: the ``lengths`` of each row's dialogues, from its beginning; the rest is padding."""
 
     lengths: list[list[int]]
+
+    def beside(self) -> list[States]:
+        """Keys and values of which each query sees the one at its own index alone, beside those up to it."""
+        return []
+
+
+@dataclass(frozen=True)
+class Chains(Dialogues):
+    """Takes the place of a mask and of a cache: a chain is drafted from every index, all side by side.
+
+    In step n the query at index i stands n positions further on, and sees the keys of step 0 up to i and, of each later
+    step, the one at i: what its chain was given before, and itself. No key of another chain is ever a product.
+
+    Attributes:
+        step: n.
+        states: of the steps so far, which all of them share.
+    """
+
+    step: int
+    states: list[States]
+
+    def beside(self) -> list[States]:
+        return self.states[1 : self.step + 1]
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> States:
+        """What an attention layer asks of its cache. Done again, for the backward pass, it changes nothing."""
+        self.states[self.step : self.step + 1] = [(keys, values)]
+        return self.states[0]
 
 
 def use_dialogue_attention(module: nn.Module, config: PretrainedConfig) -> None:
@@ -71,10 +100,14 @@ def dialogue_attention(
     if not isinstance(attention_mask, Dialogues):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     attend = blocked_attention if (_device or query.device.type) == "cpu" else fused_attention
+    given = [query, key, value]
+    if beside := attention_mask.beside():
+        attend = blocked_attention  # no kernel has these keys
+        given += [torch.stack(states, dim=3) for states in zip(*beside, strict=True)]
     rows = []
     for row, lengths in enumerate(attention_mask.lengths):
         sizes = [*lengths, query.shape[2] - sum(lengths)]
-        parts = zip(*(states[row : row + 1].split(sizes, dim=2) for states in (query, key, value)), strict=True)
+        parts = zip(*(states[row : row + 1].split(sizes, dim=2) for states in given), strict=True)
         done = [attend(module, *part, **options) for _, part in zip(lengths, parts, strict=False)]
         padding = query.new_zeros(1, sizes[-1], query.shape[1], query.shape[3])
         rows.append(torch.cat([*done, padding], dim=1))
@@ -105,6 +138,8 @@ def blocked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    beside_key: Tensor | None = None,
+    beside_value: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     block: int = BLOCK,
@@ -114,20 +149,32 @@ def blocked_attention(
     """Causal attention ``[R, heads, T, d]`` -> ``[R, T, heads, d]`` by matrix products: a block of queries over the
     keys up to the block's end.
 
-    In float32 also for 16 bit inputs, which is more exact, unless ``dtype`` says in what.
+    Each query also sees the n keys and values that stand beside its own index, ``[R, kv_heads, T, n, d]``. In float32
+    also for 16 bit inputs, which is more exact, unless ``dtype`` says in what.
     """
     rows, heads, length, width = query.shape
     wide = dtype or torch.promote_types(query.dtype, torch.float32)
     groups = heads // key.shape[1]
     q = query.flatten(0, 1).to(wide) * (width**-0.5 if scaling is None else scaling)
-    k, v = (states.to(wide).repeat_interleave(groups, dim=1).flatten(0, 1) for states in (key, value))
+
+    def of_all_heads(states: Tensor) -> Tensor:
+        return states.to(wide).repeat_interleave(groups, dim=1).flatten(0, 1)
+
+    k, v = of_all_heads(key), of_all_heads(value)
+    near = None if beside_key is None else (of_all_heads(beside_key) @ q[..., None]).squeeze(-1)  # scores
+    near_v = v if beside_value is None else of_all_heads(beside_value)
     later = torch.full((block, block), float("-inf"), dtype=wide, device=q.device).triu(1)
     blocks = []
     for first in range(0, length, block):
         last = min(first + block, length)
         hidden = F.pad(later[: last - first, : last - first], (first, 0)).expand(len(q), -1, -1)
-        weights = torch.baddbmm(hidden, q[:, first:last], k[:, :last].transpose(1, 2)).softmax(-1)
-        blocks.append(torch.bmm(F.dropout(weights, dropout) if dropout else weights, v[:, :last]))
+        scores = torch.baddbmm(hidden, q[:, first:last], k[:, :last].transpose(1, 2))
+        weights = (scores if near is None else torch.cat([scores, near[:, first:last]], dim=-1)).softmax(-1)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        mixed = torch.bmm(weights[..., :last], v[:, :last])
+        if near is not None:
+            mixed = mixed + (weights[:, :, None, last:] @ near_v[:, first:last]).squeeze(2)
+        blocks.append(mixed)
     return torch.cat(blocks, dim=1).view(rows, heads, length, width).transpose(1, 2).to(query.dtype)
 
 

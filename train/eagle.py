@@ -14,12 +14,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
 from train.cli import program
 from train.config import TrainConfig
 from train.task import Ratio, Task
@@ -42,9 +43,21 @@ class EagleConfig(TrainConfig):
 
     drafter: ClassVar[str] = "eagle"
 
+    inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
     noise: Noise = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
+    unroll: int = Field(1, ge=1, le=8, description="predictions in a row of each trained position; the paper's: 1")
+    unroll_weight: float = Field(1.0, gt=0, description="of the loss of each further prediction over the one before")
+
+    @model_validator(mode="after")
+    def _has_what_to_feed_back(self) -> Self:
+        if self.inputs == "token" and self.unroll > 1:
+            raise ValueError(
+                f"unroll: {self.unroll} feeds predicted features back, and inputs: token has none; set unroll=1, or "
+                f"inputs={SHIFTED}"
+            )
+        return self
 
 
 class EagleTask(Task):
@@ -68,17 +81,26 @@ class EagleTask(Task):
     }
     constant_inputs = ("fc.weight",)  # it reads features and embeddings
 
+    @property
+    def unroll(self) -> int:
+        return self.config.unroll
+
     def rows(self, batch: Batch) -> Tensor:
         """``shifted`` trains i where the predicted token_{i+2} belongs to an answer.
 
         ``paper-code`` trains i where token_i does, as the released code: it leaves out the predictions of an answer's
         first two tokens (the second is the first that a drafter ever has to guess) and trains those past its end
         instead.
+
+        Unrolled, i is trained where every step has a chain that gets there: not at the first ``unroll - 1`` of a
+        dialogue, which answers hardly have.
         """
         if self.config.mask_alignment == "shifted":
-            return super().rows(batch)
-        followed = batch.shifted(batch.loss_mask.new_ones(batch.loss_mask.shape), 1)
-        return (batch.loss_mask & followed).flatten().nonzero().squeeze(1)
+            rows = super().rows(batch)
+        else:
+            followed = batch.shifted(batch.loss_mask.new_ones(batch.loss_mask.shape), 1)
+            rows = (batch.loss_mask & followed).flatten().nonzero().squeeze(1)
+        return rows[batch.position_ids.flatten()[rows] >= self.unroll - 1] if self.unroll > 1 else rows
 
     def with_noise(self, batch: Batch, seed: int) -> Batch:
         if self.config.noise == "none":
@@ -87,8 +109,17 @@ class EagleTask(Task):
         return replace(batch, features=batch.features + noise)
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        following = self.ends.embed(batch.input_ids.roll(-1, dims=1))  # the last one of a dialogue is never trained
-        return module(batch.features, following, batch.position_ids, batch.attention())
+        # The last one of a dialogue is never trained.
+        tokens = self.ends.embed(batch.input_ids.roll(-self.token_shift, dims=1))
+        return module(batch.features, tokens, batch.position_ids, batch.attention())
+
+    @property
+    def token_shift(self) -> int:
+        """Row i reads token i + token_shift, if any."""
+        return 0 if self.config.inputs == UNSHIFTED else 1
+
+    def drafter_config(self) -> dict[str, Any]:
+        return {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         from train.losses import regression_sum
@@ -98,10 +129,32 @@ class EagleTask(Task):
         loss = regression + self.config.classification_weight * classification
         return {"loss": loss, "regression_loss": regression, "classification_loss": classification}
 
+    def loss_sums(self, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None = None) -> dict[str, Tensor]:
+        """With ``unroll``, step n's losses weigh ``unroll_weight`` ^ n; the first one's have no number in their names.
+
+        Step n's chain from i - n predicts what step 0 predicts at i: all have the same targets.
+        """
+        if self.unroll == 1:
+            return super().loss_sums(module, batch, rows, noise_seed)
+        import torch
+
+        from train.unroll import unrolled
+
+        inputs = batch if noise_seed is None else self.with_noise(batch, noise_seed)
+        steps = enumerate(unrolled(module, self.ends.embed, inputs, self.unroll, self.token_shift))
+        predicted = torch.stack([states.flatten(0, 1)[rows - n] for n, states in steps])
+        sums = self.losses(predicted, self.targets(batch).flatten(0, 1)[rows])
+        weighted = [self.config.unroll_weight**n * loss for n, loss in enumerate(sums.pop("loss"))]
+        found = {"loss": torch.stack(weighted).sum()}
+        for n in range(self.unroll):
+            found |= {f"{name}_{n}" if n else name: values[n] for name, values in sums.items()}
+        return found
+
     def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
         from train.watch.alpha import chain_alpha
 
-        return {f"{n}-alpha": ratio for n, ratio in enumerate(chain_alpha(module, self.ends, batch, CHAIN_DEPTH))}
+        ratios = chain_alpha(module, self.ends, batch, CHAIN_DEPTH, self.token_shift)
+        return {f"{n}-alpha": ratio for n, ratio in enumerate(ratios)}
 
 
 def feature_noise(features: Tensor, spans: list[Span], kind: Noise, seed: int) -> Tensor:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 
 def regression_sum(predicted: Tensor, target: Tensor) -> Tensor:
-    """SmoothL1 (beta 1), mean over the hidden size, summed over rows: ``[n, H]`` twice -> scalar float32."""
-    return F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1).sum()
+    """SmoothL1 (beta 1), mean over the hidden size, summed over rows: ``[n, H]`` or ``[S, n, H]`` against ``[n, H]`` ->
+    float32, scalar or ``[S]``."""
+    theirs = target.float().expand_as(predicted)
+    return F.smooth_l1_loss(predicted.float(), theirs, reduction="none").mean(-1).sum(-1)
 
 
 # p and log q of some rows [rows, V], and the dtype of the gradient -> the rows' sum, and its gradient by q's logits
@@ -72,16 +74,10 @@ class TopK:
     count: int
     weight: float
 
-    def add(self, p: Tensor, log_q: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
-        """The rows' sum, and what adds its gradient to another, given q; ``log_q`` may change in between."""
+    def choose(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Of K the weighted p(x), and which tokens they are; ``[rows, count]`` each."""
         chosen = p.topk(min(self.count, p.shape[-1]), sorted=False)
-        known = self.weight * chosen.values
-        total = -(known * log_q.gather(-1, chosen.indices)).sum()
-
-        def add_gradient(q: Tensor, gradient: Tensor) -> None:
-            gradient.addcmul_(q, known.sum(-1, keepdim=True)).scatter_add_(-1, chosen.indices, -known)
-
-        return total, add_gradient
+        return self.weight * chosen.values, chosen.indices
 
 
 def divergence_sum(
@@ -93,14 +89,15 @@ def divergence_sum(
     chunk_rows: int = 256,
 ) -> Tensor:
     """How far the drafter's distributions are from the target's own, over the full vocabulary at temperature 1, summed
-    over rows: p = softmax(lm_head(target)), q = softmax(lm_head(predicted)).
+    over rows: p = softmax(lm_head(target)), q = softmax(lm_head(predicted)). Several predictions of the same rows share
+    the target's logits.
 
     The LM head is frozen, so the gradient of ``predicted`` is all that a backward pass needs: the divergence's by the
     logits times W, known as soon as the logits are. It is taken at once, and only ``chunk_rows`` rows of logits exist
     at a time.
 
     Args:
-        predicted: ``[n, H]``, what the drafter gives to the LM head.
+        predicted: ``[n, H]`` or ``[S, n, H]``, what the drafter gives to the LM head.
         target: ``[n, H]``, the target's features; constants.
         lm_head: the frozen LM head.
         divergence: one of those above.
@@ -108,10 +105,11 @@ def divergence_sum(
         chunk_rows: rows of logits to hold at once.
 
     Returns:
-        scalar float32.
+        float32, scalar or ``[S]``.
     """
-    total: Tensor = _Divergence.apply(predicted, target, lm_head.weight, lm_head.bias, divergence, top_k, chunk_rows)
-    return total
+    several = predicted if predicted.dim() == 3 else predicted[None]
+    sums: Tensor = _Divergence.apply(several, target, lm_head.weight, lm_head.bias, divergence, top_k, chunk_rows)
+    return sums if predicted.dim() == 3 else sums[0]
 
 
 @torch.no_grad()
@@ -172,27 +170,30 @@ class _Divergence(torch.autograd.Function):
         chunk_rows: int,
     ) -> Tensor:
         wide = torch.promote_types(predicted.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=predicted.device)
+        totals = torch.zeros(len(predicted), dtype=wide, device=predicted.device)
         gradient = torch.empty_like(predicted)
         chunk_rows = min(chunk_rows, (2**31 - 1) // len(weight))  # torch.dot counts in 32 bits
-        for start in range(0, len(predicted), chunk_rows)[:_most_chunks]:
+        for start in range(0, len(target), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
             p = F.linear(target[rows], weight, bias).softmax(-1, dtype=wide)
-            log_q = F.linear(predicted[rows], weight, bias).log_softmax(-1, dtype=wide)
-            if top_k is None:
-                part, slope = divergence(p, log_q, weight.dtype)
-            else:
-                more, add_gradient = top_k.add(p, log_q)
-                part, slope = divergence(p, log_q, wide)
-                add_gradient(log_q, slope)  # it holds q now
-                part, slope = part + more, slope.to(weight.dtype)
-            total += part
-            torch.mm(slope, weight, out=gradient[rows])
+            chosen = None if top_k is None else top_k.choose(p)
+            for total, ours, slopes in zip(totals, predicted, gradient, strict=True):
+                log_q = F.linear(ours[rows], weight, bias).log_softmax(-1, dtype=wide)
+                if chosen is None:
+                    part, slope = divergence(p, log_q, weight.dtype)
+                else:
+                    known, tokens = chosen
+                    more = -torch.dot(known.flatten(), log_q.gather(-1, tokens).flatten())
+                    part, slope = divergence(p, log_q, wide)
+                    part, q = part + more, log_q  # which it holds now
+                    slope.addcmul_(q, known.sum(-1, keepdim=True)).scatter_add_(-1, tokens, -known)
+                total += part
+                torch.mm(slope.to(weight.dtype), weight, out=slopes[rows])
         ctx.save_for_backward(gradient)
-        return total
+        return totals
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0]).to(gradient.dtype), *[None] * 6
+        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 6

@@ -88,6 +88,12 @@ class Task(ABC):
                 f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
                 f"{self.config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
             )
+        theirs, ours = (config.get("inputs") for config in (found["drafter"], self.drafter_config()))
+        if theirs != ours:  # weights of the same shapes, perhaps
+            raise ValueError(
+                f"init_from: the head in {checkpoint} has inputs: {theirs or 'the default'}, and this trains one with "
+                f"inputs: {ours or 'the default'}; set the same, or another init_from"
+            )
         weights.pop(DRAFT_IDS, None)
         load_state(self.module, weights, source=f"init_from: {checkpoint}")
 
@@ -132,6 +138,11 @@ class Task(ABC):
         """The ``drafter`` section of the checkpoint's config.json."""
         return {}
 
+    @property
+    def unroll(self) -> int:
+        """Predictions that each trained position gets."""
+        return 1
+
     # ------------------------------------------------------------------------------------------- the same for all
 
     def pairs(self, module: Any, batch: Batch, rows: Tensor, noise_seed: int | None = None) -> tuple[Tensor, Tensor]:
@@ -144,7 +155,8 @@ class Task(ABC):
         return self.losses(*self.pairs(module, batch, rows, noise_seed))
 
     def classification(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """The config's ``classification_loss`` against the target's own distribution, summed over rows ``[n, H]``.
+        """The config's ``classification_loss`` against the target's own distribution, summed over rows ``[n, H]``; of
+        several predictions ``[S, n, H]`` against the same targets, S sums.
 
         With ``loss_vocab`` both distributions are over its tokens alone, as those of a drafter with such a
         ``draft_vocab`` are. The LM head is most of a small head's training, and its cost falls with its rows.

@@ -88,11 +88,12 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
 
 def _check_comparable(config: TrainConfig) -> None:
     """Raise ValueError where the plain formulation would be of another loss."""
-    given = config.classification_loss, config.top_k_weight
-    if given != ("cross_entropy", 0.0):
+    plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1}
+    given = {key: getattr(config, key, value) for key, value in plain.items()}
+    if others := [key for key, value in plain.items() if given[key] != value]:
         raise ValueError(
-            "the plain formulation has the cross-entropy alone, and the config says classification_loss: "
-            f"{given[0]}, top_k_weight: {given[1]:g}; set classification_loss=cross_entropy top_k_weight=0"
+            f"the plain formulation has no {', no '.join(f'{key}: {given[key]}' for key in others)}; set "
+            + " ".join(f"{key}={plain[key]}" for key in others)
         )
 
 

@@ -45,7 +45,12 @@ class DraftHead:
 
     Args:
         model: whose LM head it is. ids: ``[N]`` the tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
+
+    Attributes:
+        reads: of wider states so many numbers, the first ones; None: features are as wide as they are.
     """
+
+    reads: int | None = None
 
     def __init__(self, model: TargetModel, ids: Tensor | None = None, dtype: Literal["int8"] | None = None) -> None:
         self.model, self.dtype = model, dtype
@@ -66,6 +71,8 @@ class DraftHead:
 
     def __call__(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` -> logits ``[..., width]``."""
+        if self.reads is not None:
+            features = features[..., : self.reads]
         if self._product is None:
             return self.model.lm_head(features)
         with model_time():

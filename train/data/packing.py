@@ -85,12 +85,16 @@ class Batch:
 
     def attention(self) -> Dialogues | Tensor | None:
         """What ``attention_mask`` says, for a head with ``use_dialogue_attention``."""
+        return Dialogues(self.dialogue_lengths()) if self.spans else self.attention_mask()
+
+    def dialogue_lengths(self) -> list[list[int]]:
+        """Of each row's dialogues, from its beginning; without spans a row is one."""
         if not self.spans:
-            return self.attention_mask()
-        lengths: list[list[int]] = [[] for _ in range(len(self.segments))]
-        for span in self.spans:  # of a row in order, from its beginning
+            return [[self.segments.shape[1]] for _ in self.segments]
+        lengths: list[list[int]] = [[] for _ in self.segments]
+        for span in self.spans:  # of a row in order
             lengths[span.row].append(span.length)
-        return Dialogues(lengths)
+        return lengths
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory."""

@@ -128,7 +128,7 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
         "Adam's moments": 0 if on_host else 8 * part,
         "gradients": gradients - (4 * part if on_host and stage >= 2 else 0),
         "embedding and LM head": width * ends_count,
-    }
+    } | ({} if config.weight_average is None else {"weight average": 4 * count})
 
 
 def pass_memory(
@@ -159,7 +159,8 @@ def pass_memory(
             task.loss_sums(task.module, packed, rows)["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
-            predicted = torch.empty(batch.tokens, target.hidden_size, dtype=dtype, requires_grad=True)
+            shape = (*[task.unroll][: task.unroll > 1], batch.tokens, target.hidden_size)
+            predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
             known = torch.empty(batch.tokens, target.hidden_size, dtype=dtype)
             before = memory.now
             losses = task.losses(predicted, known)

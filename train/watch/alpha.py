@@ -8,10 +8,11 @@ from torch import Tensor
 from drafters.model.ends import FrozenEnds
 from train.data.packing import Batch
 from train.task import Ratio
+from train.unroll import unrolled
 
 
 @torch.no_grad()
-def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int) -> list[Ratio]:
+def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int, shift: int = 1) -> list[Ratio]:
     """n-alpha for n = 0 .. depth - 1 on fixed text (EAGLE paper, section 4, "Acceptance rate").
 
     From every index i a chain is drafted: step 0 reads the true features up to feature_i and guesses token_{i+2}; step
@@ -22,42 +23,18 @@ def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int) -> list[R
     answer. It is conditional: chains that ended earlier do not count. On text that is not the target's own greedy
     output it is pessimistic for n = 0 and optimistic for the rest: chains that get so far went through easy text.
 
-    All chains run side by side: block n of a sequence of (n + 1) L inputs holds step n of the chains from
-    i = 0 .. L - 1, which sees the true inputs up to i and its own earlier steps.
+    All chains run side by side; for that and ``shift`` see ``train.unroll.unrolled``.
     """
-    rows, length = batch.segments.shape
     argmax = _argmax(ends, batch.features)
-    features, tokens = [batch.features], [torch.roll(batch.input_ids, -1, dims=1)]
-    true_block = batch.attention_mask()
-    if true_block is None:
-        true_block = torch.ones(1, 1, length, length, dtype=torch.bool, device=argmax.device).tril()
-    true_block = true_block.expand(rows, 1, length, length)
-    own = torch.eye(length, dtype=torch.bool, device=argmax.device).expand(rows, 1, length, length)
     alive = batch.segments >= 0
     ratios = []
-    for n in range(depth):
-        mask = _chain_mask(true_block, own, n)
-        positions = torch.cat([batch.position_ids + step for step in range(n + 1)], 1)
-        predicted = head(torch.cat(features, 1), ends.embed(torch.cat(tokens, 1)), positions, mask)[:, -length:]
+    for n, predicted in enumerate(unrolled(head, ends.embed, batch, depth, shift)):
         guess = _argmax(ends, predicted)
         counted = alive & batch.shifted(batch.loss_mask, n + 2)
         accepted = counted & (guess == batch.shifted(argmax, n + 1))
         ratios.append(Ratio(accepted.sum(), counted.sum()))
-        text = torch.roll(batch.input_ids, -(n + 2), dims=1)
-        alive = accepted & (guess == text)
-        features.append(predicted)
-        tokens.append(text)
+        alive = accepted & (guess == torch.roll(batch.input_ids, -(n + 2), dims=1))
     return ratios
-
-
-def _chain_mask(true_block: Tensor, own: Tensor, steps: int) -> Tensor:
-    """bool ``[R, 1, (steps + 1) L, (steps + 1) L]`` of ``chain_alpha``'s blocks."""
-    none = torch.zeros_like(own)
-    lines = []
-    for step in range(steps + 1):
-        seen = [true_block] + [own if 0 < other <= step else none for other in range(1, steps + 1)]
-        lines.append(torch.cat(seen, dim=3))
-    return torch.cat(lines, dim=2)
 
 
 def _argmax(ends: FrozenEnds, features: Tensor) -> Tensor:

@@ -63,10 +63,14 @@ def training_cost(task: Task) -> TrainingCost:
     # 2 FLOPs for each of three products: the forward one, the weights' gradient and the input's (of a constant, none).
     token = sum((4 if name in task.constant_inputs else 6) * weights.numel() for name, weights in matrices.items())
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
-    width = config.num_attention_heads * head_sizes(config)[1]
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
+    pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
     vocab = task.config.loss_vocab or head.out_features
-    return TrainingCost(token, 12 * width * layers, LM_HEAD_PRODUCTS * 2 * vocab * head.in_features)
+    # Further predictions of the same row see one key more each, and the target's logits are there already.
+    steps = task.unroll
+    own_keys = pair * (steps * (steps - 1) // 2)
+    products = LM_HEAD_PRODUCTS + (LM_HEAD_PRODUCTS - 1) * (steps - 1)
+    return TrainingCost(steps * token + own_keys, steps * pair, products * 2 * vocab * head.in_features)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:
