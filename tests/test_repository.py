@@ -35,7 +35,7 @@ HOUSE = {
     ],
     "data_prep": ["disk progress ranks", "dialogues", "store", "answers"],
     "train": [
-        "attention config engine losses optimizer runtime task",
+        "attention average config engine losses optimizer runtime task unroll",
         "data",
         "run",
         "summary",

@@ -5,13 +5,17 @@ alone it has never seen what it makes: HASS (Zhang et al. 2024, section 3.2, "ha
 ("training-time test") feed them back for some steps.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from train.attention import Chains, States
-from train.data.packing import Batch
+
+if TYPE_CHECKING:
+    from train.data.packing import Batch
 
 
 def unrolled(
