@@ -15,15 +15,22 @@ NEAR = 0.8  # of the wanted length is enough
 Render = Callable[[list[Message]], list[int]]
 
 
+def check_context_files(files: list[Path]) -> None:
+    """Raise ValueError for a file whose questions have no answers."""
+    for file in files:
+        if (format_ := detect_format(file)) != "sharegpt":
+            raise ValueError(
+                f"{file} is in {format_}'s format, without dialogues to put before a question; give ShareGPT ones as "
+                "context_file, or leave context_tokens out"
+            )
+
+
 class Earlier:
     """Dialogues that come before questions; none twice in a prompt, and in no second prompt before all were in one.
 
     Args:
         files: of dialogues in ShareGPT form. asked: questions whose own dialogues are left out, with their answers.
         render: messages to token ids, ending where the answer begins. wanted: tokens of a prompt. seed: of the order.
-
-    Raises:
-        ValueError: a file whose questions have no answers.
     """
 
     def __init__(self, files: list[Path], asked: set[str], render: Render, wanted: int, seed: int) -> None:
@@ -31,11 +38,6 @@ class Earlier:
         self._render, self._wanted = render, wanted
         found = []
         for file in files:
-            if (format_ := detect_format(file)) != "sharegpt":
-                raise ValueError(
-                    f"{file} is in {format_}'s format, without dialogues to put before a question; give ShareGPT ones "
-                    "as context_file, or leave context_tokens out"
-                )
             found += [_turns(dialogue.messages) for dialogue in read_dialogues(file, ReadCounts())]
         left = [turns for turns in found if not any(turn["content"] in asked for turn in turns[::2])]
         random.Random(seed).shuffle(left)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from data_prep.dialogues.reader import Message
 from drafters.config import Config
-from eval.prompt_context import Earlier
+from eval.prompt_context import Earlier, check_context_files
 from eval.prompt_files import KNOWN, Format, Record, check_prompt_file, detect_format, files_sha256, read_prompts
 
 SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the whole text's
@@ -131,6 +131,13 @@ class PromptSet:
         }
 
 
+def check_prompt_files(config: PromptsConfig) -> None:
+    """Raise ValueError where a file is missing, or earlier turns should come from one that has none; needs no model."""
+    for file in config.read_files:
+        check_prompt_file(file)
+    check_context_files(config.context_files)
+
+
 def load_prompts(
     config: PromptsConfig, tokenizer: Any, *, warmup: int, max_new_tokens: int, max_context: int
 ) -> PromptSet:
@@ -145,8 +152,7 @@ def load_prompts(
         ValueError: a missing file or category, or fewer than ``warmup`` + 1 usable prompts; the message says what was
             skipped and why. Too little room for ``context_tokens``, or too few dialogues for them.
     """
-    for file in config.read_files:
-        check_prompt_file(file)
+    check_prompt_files(config)
     formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
     records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)

@@ -19,8 +19,7 @@ from drafters.config import Config, load_config
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of
-from eval.prompt_files import check_prompt_file
-from eval.prompts import PromptsConfig
+from eval.prompts import PromptsConfig, check_prompt_files
 
 BASELINE = "autoregressive"
 
@@ -104,8 +103,7 @@ def check(config: SpeedConfig) -> None:
     Raises:
         ValueError: unknown drafters, files or folders that are not there, or an ``out`` that cannot be written to.
     """
-    for file in config.prompts.read_files:
-        check_prompt_file(file)
+    check_prompt_files(config.prompts)
     paths = {"target.path": config.target.path}
     paths |= {f"{e.label}: assistant_model": e.assistant_model for e in config.stock if e.assistant_model}
     check_entries(config.entries, paths)
