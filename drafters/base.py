@@ -39,12 +39,13 @@ class Drafter:
     Class attributes:
         name: what configs call the method; also the name of its file in this package.
         options: pydantic schema of the method's options, where their defaults stand; the constructor takes one.
-        lossless: False for methods that change the target's output distribution; shown wherever results are.
         max_batch: rows the method can decode at once; None for any number.
         rewinds: whether committed tokens may be taken back, so that the method can accelerate a draft model (cascade).
         follows: whether another drafter may draft some of the steps (hybrid).
 
     Attributes:
+        lossless: False where the target's output distribution may change, by the method or an option of it; shown
+            wherever results are.
         max_draft: the most nodes one draft may have; the loop sizes its buffers by it.
         max_context: positions that the target, and whatever else drafts, were made for.
         taps: hidden states wanted from every target forward, by the number of layers before them.
@@ -53,10 +54,10 @@ class Drafter:
 
     name: ClassVar[str] = ""
     options: ClassVar[type[Config]] = Config
-    lossless: ClassVar[bool] = True
     max_batch: ClassVar[int | None] = 1
     rewinds: ClassVar[bool] = False
     follows: ClassVar[bool] = False
+    lossless: bool = True
     max_draft: int = 0
     taps: tuple[int, ...] = ()
     remembers: bool = False
@@ -167,15 +168,15 @@ class LearnedDrafter(Drafter):
         checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
         return cls(target, module, checked)
 
-    def draft_head(self, options: DraftHeadOptions) -> DraftHead:
-        """The target's LM head as this drafter uses it.
+    def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:
+        """The target's LM head, or the drafter's ``own``, as this drafter uses it.
 
         Raises:
             ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
         """
         ids, count = getattr(self.module, DRAFT_IDS, None), options.draft_vocab
         kept = None if count is None else first_ids(ids, count, "the checkpoint")
-        return DraftHead(self.target, kept, options.draft_dtype)
+        return DraftHead(self.target, kept, options.draft_dtype, own)
 
     def drafter_config(self) -> dict[str, Any]:
         """What ``build_module`` needs to build the module again."""

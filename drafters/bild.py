@@ -40,7 +40,7 @@ class BiLDDrafter(SpeculativeDrafter):
 
     name = "bild"
     options: ClassVar[type[SpeculativeOptions]] = BiLDOptions
-    lossless: ClassVar[bool] = False
+    lossless = False
     max_batch = 1
     rewinds = False  # in a cascade what it gives would have to be a draft model's own, drawn from a known q
 

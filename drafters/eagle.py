@@ -7,7 +7,7 @@ those of token_{i+2}: the token sampled at i + 1 is known, which resolves the fe
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -20,7 +20,7 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
-from .drafting.auto import PRIOR, Chooser, Way
+from .drafting.auto import PRIOR, Chooser, Probability, Way
 from .drafting.paying import FRONTIER, Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
 from .model.cost import Costs, behind_context, longer, step_costs
@@ -87,9 +87,6 @@ class EagleHead(nn.Module):
         if fc is not None:
             return fc(torch.cat([embeddings, features], dim=-1))
         return embeddings if self.reads == "token" else features
-
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class EagleOptions(DraftHeadOptions):

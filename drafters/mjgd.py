@@ -4,8 +4,6 @@ The next K tokens are those of the highest joint likelihood under the target; K 
 nothing: K target forwards, over M hypotheses each, give K tokens. It is what MJSD approximates, and here to compare.
 """
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -41,7 +39,7 @@ class MJGDDrafter(Drafter):
 
     name = "mjgd"
     options = MJGDOptions
-    lossless: ClassVar[bool] = False
+    lossless = False
 
     def __init__(self, target: TargetModel, options: MJGDOptions) -> None:
         super().__init__(target, options)

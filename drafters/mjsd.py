@@ -6,7 +6,7 @@ shorter one that fails.
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -50,7 +50,7 @@ class MJSDDrafter(DraftModelDrafter):
 
     name = "mjsd"
     options = MJSDOptions
-    lossless: ClassVar[bool] = False
+    lossless = False
 
     def __init__(self, target: TargetModel, options: MJSDOptions) -> None:
         super().__init__(target, options)

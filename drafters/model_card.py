@@ -12,6 +12,7 @@ import yaml
 
 _KNOWN = {  # other types show their own name
     "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
+    "medusa": "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))",
     "kangaroo": "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))",
 }
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import tiny
 from conformance import NO_EOS, prompt, rows_of
-from rigged import eagle, kangaroo, perturbed, quiet_depths
+from rigged import eagle, kangaroo, medusa, perturbed, quiet_depths
 from simulated_cuda import SimulatedCuda, simulated_cuda
 
 from drafters import Drafter, TargetModel, generate, make_drafter
@@ -87,6 +87,7 @@ METHODS: dict[str, Callable[[TargetModel, Models], Drafter]] = {
     "eagle chain": lambda target, _: eagle(target, 0.4, "chain"),
     "eagle static": lambda target, _: eagle(target, 0.4, "static"),
     "eagle dynamic": lambda target, _: eagle(target, 0.4, "dynamic", top_k=4, nodes=12),
+    "medusa": lambda target, _: medusa(target, 0.4, "static", nodes=12),
     "kangaroo": lambda target, _: kangaroo(target, True, eta=0.05),
     "replay": lambda target, _: make_drafter("replay", target, inner=eagle(target, None, "static"), profile=RATES),
 }

@@ -16,6 +16,7 @@ from drafters.decoding.sampling import Sampling
 from drafters.drafting.auto import Chooser, Shape
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.cost import Costs, Curve
 from drafters.model.rows import CHAIN, Rows
 
@@ -106,6 +107,44 @@ def eagle(target: TargetModel, noise: float | None, tree: str, **options: object
     chosen = EagleOptions(tree=tree, **options)  # type: ignore[arg-type]
     drafter = kind(target, EagleHead(target.config, chosen.inputs), chosen)
     if isinstance(drafter, OracleEagle):
+        drafter.noise = noise or 0.0
+    return drafter
+
+
+class OracleMedusa(MedusaDrafter):
+    """Medusa whose heads know the target's own features along its greedy continuation, plus ``noise`` (relative)."""
+
+    noise = 0.0
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        self._committed = [list(row) for row in state.tokens]
+        return super().propose(state)
+
+    def _states(self, feature: torch.Tensor) -> torch.Tensor:
+        states = super()._states(feature)  # the heads still run
+        for row, tokens in enumerate(self._committed):
+            for head in range(self.heads):
+                ids = torch.tensor([tokens], device=feature.device)
+                true = self.target.features(ids).features[0, -1]
+                generator = torch.Generator().manual_seed(len(tokens))
+                scale = self.noise * true.float().pow(2).mean().sqrt()
+                states[row, head] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
+                tokens.append(int(self.target.lm_head(true).argmax()))
+        return states
+
+
+def medusa(
+    target: TargetModel, noise: float | None, tree: str, heads: int = 4, layers: int = 1, **options: object
+) -> MedusaDrafter:
+    """A Medusa drafter with random heads; ``noise`` makes it an oracle, None leaves the heads as they are."""
+    torch.manual_seed(3)
+    module = MedusaHeads(target.config, heads, layers, own_lm_heads=bool(options.get("own_lm_heads")))
+    for weights in module.parameters():
+        torch.nn.init.normal_(weights, std=0.1)
+    kind = MedusaDrafter if noise is None else OracleMedusa
+    given = MedusaOptions(tree=tree, heads=heads, layers=layers, **options)  # type: ignore[arg-type]
+    drafter = kind(target, module, given)
+    if isinstance(drafter, OracleMedusa):
         drafter.noise = noise or 0.0
     return drafter
 

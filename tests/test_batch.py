@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
-from rigged import eagle, perturbed
+from rigged import eagle, medusa, perturbed
 
 from drafters import Drafter, GenerateResult, TargetModel, generate, make_drafter
 from drafters.speculative import SpeculativeDrafter
@@ -18,6 +18,7 @@ METHODS: dict[str, Callable[[TargetModel], Drafter]] = {
     "eagle-chain": lambda t: eagle(t, 0.4, "chain"),
     "eagle-static": lambda t: eagle(t, 0.4, "static"),
     "eagle-dynamic": lambda t: eagle(t, 0.4, "dynamic", top_k=4, nodes=12),
+    "medusa-static": lambda t: medusa(t, 0.4, "static", nodes=12),
     "eagle-random": lambda t: eagle(t, None, "dynamic", top_k=4, nodes=12),
 }
 

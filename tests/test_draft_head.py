@@ -12,7 +12,7 @@ import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, VOCAB, WARPS, deviation, toy
-from rigged import EXIT_LAYER, OracleEagle, eagle, kangaroo, perturbed, quiet_depths
+from rigged import EXIT_LAYER, OracleEagle, OracleMedusa, eagle, kangaroo, medusa, perturbed, quiet_depths
 from torch import Tensor
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
@@ -21,7 +21,7 @@ from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.files import save_tensors
-from drafters.kangaroo import KangarooDrafter, KangarooOptions
+from drafters.kangaroo import KangarooDrafter
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHead
 
 Options = dict[str, Any]
@@ -46,9 +46,8 @@ def listing(model: TargetModel, ids: Tensor) -> TargetModel:
 def with_ids(drafter: LearnedDrafter, ids: Tensor, options: Options) -> Any:
     """A learned drafter again, its module with ``ids``."""
     drafter.module.register_buffer(DRAFT_IDS, ids)
-    before = EagleOptions if isinstance(drafter, EagleDrafter) else KangarooOptions
-    made = type(drafter)(drafter.target, drafter.module, before(**drafter.drafter_config(), **options))  # type: ignore[arg-type]
-    if isinstance(made, OracleEagle):
+    made = type(drafter)(drafter.target, drafter.module, drafter.options(**drafter.drafter_config(), **options))
+    if isinstance(made, OracleEagle | OracleMedusa):
         made.noise = drafter.noise  # type: ignore[attr-defined]
     return made
 
@@ -73,6 +72,7 @@ METHODS: dict[str, Make] = {
     "eagle chain": eagle_with("chain", depth=4),
     "eagle static": eagle_with("static"),
     "eagle dynamic": eagle_with("dynamic", depth=4, top_k=4, nodes=12),
+    "medusa static": lambda target, ids, options: with_ids(medusa(target, 0.3, "static", nodes=12), ids, options),
     "kangaroo": lambda target, ids, options: with_ids(kangaroo(target, rigged=True, eta=0.0), ids, options),
     "speculative": with_model("speculative", 0.05),
     "specinfer": with_model("specinfer", 0.05, gamma=3),
@@ -155,6 +155,7 @@ KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # of which 3 are drafted w
 TOYS: dict[str, Make] = {
     "eagle chain": eagle_with("chain", None, depth=3),
     "eagle static": eagle_with("static", None, paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
+    "medusa static": lambda target, ids, options: with_ids(medusa(target, None, "static", nodes=8), ids, options),
     "speculative": with_model("speculative", 0.5, gamma=3),
     "specinfer": with_model("specinfer", 0.5, gamma=3),
     "spectr": with_model("spectr", 0.5, gamma=3, drafts=2),

@@ -12,7 +12,7 @@ import tiny
 import torch
 from conformance import NO_EOS, checked_commits, prompt, rows_of, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from rigged import eagle
+from rigged import eagle, medusa
 
 from drafters import Drafter, TargetModel, generate
 from drafters.autoregressive import AutoregressiveDrafter
@@ -37,6 +37,8 @@ MAKERS: dict[str, Callable[[TargetModel], Drafter]] = {
     "eagle static": lambda target: eagle(target, None, "static", paths=PATHS),
     "eagle dynamic": lambda target: eagle(target, None, "dynamic", depth=3, top_k=3, nodes=8),
     "kangaroo": kangaroo_toy,
+    "medusa chain": lambda target: medusa(target, None, "chain", heads=3),
+    "medusa static": lambda target: medusa(target, None, "static", paths=PATHS),
 }
 
 

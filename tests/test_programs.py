@@ -117,6 +117,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["precision=int8"], "precision: .*found 'int8'"),
     ],
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
+    "train/medusa.py": [
+        (["head=2"], "did you mean 'heads'"),
+        (["own_lm_heads=true"], "set precision=float32 zero_stage=0 or own_lm_heads=false"),
+    ],
     "train.draft_vocab": [
         (["none", "--data", "prompts.jsonl", "--size", "8"], "none holds no config.json"),
         ([TARGET, "--data", "none.jsonl", "--size", "8"], "no data file at none.jsonl"),

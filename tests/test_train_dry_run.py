@@ -249,7 +249,7 @@ def test_two_chunks_are_as_large_as_all(
     assert few != pass_memory(config, target, micro)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "kangaroo"])
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo", "medusa"])
 def test_what_the_schema_leaves_open(kind: str, settings: dict[str, Any]) -> None:
     """A default that every test and recipe replaces, and with which neither an estimate nor a run works."""
     needed = {key: settings[key] for key in ("target", "features", "out", "batch_tokens", "learning_rate")}

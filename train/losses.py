@@ -4,7 +4,7 @@ Every function returns a SUM over rows. The caller divides by the number of rows
 and micro-batches), because micro-batches differ in how many of their tokens belong to answers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +87,7 @@ def divergence_sum(
     divergence: Divergence = cross_entropy,
     top_k: TopK | None = None,
     chunk_rows: int = 256,
+    own: Sequence[Tensor] = (),
 ) -> Tensor:
     """How far the drafter's distributions are from the target's own, over the full vocabulary at temperature 1, summed
     over rows: p = softmax(lm_head(target)), q = softmax(lm_head(predicted)). Several predictions of the same rows share
@@ -98,28 +99,34 @@ def divergence_sum(
 
     Args:
         predicted: ``[n, H]`` or ``[S, n, H]``, what the drafter gives to the LM head.
-        target: ``[n, H]``, the target's features; constants.
+        target: ``[n, H]``, the target's features; constants. Or int64 ``[n]``, tokens, whose p is one-hot; -1 is one
+            that the LM head does not have, of which a cross-entropy learns nothing.
         lm_head: the frozen LM head.
         divergence: one of those above.
         top_k: what is added to it.
         chunk_rows: rows of logits to hold at once.
+        own: of each of the S predictions the weight ``[V, H]`` of an LM head of its own, which gets a gradient.
 
     Returns:
         float32, scalar or ``[S]``.
     """
     several = predicted if predicted.dim() == 3 else predicted[None]
-    sums: Tensor = _Divergence.apply(several, target, lm_head.weight, lm_head.bias, divergence, top_k, chunk_rows)
+    head = lm_head.weight, lm_head.bias
+    sums: Tensor = _Divergence.apply(several, target, *head, divergence, top_k, chunk_rows, *own)
     return sums if predicted.dim() == 3 else sums[0]
 
 
 @torch.no_grad()
 def overlap_and_agreement(
-    predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int
+    predicted: Tensor, target: Tensor, lm_head: nn.Linear, chunk_rows: int, own: nn.Module | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of each pair of rows ``[n, H]``: sum_x min(p, q), and whether both put the same token first; ``[n]`` each."""
+    """Of each pair of rows ``[n, H]``: sum_x min(p, q), and whether both put the same token first; ``[n]`` each.
+
+    ``own``: the LM head of the predictions, if it is another one.
+    """
     overlap, agree = [], []
     for ours, theirs in zip(predicted.split(chunk_rows), target.split(chunk_rows), strict=True):
-        q, p = lm_head(ours).float(), lm_head(theirs).float()
+        q, p = (own or lm_head)(ours).float(), lm_head(theirs).float()
         overlap.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1))
         agree.append(p.argmax(-1) == q.argmax(-1))
     return torch.cat(overlap), torch.cat(agree)
@@ -168,7 +175,10 @@ class _Divergence(torch.autograd.Function):
         divergence: Divergence,
         top_k: TopK | None,
         chunk_rows: int,
+        *own: Tensor,
     ) -> Tensor:
+        heads: list[Any] = [(part, None) for part in own] or [(weight, bias)] * len(predicted)
+        own_gradients = [torch.zeros_like(part) for part in own]
         wide = torch.promote_types(predicted.dtype, torch.float32)
         totals = torch.zeros(len(predicted), dtype=wide, device=predicted.device)
         gradient = torch.empty_like(predicted)
@@ -176,10 +186,10 @@ class _Divergence(torch.autograd.Function):
         for start in range(0, len(target), chunk_rows)[:_most_chunks]:
             rows = slice(start, start + chunk_rows)
             # On a GPU softmax widens as it reads: no wide copy of the logits, two wide [rows, V] tensors at a time.
-            p = F.linear(target[rows], weight, bias).softmax(-1, dtype=wide)
+            p, there = _distribution(target[rows], weight, bias, wide)
             chosen = None if top_k is None else top_k.choose(p)
-            for total, ours, slopes in zip(totals, predicted, gradient, strict=True):
-                log_q = F.linear(ours[rows], weight, bias).log_softmax(-1, dtype=wide)
+            for k, (total, ours, slopes) in enumerate(zip(totals, predicted, gradient, strict=True)):
+                log_q = F.linear(ours[rows], *heads[k]).log_softmax(-1, dtype=wide)
                 if chosen is None:
                     part, slope = divergence(p, log_q, weight.dtype)
                 else:
@@ -189,11 +199,23 @@ class _Divergence(torch.autograd.Function):
                     part, q = part + more, log_q  # which it holds now
                     slope.addcmul_(q, known.sum(-1, keepdim=True)).scatter_add_(-1, tokens, -known)
                 total += part
-                torch.mm(slope.to(weight.dtype), weight, out=slopes[rows])
-        ctx.save_for_backward(gradient)
+                slope = slope.to(weight.dtype) if there is None else slope.to(weight.dtype).mul_(there)
+                torch.mm(slope, heads[k][0], out=slopes[rows])
+                if own:
+                    own_gradients[k].addmm_(slope.T, ours[rows])
+        ctx.save_for_backward(gradient, *own_gradients)
         return totals
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 6
+        gradient, *own = ctx.saved_tensors
+        of_own = [(part * each).to(part.dtype) for part, each in zip(own, grads[0], strict=False)]
+        return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 6, *of_own
+
+
+def _distribution(target: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Any]:
+    """p ``[n, V]`` of features, or of tokens; and of these, whether the LM head has them ``[n, 1]`` (else p is 0)."""
+    if target.is_floating_point():
+        return F.linear(target, weight, bias).softmax(-1, dtype=wide), None
+    there = (target >= 0).to(wide)[:, None]
+    return there.new_zeros(len(target), len(weight)).scatter_(1, target.clamp_min(0)[:, None], there), there

@@ -9,6 +9,7 @@ A task returns sums and counts, never means: the loop adds them up over micro-ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -19,7 +20,7 @@ from drafters.methods import drafter_class, method_names
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -44,10 +45,14 @@ class Task(ABC):
         schema: the run's configuration; its ``drafter`` names the method.
         ahead: row i of the prediction is about token i + ahead.
         drafts: the kinds of draft that tau is measured with, and the drafter's options for each.
-        constant_inputs: weights whose input is constant, so that their backward pass has one product less.
 
     Attributes:
         module: what is trained.
+        earliest: the first token of a dialogue that all of it can predict; by default ``ahead``.
+        constant_inputs: weights whose input is constant, so that their backward pass has one product less.
+        own: LM heads of the drafter's own, one for each prediction of a row; else they go through the target's.
+        lm_heads: the names of their weights.
+        lm_head_products: of a row with LM heads: logits of the target, logits of the drafter, and (q - p) W.
         draft_ids: int32 ``[N]``, of the config's ``draft_vocab`` tokens; None without it.
         loss_ids: the same of its ``loss_vocab``.
     """
@@ -55,7 +60,10 @@ class Task(ABC):
     schema: ClassVar[type[TrainConfig]]
     ahead: ClassVar[int]
     drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {}}
-    constant_inputs: ClassVar[tuple[str, ...]] = ()
+    constant_inputs: tuple[str, ...] = ()
+    own: Sequence[nn.Linear] = ()
+    lm_heads: tuple[str, ...] = ()
+    lm_head_products = 3
     config: TrainConfig
     module: nn.Module
     draft_ids: Tensor | None = None
@@ -67,6 +75,7 @@ class Task(ABC):
         from train.attention import use_dialogue_attention
 
         self.config, self.ends = config, ends
+        self.earliest = self.ahead
         self.drafter: type[LearnedDrafter] = drafter_class(config.drafter)  # type: ignore[assignment]
         torch.manual_seed(config.seed)
         self.module = self.drafter.build_module(ends.config, self.drafter_config())
@@ -99,7 +108,7 @@ class Task(ABC):
 
     @abstractmethod
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """What the drafter gives to the LM head, ``[R, L, H]``."""
+        """What the drafter gives to the LM head, ``[R, L, H]``; or, of K predictions a row, ``[R, L, K, H]``."""
 
     def targets(self, batch: Batch) -> Tensor:
         """What the target gives to it for the same tokens, ``[R, L, H]``."""
@@ -119,6 +128,30 @@ class Task(ABC):
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Named sums over rows ``[n, H]``, predictions and targets; "loss" can be differentiated."""
         return {"loss": self.classification(predicted, target)}
+
+    def ideal(self, target: Tensor) -> Tensor:
+        """What a drafter equal to the target would predict where that gives ``target [n, H]``."""
+        return target
+
+    def floor(self, target: Tensor) -> Tensor:
+        """The loss that it would have; through LM heads of its own, if they were the target's."""
+        equal = copy(self)
+        equal.own = ()
+        return equal.losses(self.ideal(target), target)["loss"]
+
+    def overlap(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """``[n]``: sum_x min(p, q), the acceptance rate of sampled drafting (temperature 1)."""
+        from train.losses import overlap_and_agreement
+
+        return overlap_and_agreement(predicted, target, self.ends.lm_head, self.chunk_rows)[0]
+
+    def same_first(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """bool ``[n]``: whether drafter and target put the same token first."""
+        import torch
+
+        size, head = self.chunk_rows, self.ends.lm_head
+        pairs = zip(predicted.split(size), target.split(size), strict=True)
+        return torch.cat([head(ours).argmax(-1) == head(theirs).argmax(-1) for ours, theirs in pairs])
 
     def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
         """How good the drafter is on held-out text, beside the losses and on the same rows.
@@ -168,7 +201,9 @@ class Task(ABC):
         if config.classification_loss == "lk_lambda":
             divergence = partial(divergence, eta=config.lk_eta)
         top_k = losses.TopK(config.top_k, config.top_k_weight) if config.top_k_weight else None
-        return losses.divergence_sum(predicted, target, head, divergence, top_k, self.chunk_rows_of(head))
+        ids, chunk = self.loss_ids, self.chunk_rows_of(head)
+        own = [part.weight if ids is None else part.weight[ids.to(part.weight.device)] for part in self.own]
+        return losses.divergence_sum(predicted, target, head, divergence, top_k, chunk, own)
 
     @cached_property
     def loss_head(self) -> nn.Linear:

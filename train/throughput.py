@@ -88,7 +88,7 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
 
 def _check_comparable(config: TrainConfig) -> None:
     """Raise ValueError where the plain formulation would be of another loss."""
-    plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1}
+    plain = {"classification_loss": "cross_entropy", "top_k_weight": 0.0, "unroll": 1, "labels": "target"}
     given = {key: getattr(config, key, value) for key, value in plain.items()}
     if others := [key for key, value in plain.items() if given[key] != value]:
         raise ValueError(

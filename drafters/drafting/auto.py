@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from ..base import Promised
 from ..decoding.sampling import Sampling
@@ -22,6 +24,7 @@ from .tree_plan import TreePlan
 Path = tuple[int, ...]  # a node: the ranks of its ancestors and itself among their siblings
 Table = list[list[float]]  # [depth][rank]
 Way = Literal["greedy", "sampled"]  # of choosing tokens: acceptance is not the same
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 # Before anything is known: of the drafter's first candidate, of its second where the first was wrong, and so on.
 PRIOR = (0.6, 0.3, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06)

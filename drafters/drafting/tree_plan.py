@@ -63,6 +63,8 @@ class TreePlan:
         index = {path: node for node, path in enumerate(ordered)}
         self.size, self.parents = len(ordered), tuple(index.get(path[:-1], ROOT) for path in ordered)
         self.ranks = tuple(path[-1] for path in ordered)
+        self.above = tuple(len(path) - 1 for path in ordered)  # nodes between each and the root
+        self.choice = torch.tensor([self.above, self.ranks], dtype=torch.long, device=device)  # the same, and the ranks
         self.children = tuple(self.parents.count(node) for node in range(ROOT, self.size))  # of the root, of each node
         self.is_chain = self.parents == tuple(range(ROOT, self.size - 1))
         inner = self.inner = sorted(set(self.parents) - {ROOT})  # the nodes with children: they alone are forwarded

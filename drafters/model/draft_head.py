@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.config import Config
 from drafters.wording import dtype_name
@@ -45,6 +45,7 @@ class DraftHead:
 
     Args:
         model: whose LM head it is. ids: ``[N]`` the tokens to keep; None: all. dtype: see ``DraftHeadOptions``.
+        own: an LM head of the drafter's own, in the place of the model's.
 
     Attributes:
         reads: of wider states so many numbers, the first ones; None: features are as wide as they are.
@@ -52,14 +53,20 @@ class DraftHead:
 
     reads: int | None = None
 
-    def __init__(self, model: TargetModel, ids: Tensor | None = None, dtype: Literal["int8"] | None = None) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        ids: Tensor | None = None,
+        dtype: Literal["int8"] | None = None,
+        own: nn.Linear | None = None,
+    ) -> None:
         self.model, self.dtype = model, dtype
         self.ids = None if ids is None else ids.to(model.device, torch.int64)
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._product: Product | None = None
-        if ids is None and dtype is None:
+        if ids is None and dtype is None and own is None:
             return
-        head = model.model.get_output_embeddings()
+        head = own or model.model.get_output_embeddings()
         parts = [None if part is None else part.detach() for part in (head.weight, head.bias)]
         if ids is not None:
             parts = [None if part is None else part[ids.to(part.device)] for part in parts]
@@ -156,12 +163,13 @@ def check_ids(ids: Tensor, vocab_size: int, source: str) -> None:
     )
 
 
-def quantize_layers(part: Part, dtype: Literal["int8"], *others: Any) -> None:
-    """Read the layers of a learned head in ``dtype``, and ``others``, its linear ones outside of layers.
+def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> None:
+    """Read the layers of a learned head in ``dtype``, if it has any, and ``others``, its linear ones outside of layers.
 
     Its module keeps the weights, to be saved. The engine "eager" has no products, and stays as it is.
     """
-    inner = [product for layer in part.layers for product in getattr(layer.layer, "products", ())]
+    layers = part.layers if part is not None else []
+    inner = [product for layer in layers for product in getattr(layer.layer, "products", ())]
     for product in (*inner, *others):
         if isinstance(product, Product):
             product.quantize(dtype)

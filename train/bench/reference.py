@@ -94,13 +94,22 @@ def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise_se
     target = task.targets(batch).flatten(0, 1)
     predicted = task.predict(module, replace(inputs, spans=[])).flatten(0, 1)  # without spans: plain causal attention
     # Where nothing is trained the prediction is the target, of which no loss has anything to say but a cross-entropy.
-    predicted = torch.where(trained.bool()[:, None], predicted, target)
+    ideal = task.ideal(target)
+    predicted = torch.where(trained.bool().view(-1, *[1] * (ideal.dim() - 1)), predicted, ideal)
 
     def classification(predicted: Tensor, target: Tensor) -> Tensor:
         with torch.no_grad():
             p = F.softmax(task.ends.lm_head(target), dim=-1, dtype=torch.float32)
-        log_q = F.log_softmax(task.ends.lm_head(predicted), dim=-1, dtype=torch.float32)
-        return -((p * log_q).sum(-1) * trained).sum()
+
+        def of_one(predicted: Tensor, lm_head: Any) -> Tensor:
+            log_q = F.log_softmax(lm_head(predicted), dim=-1, dtype=torch.float32)
+            return -((p * log_q).sum(-1) * trained).sum()
+
+        if predicted.dim() == 2:
+            return of_one(predicted, task.ends.lm_head)
+        each = predicted.unbind(0)
+        lm_heads = task.own or [task.ends.lm_head] * len(each)
+        return torch.stack([of_one(*pair) for pair in zip(each, lm_heads, strict=True)])
 
     plain = copy(task)
     plain.classification = classification  # type: ignore[method-assign]

@@ -159,9 +159,9 @@ def pass_memory(
             task.loss_sums(task.module, packed, rows)["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
-            shape = (*[task.unroll][: task.unroll > 1], batch.tokens, target.hidden_size)
-            predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
             known = torch.empty(batch.tokens, target.hidden_size, dtype=dtype)
+            shape = (task.unroll, *known.shape) if task.unroll > 1 else task.ideal(known).shape
+            predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
             before = memory.now
             losses = task.losses(predicted, known)
             loss = memory.peak - before

@@ -25,7 +25,6 @@ from train.config import TrainConfig
 from train.data.packing import Batch, collate, complete
 from train.inputs import Inputs, open_inputs
 from train.loop import TrainingDiverged, TrainRun
-from train.losses import overlap_and_agreement
 from train.task import make_task
 from train.watch.positions import answer_positions
 
@@ -90,7 +89,8 @@ def overfit(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 
 def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
-    """The config of the overfit run: no noise, a constant learning rate after a short warm-up, one folder aside."""
+    """The config of the overfit run: no noise, the target's own labels, a constant learning rate after a short warm-up,
+    one folder aside."""
     changes: dict[str, Any] = {
         "out": config.out.with_name(f"{config.out.name}-overfit"),
         "steps": steps,
@@ -108,6 +108,8 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
     }
     if "noise" in type(config).model_fields:
         changes["noise"] = "none"
+    if "labels" in type(config).model_fields:
+        changes["labels"] = "target"  # what a text has is not what the target says, which the drafter is judged by
     return validate(type(config), {**config.model_dump(), **changes}, source="--overfit")
 
 
@@ -218,7 +220,7 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
         rows = task.rows(packed).to(run.engine.device)
         batch = packed.to(run.engine.device, run.config.dtype)
         predicted, target = task.pairs(module, batch, rows)
-        above += float(task.losses(predicted, target)["loss"] - task.losses(target, target)["loss"])
+        above += float(task.losses(predicted, target)["loss"] - task.floor(target))
         count += len(rows)
     module.train()
     return above / count
@@ -239,9 +241,8 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
         predicted = task.predict(module, batch)[0]
         place = answer_positions(batch.loss_mask, batch.segments)[0]
         last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0] & (place > 0)
-        t = place[task.ahead :].ge(0).nonzero()[:, 0] + task.ahead
-        ours, theirs = predicted[t - task.ahead], batch.features[0, t - 1]
-        overlap, _ = overlap_and_agreement(ours, theirs, task.ends.lm_head, task.chunk_rows)
+        t = place[task.earliest :].ge(0).nonzero()[:, 0] + task.earliest
+        overlap = task.overlap(predicted[t - task.ahead], batch.features[0, t - 1])
         for kind, chosen in (("first", place == 0), ("last", last), ("others", (place > 0) & ~last)):
             shared[kind] += overlap[chosen[t]].tolist()
     module.train()

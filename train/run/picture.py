@@ -1,5 +1,6 @@
 """The picture of a run: small plots over the steps."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def panels(rows: Rows) -> list[tuple[str, list[Line], str]]:
     names, place = dict.fromkeys(name for row in rows for name in row), "heldout_top1_at_"
     alphas = [(name, name.removeprefix("heldout_")) for name in names if name.endswith("-alpha")]
     places = [(name, name.removeprefix(place)) for name in names if name.startswith(place)]
+    alphas += [(name, name.removeprefix("heldout_")) for name in names if re.fullmatch(r"heldout_head_\d+_top1", name)]
     tau = [("heldout_tau", "chain"), ("heldout_tau_tree", "tree")]
     acceptance = [("heldout_expected_acceptance", "expected acceptance, sampled")]
     acceptance += [("heldout_top1_agreement", "top-1 agreement")]

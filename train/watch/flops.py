@@ -59,7 +59,8 @@ def training_cost(task: Task) -> TrainingCost:
     """The cost of a task's module, by the shapes of its weights: on whatever device (meta, too), but not partitioned by
     ZeRO-3 yet."""
     config, head = task.ends.config, task.ends.lm_head
-    matrices = {name: weights for name, weights in task.module.named_parameters() if weights.dim() == 2}
+    every = task.module.named_parameters()
+    matrices = {name: weights for name, weights in every if weights.dim() == 2 and name not in task.lm_heads}
     # 2 FLOPs for each of three products: the forward one, the weights' gradient and the input's (of a constant, none).
     token = sum((4 if name in task.constant_inputs else 6) * weights.numel() for name, weights in matrices.items())
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
@@ -69,7 +70,7 @@ def training_cost(task: Task) -> TrainingCost:
     # Further predictions of the same row see one key more each, and the target's logits are there already.
     steps = task.unroll
     own_keys = pair * (steps * (steps - 1) // 2)
-    products = LM_HEAD_PRODUCTS + (LM_HEAD_PRODUCTS - 1) * (steps - 1)
+    products = task.lm_head_products + (LM_HEAD_PRODUCTS - 1) * (steps - 1)
     return TrainingCost(steps * token + own_keys, steps * pair, products * 2 * vocab * head.in_features)
 
 

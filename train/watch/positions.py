@@ -31,7 +31,7 @@ def by_position(task: Task, batch: Batch, rows: Tensor, predicted: Tensor, targe
 
     Args:
         rows: flat indices ``[n]`` into ``[R * L]``.
-        predicted, target: ``[n, H]``, what drafter and target give to the LM head there.
+        predicted, target: ``[n, H]``, what drafter and target give to the LM head there (``Task.pairs``).
 
     Returns:
         every bucket, empty ones with a count of 0: all ranks must have the same names.
@@ -44,12 +44,5 @@ def by_position(task: Task, batch: Batch, rows: Tensor, predicted: Tensor, targe
         ours, theirs = predicted[chosen], target[chosen]
         count, name = chosen.sum(), bucket_name(start, end)
         found[f"loss_at_{name}"] = Ratio(task.losses(ours, theirs)["loss"].detach(), count)
-        found[f"top1_at_{name}"] = Ratio(same_first(task, ours, theirs).sum(), count)
+        found[f"top1_at_{name}"] = Ratio(task.same_first(ours, theirs).sum(), count)
     return found
-
-
-def same_first(task: Task, predicted: Tensor, target: Tensor) -> Tensor:
-    """bool ``[n]``: whether drafter and target, ``[n, H]`` each, put the same token first."""
-    size, head = task.chunk_rows, task.ends.lm_head
-    pairs = zip(predicted.split(size), target.split(size), strict=True)
-    return torch.cat([head(ours).argmax(-1) == head(theirs).argmax(-1) for ours, theirs in pairs])
