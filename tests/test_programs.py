@@ -36,6 +36,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "data_prep.throughput": FEATURES,
     "data_prep.regenerate": {"target": TARGET, "source": "prompts.jsonl", "out": "new.jsonl"},
     "train.throughput": TRAIN,
+    "train.boost": {"run": str(ROOT / "configs/draft_model/stdlib.yaml"), "draft_models": ["a", "b"], "out": "out"},
+    "train/draft_model.py": TRAIN | {"draft_model": "checkpoints/stdlib-draft"},
     "train.target": TARGET_RUN,
 }
 NO_FOLDER = "there is no folder|folders do not exist"
@@ -120,6 +122,17 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/medusa.py": [
         (["head=2"], "did you mean 'heads'"),
         (["own_lm_heads=true"], "set precision=float32 zero_stage=0 or own_lm_heads=false"),
+    ],
+    "train/draft_model.py": [
+        (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),
+        (["divergence=forward"], "divergence: .*found 'forward'"),
+        (["loss_vocab=8"], "loss_vocab is 8, and a draft model has its own LM head; leave it out"),
+        (["zero_stage=3"], "zero_stage is 3, .* set 0, 1 or 2"),
+    ],
+    "train.boost": [
+        (["draft_models=[checkpoints/stdlib-draft, ./none]"], rf"draft_models\[1\]: .*{NO_FOLDER}"),
+        (["run=none.yaml"], "no config file at none.yaml"),
+        (["keep=2"], "keep: "),
     ],
     "train.draft_vocab": [
         (["none", "--data", "prompts.jsonl", "--size", "8"], "none holds no config.json"),

@@ -171,12 +171,23 @@ def online(target: Path, trap: Trap) -> dict[str, Any]:
     return {**training(target, trap), "features": "online", "data": data}
 
 
+def aligned(path: Path, trap: Trap) -> dict[str, Any]:
+    values = online(trap.clean, trap) | {"draft_model": str(path)}
+    Path(values["data"]["heldout"]).write_text(json.dumps(dialogue(100)))  # a target that loads wants two files
+    values["data"]["max_length"] = 200
+    return values | {"batch_tokens": 200}
+
+
 def eagle(*more: str) -> Callable[[list[str]], int]:
     return lambda given: cli.main("eagle", [*given, *more])
 
 
 def kangaroo(given: list[str]) -> int:
     return cli.main("kangaroo", given)
+
+
+def draft_model(given: list[str]) -> int:
+    return cli.main("draft_model", given)
 
 
 ANY_GAMMA = {"drafters": [{"label": "L", "drafter": "prompt_lookup"}]}
@@ -197,6 +208,11 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
     "train/eagle.py --dry-run": (eagle("--dry-run"), training),
     "train/eagle.py --overfit": (eagle("--overfit", "2"), training),
     "train/kangaroo.py": (kangaroo, lambda path, trap: training(path, trap, exit_layer=tiny_run.TAP)),
+    "train/draft_model.py": (draft_model, lambda path, trap: training(path, trap, draft_model=str(trap.clean))),
+    "train/draft_model.py, draft model": (
+        draft_model,
+        aligned,
+    ),
     "train/throughput.py": (train.throughput.main, training),
     "eval/speed.py": (eval.speed.main, speed),
     "eval/speed.py, draft model": (eval.speed.main, lambda path, trap: speed(trap.clean, trap, **drafter(path))),
@@ -225,7 +241,7 @@ WITHOUT_A_MODEL = {
     "train/summary.py",
 }
 ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py"}  # below
-ELSEWHERE |= {"data_prep/datastore.py", "train/draft_vocab.py", "train/target/__main__.py"}
+ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
 

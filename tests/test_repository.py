@@ -37,6 +37,7 @@ HOUSE = {
     "train": [
         "attention average config engine losses optimizer runtime task unroll",
         "data",
+        "draft",
         "run",
         "summary",
         "watch",

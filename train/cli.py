@@ -40,6 +40,8 @@ def main(method: str, argv: list[str] | None = None) -> int:
 def check(config: TrainConfig) -> None:
     """Raise ValueError where the target's folder, the features or the dialogues are not there."""
     check_model(config.target, "target", config.revision)
+    for key, name in config.other_models.items():
+        check_model(name, key)
     if config.data is not None:
         check_source(config.data.train)
         check_source(config.data.heldout)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -130,6 +130,26 @@ class TrainConfig(Config):
     def taps(self) -> tuple[int, ...]:
         """The layers after which the drafter reads hidden states, beside the features: 2 is after the second."""
         return ()
+
+    @property
+    def measured_by(self) -> dict[str, Any]:
+        """The drafter, as a config of eval names it, that decodes with what was trained."""
+        return {"drafter": self.drafter, "checkpoint": str(self.out)}
+
+    @property
+    def provenance_file(self) -> str:
+        """The file of an export that says what it came from."""
+        return "config.json"
+
+    @property
+    def weights_file(self) -> str:
+        """The file of an export that has the weights."""
+        return "model.safetensors"
+
+    @property
+    def other_models(self) -> dict[str, str]:
+        """What else is loaded beside the target, by key."""
+        return {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

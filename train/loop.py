@@ -19,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.progress import WITHOUT_TIME_LEFT, Bar
-from drafters import checkpoint
 from drafters.files import replace_json
 from drafters.program import Failure
 from train.average import WeightAverage
@@ -70,6 +69,7 @@ class TrainRun:
         self.task, self.inputs, self.ranks, self.config = task, inputs, ranks, task.config
         self.states = StateFolder(self.config.out)
         saved = SavedState(self.states.newest() or self.states.path) if resume else None
+        task.load()
         if saved:
             saved.load_weights(task.module)
         elif self.config.init_from is not None:
@@ -93,6 +93,7 @@ class TrainRun:
         self.tau: HeldoutTau | None = tau
         self.last_step = self.config.last_step(self.data.steps_in)
         self.progress = Progress(**saved.progress) if saved else Progress()
+        self.data.rewrite = task.rewriter(self.data, self.engine, lambda: self.progress.step)
         self._clock = time.monotonic()
         data = {"train": describe_data(inputs.train.manifest)}
         heldout = describe_heldout(self.config, inputs.heldout.manifest)
@@ -389,12 +390,4 @@ class TrainRun:
             "minutes": round(self.progress.seconds / 60, 2),
             **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
         }
-        weights, options = self.task.exported(weights)
-        config = {
-            "drafter_type": self.config.drafter,
-            "format_version": checkpoint.FORMAT_VERSION,
-            "drafter": options,
-            "target": target_identity(self.config, self.inputs.ends).model_dump(),
-            "training": training,
-        }
-        checkpoint.save_checkpoint(self.config.out, weights, config)
+        self.task.export(weights, target_identity(self.config, self.inputs.ends), training)

@@ -32,6 +32,30 @@ def cross_entropy(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return total, torch.sub(log_q.exp_(), p, out=torch.empty_like(p, dtype=dtype))
 
 
+def forward_kl(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``D_KL(p || q)``: the cross-entropy without the target's entropy."""
+    entropy = -torch.xlogy(p, p).sum()
+    total, gradient = cross_entropy(p, log_q, dtype)
+    return total - entropy, gradient
+
+
+def reverse_kl(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``D_KL(q || p)``."""
+    ratio = log_q - _log(p)
+    q = log_q.exp_()
+    return (q * ratio).sum(), _by_logits(q, ratio).to(dtype)
+
+
+def jsd(p: Tensor, log_q: Tensor, dtype: torch.dtype, beta: float) -> tuple[Tensor, Tensor]:
+    """``beta D_KL(p || m) + (1 - beta) D_KL(q || m)``, m = beta p + (1 - beta) q: the generalised Jensen-Shannon
+    divergence of DistillSpec (Zhou et al. 2023, arXiv:2310.08461), which has the two above and the next one, too."""
+    log_m = _log(torch.lerp(log_q.exp(), p, beta))
+    ratio = log_q - log_m
+    q = log_q.exp_()
+    value = beta * (torch.xlogy(p, p) - p * log_m) + (1 - beta) * q * ratio
+    return value.sum(), _by_logits(q, (1 - beta) * ratio).to(dtype)
+
+
 def total_variation(p: Tensor, log_q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``1 - alpha``, alpha = sum_x min(p(x), q(x)): how often sampled drafting is refused."""
     alpha, gradient = _acceptance(p, log_q.exp_())
@@ -66,6 +90,16 @@ def _acceptance(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(p, q).sum(-1), (q * below.sum(-1, keepdim=True)).sub_(below)
 
 
+def _by_logits(q: Tensor, slope: Tensor) -> Tensor:
+    """The gradient by q's logits of what has the gradient ``slope`` by q, up to a constant along x."""
+    return q * (slope - (q * slope).sum(-1, keepdim=True))
+
+
+def _log(p: Tensor) -> Tensor:
+    """Of probabilities that softmax may have rounded to 0, where a divergence would be infinite."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log()
+
+
 @dataclass(frozen=True)
 class TopK:
     """``- weight sum_{x in K} p(x) log q(x)`` in addition, K the target's ``count`` most likely tokens, p and q over
@@ -98,14 +132,15 @@ def divergence_sum(
     at a time.
 
     Args:
-        predicted: ``[n, H]`` or ``[S, n, H]``, what the drafter gives to the LM head.
+        predicted: ``[n, H]`` or ``[S, n, H]``, what the drafter gives to the LM head; as wide as those of ``own``.
         target: ``[n, H]``, the target's features; constants. Or int64 ``[n]``, tokens, whose p is one-hot; -1 is one
             that the LM head does not have, of which a cross-entropy learns nothing.
         lm_head: the frozen LM head.
         divergence: one of those above.
         top_k: what is added to it.
         chunk_rows: rows of logits to hold at once.
-        own: of each of the S predictions the weight ``[V, H]`` of an LM head of its own, which gets a gradient.
+        own: of each of the S predictions the weight ``[V, h]`` of an LM head of its own, which gets a gradient if it
+            wants one.
 
     Returns:
         float32, scalar or ``[S]``.
@@ -178,8 +213,10 @@ class _Divergence(torch.autograd.Function):
         *own: Tensor,
     ) -> Tensor:
         heads: list[Any] = [(part, None) for part in own] or [(weight, bias)] * len(predicted)
-        own_gradients = [torch.zeros_like(part) for part in own]
         wide = torch.promote_types(predicted.dtype, torch.float32)
+        # Summed over the chunks in float32, as gradients are over micro-batches.
+        wanted = zip(own, ctx.needs_input_grad[7:], strict=True)
+        own_gradients = [torch.zeros_like(part, dtype=wide) if needed else None for part, needed in wanted]
         totals = torch.zeros(len(predicted), dtype=wide, device=predicted.device)
         gradient = torch.empty_like(predicted)
         chunk_rows = min(chunk_rows, (2**31 - 1) // len(weight))  # torch.dot counts in 32 bits
@@ -201,15 +238,16 @@ class _Divergence(torch.autograd.Function):
                 total += part
                 slope = slope.to(weight.dtype) if there is None else slope.to(weight.dtype).mul_(there)
                 torch.mm(slope, heads[k][0], out=slopes[rows])
-                if own:
-                    own_gradients[k].addmm_(slope.T, ours[rows])
+                if own and (own_gradient := own_gradients[k]) is not None:
+                    own_gradient += torch.mm(slope.T, ours[rows])
         ctx.save_for_backward(gradient, *own_gradients)
         return totals
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *own = ctx.saved_tensors
-        of_own = [(part * each).to(part.dtype) for part, each in zip(own, grads[0], strict=False)]
+        pairs = zip(own, grads[0], strict=False)
+        of_own = [None if part is None else (part * each).to(gradient.dtype) for part, each in pairs]
         return (gradient * grads[0][:, None, None]).to(gradient.dtype), *[None] * 6, *of_own
 
 

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
-    from drafters.base import LearnedDrafter
+    from drafters.base import Drafter
+    from drafters.checkpoint import TargetIdentity
     from drafters.model.ends import FrozenEnds
     from drafters.model.target import TargetModel
-    from train.data.packing import Batch
+    from train.data.packing import Batch, Rewrite, TrainData
+    from train.engine import Engine
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Task(ABC):
         earliest: the first token of a dialogue that all of it can predict; by default ``ahead``.
         constant_inputs: weights whose input is constant, so that their backward pass has one product less.
         own: LM heads of the drafter's own, one for each prediction of a row; else they go through the target's.
-        lm_heads: the names of their weights.
+        lm_heads: the names of their weights, and of an embedding, with which no product is taken.
         lm_head_products: of a row with LM heads: logits of the target, logits of the drafter, and (q - p) W.
         draft_ids: int32 ``[N]``, of the config's ``draft_vocab`` tokens; None without it.
         loss_ids: the same of its ``loss_vocab``.
@@ -72,14 +75,22 @@ class Task(ABC):
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         import torch
 
-        from train.attention import use_dialogue_attention
-
         self.config, self.ends = config, ends
         self.earliest = self.ahead
-        self.drafter: type[LearnedDrafter] = drafter_class(config.drafter)  # type: ignore[assignment]
+        self.drafter: type[Any] = drafter_class(config.measured_by["drafter"])
         torch.manual_seed(config.seed)
-        self.module = self.drafter.build_module(ends.config, self.drafter_config())
-        use_dialogue_attention(self.module, ends.config)
+        self.module = self.build()
+
+    def build(self) -> nn.Module:
+        """What is trained, with weights drawn at random; it takes packed dialogues."""
+        from train.attention import use_dialogue_attention
+
+        module = self.drafter.build_module(self.ends.config, self.drafter_config())
+        use_dialogue_attention(module, self.ends.config)
+        return module
+
+    def load(self) -> None:  # noqa: B027 (most have nothing to load)
+        """Give ``module`` the weights that training begins with, where they are not drawn."""
 
     def init_from(self, checkpoint: str) -> None:
         """Take the weights of a trained drafter in place of new ones: of the same target, or of one that it was tuned
@@ -143,15 +154,15 @@ class Task(ABC):
         """``[n]``: sum_x min(p, q), the acceptance rate of sampled drafting (temperature 1)."""
         from train.losses import overlap_and_agreement
 
-        return overlap_and_agreement(predicted, target, self.ends.lm_head, self.chunk_rows)[0]
+        return overlap_and_agreement(predicted, target, self.ends.lm_head, self.chunk_rows, self.draft_lm_head)[0]
 
     def same_first(self, predicted: Tensor, target: Tensor) -> Tensor:
         """bool ``[n]``: whether drafter and target put the same token first."""
         import torch
 
-        size, head = self.chunk_rows, self.ends.lm_head
+        size, draft_head, head = self.chunk_rows, self.draft_lm_head, self.ends.lm_head
         pairs = zip(predicted.split(size), target.split(size), strict=True)
-        return torch.cat([head(ours).argmax(-1) == head(theirs).argmax(-1) for ours, theirs in pairs])
+        return torch.cat([draft_head(ours).argmax(-1) == head(theirs).argmax(-1) for ours, theirs in pairs])
 
     def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
         """How good the drafter is on held-out text, beside the losses and on the same rows.
@@ -163,7 +174,8 @@ class Task(ABC):
 
         from train.losses import overlap_and_agreement
 
-        overlap, agree = overlap_and_agreement(predicted, target, self.ends.lm_head, self.chunk_rows)
+        head = self.ends.lm_head
+        overlap, agree = overlap_and_agreement(predicted, target, head, self.chunk_rows, self.draft_lm_head)
         count = torch.tensor(len(predicted), device=predicted.device)
         return {"expected_acceptance": Ratio(overlap.sum(), count), "top1_agreement": Ratio(agree.sum(), count)}
 
@@ -220,7 +232,27 @@ class Task(ABC):
             part.bias = nn.Parameter(head.bias[ids], requires_grad=False)
         return part
 
-    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, LearnedDrafter]:
+    def rewriter(self, data: TrainData, engine: Engine, step: Callable[[], int]) -> Rewrite | None:
+        """What gives the training other texts than the data's; ``step``: the number of steps taken so far."""
+        return None
+
+    @property
+    def layers_config(self) -> PretrainedConfig:
+        """The configuration of the module's layers."""
+        return self.ends.config
+
+    @property
+    def row_flops(self) -> int:
+        """FLOPs of the loss, for each trained position: ``lm_head_products``."""
+        head = self.ends.lm_head
+        return self.lm_head_products * 2 * (self.config.loss_vocab or head.out_features) * head.in_features
+
+    @property
+    def draft_lm_head(self) -> nn.Linear:
+        """The LM head that a single prediction goes through."""
+        return self.ends.lm_head
+
+    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, Drafter]:
         """Drafters with copies of ``weights`` for the decoding loop, by kind of draft."""
         whole, common = self.exported(weights)
         return {
@@ -234,6 +266,20 @@ class Task(ABC):
         if self.draft_ids is None:
             return weights, self.drafter_config()
         return weights | {DRAFT_IDS: self.draft_ids}, self.drafter_config() | {"draft_vocab": len(self.draft_ids)}
+
+    def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
+        """Write what was trained, as it is now, into the top of the run folder; ``training``: its provenance."""
+        from drafters import checkpoint
+
+        whole, options = self.exported(weights)
+        config = {
+            "drafter_type": self.config.drafter,
+            "format_version": checkpoint.FORMAT_VERSION,
+            "drafter": options,
+            "target": target.model_dump(),
+            "training": training,
+        }
+        checkpoint.save_checkpoint(self.config.out, whole, config)
 
     @property
     def chunk_rows(self) -> int:

@@ -86,24 +86,28 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
             f"target {target.name} one of {target.vocab_size}: they must share a tokenizer; choose a draft model of "
             "the target's family"
         )
-    # Equal sizes do not make equal vocabularies: with another tokenizer hardly a draft token would be accepted.
-    theirs, ours = vocabulary(target), vocabulary(draft_model)
+    check_tokenizers(draft_model.name, vocabulary(draft_model), target.name, vocabulary(target))
+    return draft_model
+
+
+def check_tokenizers(draft_model: str, ours: dict[str, int] | None, target: str, theirs: dict[str, int] | None) -> None:
+    """Raise ValueError if both vocabularies are known, and differ: hardly a draft token would be accepted."""
     differing = [token for token, index in (theirs or {}).items() if ours is not None and ours.get(token) != index]
     if theirs and differing:
         raise ValueError(
-            f"draft model {draft_model.name} has another tokenizer than target {target.name}: {len(differing)} of "
+            f"draft model {draft_model} has another tokenizer than target {target}: {len(differing)} of "
             f"{len(theirs)} tokens differ, for example {differing[0]!r}; choose a draft model of the target's family"
         )
-    return draft_model
 
 
 def vocabulary(model: TargetModel) -> dict[str, int] | None:
     """Token -> id of the tokenizer that lies beside a model; None for a model that comes without one."""
-    return _vocabulary(model.source, model.revision) if model.source is not None else None
+    return tokenizer_vocabulary(model.source, model.revision) if model.source is not None else None
 
 
 @lru_cache(maxsize=8)
-def _vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
+def tokenizer_vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
+    """Token -> id of the tokenizer in a folder or Hub repository; None where there is none."""
     try:
         vocabulary: dict[str, int] = load_bare_tokenizer(source, revision).get_vocab()
         return vocabulary

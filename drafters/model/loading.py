@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..wording import dtype_name, size_text
+from .adapter import BASE, adapter_config, merge_adapter
 from .files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype, weight_map
 from .kv_cache import SMALL, cache_bytes
 
@@ -68,6 +69,8 @@ def load_model(
 ) -> PreTrainedModel:
     """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
+    A LoRA adapter is merged into the model that it names, in float32.
+
     Args:
         device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
             ``device``.
@@ -85,7 +88,10 @@ def load_model(
     devices = [where]
     if device_map is not None and torch.cuda.is_available():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    config = load_config_only(name, revision)
+    config, adapter = config_and_adapter(name, revision)
+    if adapter is not None:
+        base = load_model(adapter[BASE], torch.float32, device, adapter.get("revision"), device_map, cache_tokens)
+        return merge_adapter(base, name, adapter, revision).to(kind)
     check_memory(str(name), config, kind, devices, *cache_tokens)
     check_index(name, revision)
     try:
@@ -110,6 +116,25 @@ def load_model(
             "where every step would fetch them; use more GPUs, a smaller dtype, or a map that names GPUs alone"
         )
     return model
+
+
+def config_and_adapter(name: str, revision: str | None = None) -> tuple[PretrainedConfig, dict[str, Any] | None]:
+    """A model's configuration; of an adapter its base model's, and its own.
+
+    Raises:
+        ValueError: neither is there, or one that cannot be used.
+    """
+    try:
+        config = load_config_only(name, revision)
+    except ValueError as error:
+        bare = Path(name).is_dir() and not (Path(name) / "config.json").is_file()
+        if not bare and not isinstance(error.__cause__, OSError):  # it is there and no good, or nobody answers
+            raise
+        adapter = adapter_config(name, revision)
+        if adapter is None:
+            raise
+        return load_config_only(adapter[BASE], adapter.get("revision")), adapter
+    return config, adapter_config(name, revision)  # beside a config.json, transformers would load it by itself
 
 
 def check_index(name: str, revision: str | None) -> None:

@@ -286,6 +286,9 @@ class StepData:
     following: Position
 
 
+Rewrite: TypeAlias = Callable[[Position, StepData], list[Batch]]
+
+
 class TrainData:
     """Endless optimiser steps over a store.
 
@@ -297,9 +300,11 @@ class TrainData:
 
     Attributes:
         check: is told what is read, by any rank.
+        rewrite: gives the step at a position other texts, before their features are computed.
     """
 
     check: ShardCheck | None = None
+    rewrite: Rewrite | None = None
 
     def __init__(self, store: Source, config: TrainConfig, ranks: Ranks = ALONE, pin: bool = False) -> None:
         self.store, self.config, self.ranks, self.pin = store, config, ranks, pin
@@ -321,16 +326,26 @@ class TrainData:
         """
         ahead = READERS if self.pin else 1
         with ThreadPoolExecutor(ahead) as readers:
-            plan = self._plan(position)
+            plan = self.plan(position)
             waiting = deque(readers.submit(self._read, *next(plan)) for _ in range(ahead))
             while True:
                 current = waiting.popleft()
                 waiting.append(readers.submit(self._read, *next(plan)))
                 data = current.result()
+                if self.rewrite is not None:
+                    data.batches = self.rewrite(position, data)
+                    position = data.following
                 data.batches = [complete(self.store, batch, self.config.taps) for batch in data.batches]
                 yield data
 
-    def _plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
+    def shares(self, dialogues: list[int]) -> list[list[int]]:
+        """This rank's micro-batches of a global batch."""
+        count = self.config.gradient_accumulation
+        shares = split_evenly(dialogues, self.lengths, self.ranks.count * count)
+        return shares[self.ranks.rank * count : (self.ranks.rank + 1) * count]
+
+    def plan(self, position: Position) -> Iterator[tuple[list[int], int, Position]]:
+        """The global batches from ``position`` on, each with its epoch and the position after it; without end."""
         epoch, start = position.epoch, position.batch
         while True:
             batches = self.epoch(epoch)
@@ -342,8 +357,6 @@ class TrainData:
     def _read(self, dialogues: list[int], epoch: int, following: Position) -> StepData:
         if self.check is not None:
             self.check.first_read(self.store, dialogues)
-        count, taps = self.config.gradient_accumulation, self.config.taps
-        shares = split_evenly(dialogues, self.lengths, self.ranks.count * count)
-        mine = shares[self.ranks.rank * count : (self.ranks.rank + 1) * count]
-        batches = [collate_or_stand_in(self.store, share, dialogues, taps, one_row=True) for share in mine]
+        taps, shares = self.config.taps, self.shares(dialogues)
+        batches = [collate_or_stand_in(self.store, share, dialogues, taps, one_row=True) for share in shares]
         return StepData([batch.pin_memory() for batch in batches] if self.pin else batches, epoch, following)

@@ -4,6 +4,7 @@ It reads configurations, manifests and file headers, no weights and no features.
 estimates then come from --tokens or --data and --target-config.
 """
 
+import functools
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
 from drafters.model.kv_cache import head_sizes
+from drafters.model.loading import config_and_adapter
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.data.packing import Source
@@ -24,7 +26,7 @@ from train.inputs import check_taps
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.workload import Workload, estimate_workload, store_workload
-from train.run.files import check_run_disk, check_run_folder, run_folder_bytes
+from train.run.files import check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
 
@@ -40,6 +42,7 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
     target, local = checks.check_target(report, config, given.target_config), checks.here(config)
     missing = checks.not_here(config, local)
+    others = [report.check(key, functools.partial(config_and_adapter, n), n) for key, n in config.other_models.items()]
     compared, train = False, None
     heldout: Source | None = None
     if config.data is not None:
@@ -55,6 +58,8 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
         report.add("not checked", f"what needs the target's files: {missing} not here")
     if target is None:
         report.add("estimates", "none without the target's configuration; give --target-config config.json")
+        return report
+    if None in others:
         return report
     if not compared and config.taps:
         report.check("exit layer", lambda: check_taps(config, config.target, target.num_hidden_layers))
@@ -102,8 +107,9 @@ class Estimates:
     def make(self) -> None:
         """Add all estimates, and the line that sums them up."""
         report, config, micro, ranks = self.report, self.config, self.micro, self.given.ranks
-        count = estimate.parameters(self.task.module)
-        report.add("drafter", f"{type(self.task.module).__name__}, {count:,} parameters")
+        whole, count = estimate.parameters(self.task.module), trained_parameters(self.task.module)
+        frozen = f", {count:,} of them trained" if count < whole else ""
+        report.add("drafter", f"{type(self.task.module).__name__}, {whole:,} parameters{frozen}")
         if (start := config.init_from) is not None:
             report.check("init_from", lambda: self.task.init_from(start), f"{start}, whose weights fit")
         if self.workload:
@@ -112,7 +118,7 @@ class Estimates:
         report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {ranks} rank(s): {size}")
         memory, run_disk = self.memory(), size_text(run_folder_bytes(count, config.weight_average is not None))
         report.check("disk: run folder", lambda: check_run_disk(config, self.task.module), run_disk)
-        parts = [f"drafter {count / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
+        parts = [f"drafter {whole / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
         parts.append(f"run folder {run_disk}")
         if self.workload:
             parts += [self.features_disk(self.workload), *self.time(self.workload)]

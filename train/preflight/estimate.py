@@ -109,7 +109,8 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
     (as which bf16 runs at stage 0, too) splits masters and moments over the ranks, stage 2 the sums, stage 3 all. In
     float32 there are masters from stage 1 on. docs/training.md has the table, a test of the engine counts it.
     """
-    count, largest = parameters(task.module), max(weights.numel() for weights in task.module.parameters())
+    trained = [weights.numel() for weights in task.module.parameters() if weights.requires_grad]
+    count, largest, frozen = sum(trained), max(trained), parameters(task.module) - sum(trained)
     settings = deepspeed_config(config)["zero_optimization"]
     stage = int(settings["stage"])
     width = config.dtype.itemsize
@@ -123,7 +124,7 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
     on_host = config.offload != "none"
     ends_count = sum(weights.numel() for weights in {task.ends.embed.weight, task.ends.lm_head.weight})
     return {
-        "weights": 0 if config.offload == "parameters" else width * (part if stage == 3 else count),
+        "weights": 0 if config.offload == "parameters" else width * (frozen + (part if stage == 3 else count)),
         "float32 masters": 0 if on_host or stage == 0 else 4 * part,
         "Adam's moments": 0 if on_host else 8 * part,
         "gradients": gradients - (4 * part if on_host and stage >= 2 else 0),
@@ -222,7 +223,7 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatc
     task = make_task(config, meta_ends(target, device=str(device), dtype=config.dtype))
     with exact_buffers(task.module):
         module = task.module.to(device, config.dtype)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)
     batch = random_batch(config, size, target).to(device, config.dtype)
     rows = task.rows(batch)
     began = 0.0

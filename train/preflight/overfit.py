@@ -106,10 +106,10 @@ def overfit_config(config: TrainConfig, steps: int) -> TrainConfig:
         "tau_every": None,
         "weight_average": None,
     }
-    if "noise" in type(config).model_fields:
-        changes["noise"] = "none"
-    if "labels" in type(config).model_fields:
-        changes["labels"] = "target"  # what a text has is not what the target says, which the drafter is judged by
+    # No noise, the dialogues as they are and all of their answers; and what a text has is not what the target says, by
+    # which the drafter is judged.
+    plain = {"noise": "none", "labels": "target", "on_policy": None, "boost": None}
+    changes |= {key: value for key, value in plain.items() if key in type(config).model_fields}
     return validate(type(config), {**config.model_dump(), **changes}, source="--overfit")
 
 

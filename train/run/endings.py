@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from drafters.model.ends import FrozenEnds
 from train.config import TrainConfig
 from train.data.packing import Source, TrainData
@@ -14,6 +13,7 @@ from train.run.files import StateFolder, read_object
 from train.run.state import PROGRESS
 
 UNTRAINED = ("prompt_lookup", "lookahead")  # what a drafter has to beat: methods that need neither training nor a model
+EXPORTED = ("config.json", "adapter_config.json")  # one of them is in every export
 ANSWER = 96  # most new tokens; of a target with a short context, a quarter of it
 
 
@@ -28,9 +28,9 @@ def finished_at(config: TrainConfig, train: Source) -> int | None:
     by_step, by_clock = last is not None and step >= last, config.minutes and seconds >= 60 * config.minutes
     if not by_step and not by_clock:
         return None
-    exported = read_object(config.out / CONFIG_FILE).get("training", {}).get("steps")
+    exported = read_object(config.out / config.provenance_file).get("training", {}).get("steps")
     summary = read_object(config.out / "summary.json")
-    whole = exported == step and (config.out / WEIGHTS_FILE).is_file()
+    whole = exported == step and (config.out / config.weights_file).is_file()
     return step if whole and summary.get("ended") == "finished" and summary.get("steps") == step else None
 
 
@@ -53,7 +53,7 @@ def measure_command(config: TrainConfig, source: str, target_dtype: str, ends: F
     context = getattr(ends.config, "max_position_embeddings", None) or 2048
     answer = min(ANSWER, max(1, context // 4))
     drafters: list[dict[str, Any]] = [{"drafter": name} for name in UNTRAINED]
-    drafters.append({"drafter": config.drafter, "checkpoint": str(config.out)})
+    drafters.append(config.measured_by)
     overrides: dict[str, Any] = {
         "target.path": config.target,
         **({"target.revision": config.revision} if config.revision else {}),
@@ -80,6 +80,6 @@ def what_is_kept(run: Path, again: str, resumed: str) -> str:
     if latest:
         step = int(latest.removeprefix("step-"))
         return f"the state after step {step:,} is kept in {run}; to go on from there: {resumed}"
-    if (run / CONFIG_FILE).is_file():
+    if any((run / name).is_file() for name in EXPORTED):
         return f"no state was saved yet, only the drafter as it was, in {run}; delete that and start again: {again}"
     return f"no state was saved yet, so nothing is kept; to start again: {again}"

@@ -256,7 +256,7 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
 
 
 def run_folder_bytes(count: int, averaged: bool = False) -> int:
-    """Of a drafter of ``count`` parameters: the states that are kept, one more while it is written, and the export.
+    """Of ``count`` trained parameters: the states that are kept, one more while it is written, and the export.
 
     A state is weights, two moments and the ``averaged`` weights in float32; the export is bf16, and another is written
     beside the last one.
@@ -264,11 +264,16 @@ def run_folder_bytes(count: int, averaged: bool = False) -> int:
     return (KEPT_STATES + 1) * (16 if averaged else 12) * count + 2 * 2 * count
 
 
+def trained_parameters(module: "nn.Module") -> int:
+    """The number of weights that training changes."""
+    return sum(weights.numel() for weights in module.parameters() if weights.requires_grad)
+
+
 def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
     """Raise ValueError unless the states and exports of ``module`` fit beside what the run folder holds already."""
-    run, count = config.out, sum(weights.numel() for weights in module.parameters())
+    run, count = config.out, trained_parameters(module)
     there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
-    what = f"the run folder {run} (states and exports of {count:,} parameters)"
+    what = f"the run folder {run} (states and exports of {count:,} trained parameters)"
     needed = run_folder_bytes(count, config.weight_average is not None)
     check_room(run, needed - there, what, "give an `out` on another disk, or make room")
 

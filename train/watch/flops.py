@@ -58,11 +58,13 @@ class TrainingCost:
 def training_cost(task: Task) -> TrainingCost:
     """The cost of a task's module, by the shapes of its weights: on whatever device (meta, too), but not partitioned by
     ZeRO-3 yet."""
-    config, head = task.ends.config, task.ends.lm_head
+    config, head = task.layers_config, task.ends.lm_head
     every = task.module.named_parameters()
     matrices = {name: weights for name, weights in every if weights.dim() == 2 and name not in task.lm_heads}
-    # 2 FLOPs for each of three products: the forward one, the weights' gradient and the input's (of a constant, none).
-    token = sum((4 if name in task.constant_inputs else 6) * weights.numel() for name, weights in matrices.items())
+    # 2 FLOPs for each of three products: the forward one, the weights' gradient (of frozen ones, none) and the input's
+    # (of a constant, none).
+    less = {name for name, weights in matrices.items() if name in task.constant_inputs or not weights.requires_grad}
+    token = sum((4 if name in less else 6) * weights.numel() for name, weights in matrices.items())
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
@@ -70,8 +72,8 @@ def training_cost(task: Task) -> TrainingCost:
     # Further predictions of the same row see one key more each, and the target's logits are there already.
     steps = task.unroll
     own_keys = pair * (steps * (steps - 1) // 2)
-    products = task.lm_head_products + (LM_HEAD_PRODUCTS - 1) * (steps - 1)
-    return TrainingCost(steps * token + own_keys, steps * pair, products * 2 * vocab * head.in_features)
+    row = task.row_flops + (LM_HEAD_PRODUCTS - 1) * (steps - 1) * 2 * vocab * head.in_features
+    return TrainingCost(steps * token + own_keys, steps * pair, row)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:

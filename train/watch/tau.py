@@ -2,13 +2,14 @@
 
 import gc
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from drafters.base import LearnedDrafter
+from drafters.base import Drafter
 from drafters.decoding.loop import generate
 from drafters.decoding.trace import Trace
 from drafters.model.target import TargetModel
@@ -104,7 +105,7 @@ class HeldoutTau:
             found |= trace_figures(kind, trace)
         return found | {"tau_seconds": round(time.monotonic() - began, 2)}
 
-    def _decode(self, drafters: dict[str, LearnedDrafter]) -> dict[str, Trace]:
+    def _decode(self, drafters: Mapping[str, Drafter]) -> dict[str, Trace]:
         """One trace a drafter, over the same prompts; those for which the time did not suffice are left out of all."""
         traces = {kind: Trace() for kind in drafters}
         began = time.monotonic()

@@ -1,0 +1,73 @@
+"""A trained draft model as a folder of transformers, or an adapter as one of peft, with what it came from."""
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drafters.files import keep_mode, replace_json, sync
+from drafters.model.files import load_bare_tokenizer
+from train.draft.module import DraftModule, draft_module
+
+if TYPE_CHECKING:
+    from train.draft_model import DraftModelConfig
+
+CONFIGS = ("config.json", "adapter_config.json")  # without which a folder does not load
+
+
+def with_weights(config: "DraftModelConfig", weights: dict[str, Tensor]) -> DraftModule:
+    """Another module of the run, on the CPU, with copies of ``weights`` in their dtype."""
+    with torch.random.fork_rng(devices=[]):
+        module = draft_module(config.draft_model, config.lora, attention="sdpa")
+    for name, value in module.state_dict(keep_vars=True).items():
+        value.data = weights[name].clone()
+    module.base.tie_weights()
+    return module.eval()
+
+
+def export(config: "DraftModelConfig", weights: dict[str, Tensor], provenance: dict[str, Any]) -> None:
+    """Write the draft model, or its adapter, into the top of the run folder, over an older export if any.
+
+    A process killed on the way leaves the older one, the new one, or a folder that does not load.
+    """
+    out, module = config.out, with_weights(config, weights)
+    temporary = out / ".export"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if config.lora is None:
+        module.model.to(torch.bfloat16)
+        (temporary / "README.md").write_text(card(config, provenance), encoding="utf-8")
+    module.model.save_pretrained(temporary)
+    with contextlib.suppress(ValueError):  # token ids in, token ids out: a model may come without one
+        load_bare_tokenizer(config.draft_model).save_pretrained(temporary)
+    replace_json(temporary / config.provenance_file, provenance)
+    mode = (temporary / config.provenance_file).stat().st_mode
+    files = sorted(temporary.iterdir(), key=lambda file: (file.name in CONFIGS, file.name == config.provenance_file))
+    for file in files:
+        keep_mode(file, mode)
+        sync(file)
+    for name in (*CONFIGS, config.provenance_file):
+        (out / name).unlink(missing_ok=True)
+    for file in files:
+        file.replace(out / file.name)
+    sync(out)
+    temporary.rmdir()
+
+
+def card(config: "DraftModelConfig", provenance: dict[str, Any]) -> str:
+    """The model card."""
+    training, target = provenance["training"], provenance["target"]["name"]
+    loss = config.divergence + (f" ({config.beta:g})" if config.divergence == "jsd" else "")
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding, draft-model]
+---
+# {Path(config.out).name}
+
+A draft model for speculative decoding with `{Path(target).name}`: `{Path(config.draft_model).name}`, aligned with that
+target by {loss}, {training["tokens"]:,} tokens in {training["steps"]:,} steps. `{config.provenance_file}` has the rest.
+"""

@@ -1,0 +1,156 @@
+"""A causal LM as it is trained: its layers over packed dialogues, up to what its LM head takes; whole, or by LoRA."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
+from drafters.model.loading import load_model
+from train.attention import NAME, Dialogues
+from train.draft.options import Lora
+
+PROBE = 4  # tokens of each of the two dialogues that a module is tried on
+
+
+class DraftModule(nn.Module):
+    """A draft model between token ids and its LM head.
+
+    Args:
+        model: transformers' own model, whose layers are called one by one.
+        lora: freeze it, and add matrices of low rank.
+        name: what an adapter says that it is for.
+
+    Attributes:
+        model: the model, or peft's model around it.
+    """
+
+    def __init__(self, model: PreTrainedModel, lora: Lora | None, name: str) -> None:
+        super().__init__()
+        self.model: Any = model if lora is None else with_lora(model, lora, name)
+        self.lora = lora
+
+    @property
+    def base(self) -> Any:
+        """transformers' model."""
+        return self.model if self.lora is None else self.model.get_base_model()
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """What the output goes through."""
+        head: nn.Linear = self.base.get_output_embeddings()
+        return head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, mask: Dialogues | Tensor | None = None) -> Tensor:
+        """Ids and positions ``[R, L]`` -> what the LM head takes, ``[R, L, h]``; row i is about token i + 1."""
+        body = self.base.model
+        hidden = body.embed_tokens(input_ids)
+        angles = body.rotary_emb(hidden, position_ids)
+        for layer in body.layers:
+            hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=angles)
+        normed: Tensor = body.norm(hidden)
+        return normed
+
+    def load_base(self, weights: dict[str, Tensor]) -> None:
+        """Give transformers' model its weights, by its own names."""
+        own = {name.replace(".base_layer.", "."): value for name, value in self.base.state_dict(keep_vars=True).items()}
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+
+    def merged(self) -> PreTrainedModel:
+        """transformers' model with what LoRA adds in its weights; the module is of no use afterwards."""
+        found: PreTrainedModel = self.model if self.lora is None else self.model.merge_and_unload()
+        return found
+
+
+def draft_module(name: str, lora: Lora | None, attention: str = NAME) -> DraftModule:
+    """The module of the model in the folder or Hub repository ``name``, with random weights.
+
+    Raises:
+        ValueError: no such model, or one whose layers cannot be trained on packed dialogues.
+    """
+    config = load_config_only(name)
+    if any(sliding_windows(config)):
+        raise ValueError(
+            f"draft_model: {name} has layers with a sliding window, which training on packed dialogues does not keep; "
+            "choose a draft model without (sliding_window: null)"
+        )
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.get_default_dtype(), attn_implementation="sdpa", trust_remote_code=False
+    )
+    if missing := [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(model.model, part)]:
+        raise ValueError(f"draft_model: {name} ({type(model).__name__}) has no {', '.join(missing)}; use {SUPPORTED}")
+    if model.get_output_embeddings().bias is not None:
+        raise ValueError(f"draft_model: {name} has an LM head with a bias, which would not be trained; use {SUPPORTED}")
+    if getattr(config, "final_logit_softcapping", None):  # small logits would hide it
+        raise ValueError(f"draft_model: {name} caps its logits after the LM head; use {SUPPORTED}")
+    if torch._guards.detect_fake_mode() is not None:  # an estimate, in which peft fails and would change little
+        lora = None
+    module = DraftModule(model, lora, name)
+    if attention == NAME:
+        check_packed(module, config)
+    return module
+
+
+def with_lora(model: PreTrainedModel, lora: Lora, name: str) -> nn.Module:
+    """``model`` frozen within peft's, with matrices of rank ``lora.r`` beside its projections."""
+    import peft
+
+    targets: Any = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    given = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=name,
+    )
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
+            made: nn.Module = peft.get_peft_model(model, given)
+    except ValueError as error:
+        raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
+    return made
+
+
+@torch.no_grad()
+def check_packed(module: DraftModule, config: PretrainedConfig) -> None:
+    """Let the layers take ``Dialogues``, and raise ValueError unless two in a row give what transformers' own forward
+    gives for each."""
+    ids, positions = torch.arange(2 * PROBE)[None] % config.vocab_size, torch.arange(PROBE)[None]
+    module.base.config._attn_implementation = NAME
+    training = module.training
+    module.eval()
+    try:
+        together = module(ids, positions.repeat(1, 2), Dialogues([[PROBE, PROBE]]))
+    except (AttributeError, TypeError, RuntimeError) as error:
+        what = f"draft_model of model_type {config.model_type!r} takes no packed dialogues: {error}"
+        raise ValueError(f"{what}; use {SUPPORTED}") from error
+    finally:
+        module.train(training)
+    if together.device.type == "meta" or type(together) is not Tensor:  # without contents
+        return
+    module.eval()
+    alone = [module.base.model(input_ids=part, use_cache=False).last_hidden_state for part in ids.split(PROBE, dim=1)]
+    module.train(training)
+    expected = torch.cat(alone, dim=1)
+    gap, scale = (together - expected).abs().max().item(), expected.abs().max().item()
+    if not gap <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * scale:
+        raise ValueError(
+            f"draft_model of model_type {config.model_type!r} gives something else on packed dialogues (off by "
+            f"{gap:.2g}, values up to {scale:.2g}); use {SUPPORTED}"
+        )
+
+
+def load_weights(module: DraftModule, name: str) -> None:
+    """Read the weights of the model ``name`` into its module.
+
+    Raises:
+        ValueError: nothing loadable there.
+    """
+    disable_progress_bar()  # transformers' own: there is one already, the training's
+    module.load_base(load_model(name, "float32", "cpu", None, None, (0, 0)).state_dict())

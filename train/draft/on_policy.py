@@ -1,0 +1,123 @@
+"""On-policy text: answers that the draft model itself samples, in the place of the dialogues' own (DistillSpec, Zhou et
+al. 2023: its mixture of fixed and on-policy data).
+
+A dialogue that is chosen keeps its text up to its first answer; what follows is sampled, and is no longer than what it
+replaces, so that the batches stay those of the fixed text. Which are chosen, and what is drawn, follows from the seed,
+the epoch, the dialogues, the ranks and the weights alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from data_prep.store.reader import StoredDialogue
+from drafters.decoding.call import eos_ids
+from drafters.decoding.loop import generate
+from drafters.methods import make_drafter
+from drafters.model.target import TargetModel
+from train.data.online import OnlineFeatures
+from train.data.packing import Batch, Position, StepData, TrainData, collate
+from train.draft.options import OnPolicy
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Dialogues by their place in the store, as ``collate`` reads them."""
+
+    dialogues: dict[int, StoredDialogue]
+
+    def __getitem__(self, index: int) -> StoredDialogue:
+        return self.dialogues[index]
+
+
+class OnPolicyText:
+    """Answers for the next ``options.every`` steps at once, by the weights that the draft model has then.
+
+    Args:
+        options: the config's ``on_policy``.
+        data: the run's batches, of dialogues whose features are computed afterwards.
+        draft_model: makes a draft model of the present weights; every rank calls it in the same step.
+        step: the number of steps taken so far.
+    """
+
+    def __init__(
+        self, options: OnPolicy, data: TrainData, draft_model: Callable[[], TargetModel], step: Callable[[], int]
+    ) -> None:
+        assert isinstance(data.store, OnlineFeatures)
+        self.options, self.data, self.store, self.draft_model, self.step = options, data, data.store, draft_model, step
+        self._answers: dict[tuple[int, int], list[int]] = {}  # by epoch and dialogue
+        self._until = 0  # the first step without any
+
+    def rewrite(self, position: Position, given: StepData) -> list[Batch]:
+        """The batches of the step at ``position`` with what the draft model answers."""
+        step, every = self.step(), self.options.every
+        if step >= self._until or step % every == 0:  # also where a run goes on
+            self._until = step - step % every + every
+            self._renew(position, self._until - step)
+        return [self._rewritten(batch, given.epoch) for batch in given.batches]
+
+    def chosen(self, epoch: int, dialogue: int) -> bool:
+        """Whether the dialogue gets another answer in this epoch."""
+        draw = torch.rand((), generator=self._generator(epoch, dialogue))
+        return bool(draw < self.options.share)
+
+    def _renew(self, position: Position, steps: int) -> None:
+        model = self.draft_model()
+        wanted = []
+        for dialogues, epoch, _ in islice(self.data.plan(position), steps):
+            for index in (index for share in self.data.shares(dialogues) for index in share):
+                if 0 < len(self._prompt(index)) < model.max_context and self.chosen(epoch, index):
+                    wanted.append((epoch, index))
+        wanted.sort(key=lambda one: len(self._prompt(one[1])))
+        self._answers = {}
+        for first in range(0, len(wanted), self.options.batch):
+            self._sample(model, wanted[first : first + self.options.batch])
+
+    def _sample(self, model: TargetModel, wanted: list[tuple[int, int]]) -> None:
+        prompts = [self._prompt(index) for _, index in wanted]
+        rooms = [
+            len(self.store[index].input_ids) - len(prompt) for (_, index), prompt in zip(wanted, prompts, strict=True)
+        ]
+        most = min(max(rooms), self.options.max_new_tokens, model.max_context - max(map(len, prompts)))
+        made = generate(
+            model,
+            make_drafter("autoregressive", model),
+            prompts,
+            max_new_tokens=most,
+            temperature=self.options.temperature,
+            eos_token_id=sorted(eos_ids(self.store.target, None)),
+            seed=int(torch.randint(2**62, (2,), generator=self._generator(*wanted[0]))[1]),
+        )
+        for key, room, row, length in zip(wanted, rooms, made.tokens, made.lengths, strict=True):
+            self._answers[key] = row[: min(room, length)].tolist()
+
+    def _rewritten(self, batch: Batch, epoch: int) -> Batch:
+        found = {span.dialogue: self._answers.get((epoch, span.dialogue)) for span in batch.spans}
+        if not any(found.values()):
+            return batch
+        texts: Any = Texts({index: self._with(index, answer) for index, answer in found.items()})
+        return collate(texts, list(found), self.data.config.taps, one_row=True)
+
+    def _prompt(self, index: int) -> list[int]:
+        """The text up to the first answer; empty where there is no answer."""
+        dialogue = self.store[index]
+        answers = dialogue.loss_mask.nonzero()
+        ids: list[int] = dialogue.input_ids[: int(answers[0]) if len(answers) else 0].tolist()
+        return ids
+
+    def _with(self, index: int, answer: list[int] | None) -> StoredDialogue:
+        dialogue = self.store[index]
+        if not answer:
+            return dialogue
+        prompt = self._prompt(index)
+        length = len(prompt) + len(answer)
+        taps = {layer: states[:length] for layer, states in dialogue.taps.items()}
+        mask = torch.arange(length) >= len(prompt)
+        return StoredDialogue(torch.tensor(prompt + answer), mask, dialogue.features[:length], taps)
+
+    def _generator(self, epoch: int, dialogue: int) -> torch.Generator:
+        seed = (self.data.config.seed * 1_000_003 + epoch) * 2_654_435_761 + dialogue
+        return torch.Generator().manual_seed(seed % 2**63)

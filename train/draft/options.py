@@ -1,0 +1,32 @@
+"""The groups of keys of a draft model's training; read without torch."""
+
+from pydantic import Field
+
+from drafters.config import Config
+
+
+class Lora(Config):
+    """``lora:``: train matrices of low rank beside the projections, by peft, and leave the draft model as it is."""
+
+    r: int = Field(16, ge=1, description="their rank")
+    alpha: int = Field(32, ge=1, description="what they add counts alpha / r times")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: str | list[str] = Field("all-linear", description="modules by name, as peft takes them")
+
+
+class OnPolicy(Config):
+    """``on_policy:``: answers that the draft model samples itself, in the place of the dialogues' own."""
+
+    share: float = Field(0.5, gt=0, le=1, description="of the dialogues whose answer is replaced")
+    every: int = Field(1, ge=1, description="steps for which answers are sampled at once, by the weights at the first")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    max_new_tokens: int = Field(256, ge=1, description="of an answer, which is no longer than the one it replaces")
+    batch: int = Field(32, ge=1, description="answers sampled side by side")
+
+
+class Boost(Config):
+    """``boost:``: train only where draft models that are trained already miss what the target says (SpecInfer)."""
+
+    after: list[str] = Field(min_length=1, description="folders or Hub names of the draft models before this one")
+    length: int = Field(1, ge=1, description="tokens of a speculation, all of which have to be right")
+    keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
