@@ -137,6 +137,11 @@ class TrainConfig(Config):
         return {"drafter": self.drafter, "checkpoint": str(self.out)}
 
     @property
+    def trains_lm_head(self) -> bool:
+        """Whether the loss multiplies, outside of the module's forward, with weights that are trained."""
+        return False
+
+    @property
     def provenance_file(self) -> str:
         """The file of an export that says what it came from."""
         return "config.json"

@@ -66,6 +66,10 @@ class DraftModelConfig(TrainConfig):
         return {"drafter": "speculative", "draft_model": str(self.out)}
 
     @property
+    def trains_lm_head(self) -> bool:
+        return self.lora is None
+
+    @property
     def provenance_file(self) -> str:
         return "training.json"
 

@@ -107,7 +107,9 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
                 "fused": True,  # as fast as that one, also on the host
             },
         },
-        "bf16": {"enabled": bf16},
+        # By default it clears gradients when those of the module's output arrive: those of an LM head, behind which the
+        # loss is, are there before.
+        "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and config.trains_lm_head},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,
