@@ -217,7 +217,7 @@ def _fade(sums: list[float], tokens: float, steps: float) -> None:
 
 def _copying(lookup: Drafter) -> Retrieval:
     if not isinstance(lookup, Retrieval):
-        raise ValueError(f"lookup is {lookup.name!r}, which does not copy; use prompt_lookup")
+        raise ValueError(f"lookup is {lookup.name!r}, which does not copy; use prompt_lookup, suffix or rest")
     return lookup
 
 
