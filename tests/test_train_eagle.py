@@ -229,7 +229,7 @@ def test_deepspeed_numbers_come_from_the_run_config(settings: dict[str, Any]) ->
     assert derived["zero_optimization"]["stage"] == 2
     assert derived["optimizer"]["params"]["lr"] == 0.01
     assert derived["optimizer"]["params"]["betas"] == [0.9, 0.95]
-    assert derived["bf16"] == {"enabled": False}
+    assert derived["bf16"] == {"enabled": False, "immediate_grad_update": False}
 
 
 def test_a_store_of_another_target_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
