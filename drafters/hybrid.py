@@ -16,6 +16,7 @@ from .decoding.acceptance import Verdict
 from .decoding.draft_tree import ROOT, DraftTree
 from .decoding.loop import DecodeState
 from .decoding.sampling import Sampling
+from .drafting.counted import Counted
 from .drafting.retrieval import NOTHING, Found, Retrieval
 from .methods import inner_drafter
 from .model.cost import Costs, step_costs
@@ -23,11 +24,9 @@ from .model.target import FeatureOutput, TargetModel
 
 MATCHES = (1, 2, 3, 4, 8, 16, 32)  # kinds of matches: as long, or shorter; the last kind is longer
 CLAIMS = (0.3, 0.5, 0.7, 0.9)  # kinds of claims, likewise
-DOUBT = 6.0  # tokens that the guess beforehand counts for
 # The guess is the claim to the power of so much by the match: 0.29, 0.54, 0.66 where 1, 2, 3 tokens match in one place,
 # 0.86 where 8 do. In SmolLM2's own answers it was 0.29, 0.57, 0.60, and 0.94 where 8 or more do.
 FORGIVES = 1.8
-WINDOW = 400.0  # tokens of a kind that are remembered: the next prompt may be another kind of text
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
 
 LOOKUP: dict[str, Any] = {"drafter": "prompt_lookup", "gamma": 16, "max_ngram": 8}
@@ -125,22 +124,15 @@ class Trust:
     """
 
     def __init__(self) -> None:
-        kinds = (len(MATCHES) + 1) * (len(CLAIMS) + 1)
-        self._tried, self._right = [0.0] * kinds, [0.0] * kinds
+        self._counted = Counted((len(MATCHES) + 1) * (len(CLAIMS) + 1))
 
     def of(self, match: int, claim: float) -> float:
         """P(it is | the tokens before it were)."""
-        kind = _kind(match, claim)
-        return (self._right[kind] + DOUBT * claim ** (FORGIVES / match)) / (self._tried[kind] + DOUBT)
+        return self._counted.share(_kind(match, claim), claim ** (FORGIVES / match))
 
     def learn(self, match: int, claim: float, right: bool) -> None:
         """Whether it was."""
-        kind = _kind(match, claim)
-        if self._tried[kind] >= WINDOW:
-            self._tried[kind] *= 1 - 1 / WINDOW
-            self._right[kind] *= 1 - 1 / WINDOW
-        self._tried[kind] += 1
-        self._right[kind] += right
+        self._counted.learn(_kind(match, claim), right)
 
 
 def _kind(match: int, claim: float) -> int:

@@ -25,11 +25,10 @@ from ..model.cost import Costs
 from ..model.draft_head import DraftHead
 from ..model.rows import Rows
 from .auto import WORTH, probe_after
+from .counted import Counted
 from .tree_plan import Extend
 
 DEPTHS, RANKS, BINS = 3, 4, 12  # kinds of candidates: the last depth and rank stand for those beyond, too
-DOUBT = 6.0  # candidates that the head's own word counts for
-WINDOW = 400.0  # candidates of a kind that are remembered: the next prompt may be another kind of text
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
 FRONTIER = 4  # nodes that one pass goes on from, at most
 SIGHT = 24  # of the likeliest candidates, by which a further pass is judged
@@ -40,22 +39,15 @@ class Confidence:
     """How often a candidate is the target's choice, by depth, rank and the probability that the head gives it."""
 
     def __init__(self) -> None:
-        self._tried = [0.0] * (DEPTHS * RANKS * BINS)
-        self._right = [0.0] * (DEPTHS * RANKS * BINS)
+        self._counted = Counted(DEPTHS * RANKS * BINS)
 
     def of(self, depth: int, rank: int, probability: float) -> float:
         """P(the target chooses it | its ancestors are accepted)."""
-        kind = _kind(depth, rank, probability)
-        return (self._right[kind] + DOUBT * probability) / (self._tried[kind] + DOUBT)
+        return self._counted.share(_kind(depth, rank, probability), probability)
 
     def learn(self, depth: int, rank: int, probability: float, right: bool) -> None:
         """Whether it did."""
-        kind = _kind(depth, rank, probability)
-        if self._tried[kind] >= WINDOW:
-            self._tried[kind] *= 1 - 1 / WINDOW
-            self._right[kind] *= 1 - 1 / WINDOW
-        self._tried[kind] += 1
-        self._right[kind] += right
+        self._counted.learn(_kind(depth, rank, probability), right)
 
 
 def _kind(depth: int, rank: int, probability: float) -> int:
