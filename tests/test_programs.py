@@ -76,6 +76,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--shape", "llama-5m", "rounds=2"], "rounds: of an even number"),
         (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
     ],
+    "eval.seeds": [(["none"], "there is no none/report.json; measure first")],
     "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),

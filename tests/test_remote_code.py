@@ -238,6 +238,7 @@ WITHOUT_A_MODEL = {
     "data_prep/stdlib_corpus.py",
     "eval/gpu.py",
     "eval/roofline.py",
+    "eval/seeds.py",
     "train/summary.py",
 }
 ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py"}  # below
