@@ -82,6 +82,8 @@ class EnginesConfig(SpeedConfig):
 
     @model_validator(mode="after")
     def _check_engines(self) -> Self:
+        if self.batch != [1]:
+            raise ValueError(f"batch is {self.batch}: engines are measured with one prompt at a time; leave batch out")
         labels = [entry.label for entry in self.engines]
         ours = {label for temperature in self.temperatures for label in self.methods(temperature)}
         if repeated := sorted({label for label in labels if labels.count(label) > 1 or label in ours}):

@@ -2,9 +2,10 @@
 
 import functools
 import itertools
+import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -184,6 +185,29 @@ def _with_context(
     earlier = Earlier(config.context_files, asked, render_here, config.context_tokens, config.seed)
     longer = [replace(prompt, ids=earlier.before(prompt.question)) for prompt in [*measured, *spare]]
     return longer[: len(measured)], longer[len(measured) :]
+
+
+def in_whole_batches(prompts: PromptSet, batches: Sequence[int]) -> PromptSet:
+    """As many of the prompts as fill batches of every size: at each of them the same ones are measured.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    count, unit = len(prompts.measured), math.lcm(*batches)
+    if count < unit:
+        raise ValueError(
+            f"there are {count} prompts to measure, and to fill batches of {shown_sizes(batches)} it takes {unit}: "
+            "give more prompts or other batch sizes"
+        )
+    left = count % unit
+    skipped = prompts.skipped + Counter(fills_no_batch=left)
+    return replace(prompts, measured=prompts.measured[: count - left], skipped=skipped)
+
+
+def shown_sizes(batches: Sequence[int]) -> str:
+    """Batch sizes, for messages and reports."""
+    *before, last = map(str, batches)
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | None = None) -> list[Prompt]:

@@ -8,10 +8,11 @@ so far are in measurements.unfinished.*.jsonl, from which the same command goes 
 commit or machine are never mixed in. ``eval.sweep`` does this for several values of one key.
 """
 
+import math
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
 from data_prep.disk import check_folder
 from drafters.choices import Dtype, Engine, Quantization
@@ -19,9 +20,17 @@ from drafters.config import Config, load_config
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of
-from eval.prompts import PromptsConfig, check_prompt_files
+from eval.prompts import PromptsConfig, check_prompt_files, shown_sizes
 
 BASELINE = "autoregressive"
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+BatchSize = Annotated[int, Field(ge=1)]
+BatchSizes = Annotated[list[BatchSize], BeforeValidator(_as_list), Field(min_length=1), DISTINCT]
 
 
 class TargetEntry(Config):
@@ -51,6 +60,7 @@ class SpeedConfig(Config):
     temperatures: Annotated[list[NonNegativeFloat], DISTINCT] = Field([0.0, 1.0], min_length=1, description="0: greedy")
     top_k: int = Field(0, ge=0, description="of sampled rows; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="of sampled rows; 1 is off")
+    batch: BatchSizes = Field([1], description="prompts decoded together: a number, or a list to compare several")
     rounds: Odd = Field(1, description="odd; times every method decodes every prompt; the median counts")
     warmup: int = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
     threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
@@ -74,7 +84,19 @@ class SpeedConfig(Config):
                 raise ValueError(
                     f"{entry.name} asks for temperatures {entry.temperatures}, the run has {self.temperatures}"
                 )
+        unit, count = math.lcm(*self.batch), self.prompts.count
+        if count is not None and count % unit:
+            near = [n for n in (count - count % unit, count - count % unit + unit) if n]
+            raise ValueError(
+                f"prompts.count is {count}, and batches of {shown_sizes(self.batch)} are all full with a multiple of "
+                f"{unit} prompts: give {' or '.join(map(str, near))}"
+            )
         return self
+
+    def check_one_batch(self, program: str) -> None:
+        """Raise ValueError where there are several batch sizes, and the program compares something else."""
+        if len(self.batch) > 1:
+            raise ValueError(f"batch is {self.batch}: {program} takes one batch size; eval.speed compares several")
 
     @property
     def entries(self) -> list[DrafterEntry]:

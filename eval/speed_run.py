@@ -1,6 +1,7 @@
 """What eval.speed does with its config."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from drafters.decoding.call import eos_ids
 from drafters.drafting.draft_model import load_draft_model
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
+from drafters.wording import shortened
 from eval.entries import STOCK, StockEntry
 from eval.figures.quantisation import quantisation_cost
 from eval.measure.energy import EnergyMeter
@@ -22,10 +24,10 @@ from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
-from eval.prompts import PromptSet, load_prompts
+from eval.prompts import PromptSet, in_whole_batches, load_prompts
 from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.report.page import print_table
-from eval.report.rows import failures, make_rows, shortage_line, tolerance_note
+from eval.report.rows import best_throughput, failures, make_rows, shortage_line, tolerance_note
 from eval.speed import SpeedConfig, TargetEntry
 
 
@@ -46,11 +48,11 @@ class Guests(Protocol):
         """By label."""
 
 
-def load_models(chosen: TargetEntry, tokens: int = 0) -> Models:
+def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1) -> Models:
     """The target; draft models join it when they are needed.
 
     Args:
-        tokens: of the longest text that is known already, for whose cache the memory has to suffice, too.
+        tokens: of the longest text that is known already. batch: of so many such texts the cache has to fit, too.
 
     Raises:
         ValueError: it cannot be loaded, or there is too little memory.
@@ -58,7 +60,7 @@ def load_models(chosen: TargetEntry, tokens: int = 0) -> Models:
 
     disable_progress_bar()  # transformers' own, one for every model loaded
     where = chosen.path, chosen.dtype, chosen.device, chosen.revision
-    more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (1, tokens)}
+    more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (batch, tokens)}
     target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize, **more)
     stock = TargetModel.from_pretrained(*where, "eager", **more) if chosen.quantize else target
     return Models(target, chosen.engine, stock)
@@ -82,17 +84,12 @@ def run(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_options(config.entries)
-    models = models or load_models(config.target, config.prompts.longest + config.max_new_tokens)
+    models = models or load_models(config.target, config.prompts.longest + config.max_new_tokens, max(config.batch))
     target = models.target
     lineup = Lineup(config.entries, models)
+    left_out = refused(config, lineup)
     assistants = load_assistants(config.stock, models)
-    prompts = load_prompts(
-        config.prompts,
-        load_tokenizer(config.target.path, config.target.revision).tokenizer,
-        warmup=config.warmup,
-        max_new_tokens=config.max_new_tokens,
-        max_context=min([lineup.max_context, *(assistant.max_context for assistant in assistants.values())]),
-    )
+    prompts = prompts_for(config, min([lineup.max_context, *(model.max_context for model in assistants.values())]))
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
@@ -101,14 +98,16 @@ def run(
         guests.start(target, prompts, limits)
         facts |= guests.facts
 
-    def methods(temperature: float) -> list[str]:
-        return [*config.methods(temperature), *(guests.described if guests is not None else ())]
+    def methods(temperature: float, batch: int) -> list[str]:
+        alone = [row["drafter"] for row in left_out if (row["temperature"], row["batch"]) == (temperature, batch)]
+        known = [*config.methods(temperature), *(guests.described if guests is not None else ())]
+        return [name for name in known if name not in alone]
 
     with RunJournal(config.out, identity(facts, prompts), facts, methods) as journal, keeping(journal.kept):
         for note in journal.notes:
             console.print(note, markup=False, highlight=False)
         meter = EnergyMeter(target.device)
-        measure_all(config, target, models.stock, lineup, assistants, prompts, journal, meter, limits, guests)
+        measure_all(config, methods, models, lineup, assistants, prompts, journal, meter, limits, guests)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
         names = described_rows(config, lineup, guests), config.entries[0].name
@@ -116,6 +115,7 @@ def run(
         baseline, rows = make_rows(journal.runs, *names, prompts.measured, target, config.seed)
         report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
         report["failures"] = failures(journal.runs, names[0], prompts.measured)
+        report |= about_batches(config, left_out, names[0], rows, baseline)
         try:
             write_report(report, config.out, journal)
         finally:
@@ -125,10 +125,59 @@ def run(
     return report
 
 
+def about_batches(
+    config: SpeedConfig,
+    left_out: list[dict[str, Any]],
+    described: dict[str, dict[str, Any]],
+    rows: list[dict[str, Any]],
+    baseline: dict[str, Any],
+) -> dict[str, Any]:
+    """What only a report of batches has: what could not be measured, and the best throughput."""
+    if config.batch == [1]:
+        return {}
+    shown = [{**row, **described[row["drafter"]]} for row in left_out]
+    return {"left_out": shown, "throughput": best_throughput(rows, baseline)}
+
+
 def described_rows(config: SpeedConfig, lineup: Lineup, guests: Guests | None) -> dict[str, dict[str, Any]]:
     """Every row's label, in the report's order, and what is known of it."""
     stock = {e.label: {"lossless": True, "stock": True, "entry": e.label, "grid": None} for e in config.stock}
     return {**lineup.described, **stock, **(guests.described if guests is not None else {})}
+
+
+def prompts_for(config: SpeedConfig, max_context: int) -> PromptSet:
+    """The prompts that every batch size measures.
+
+    Raises:
+        ValueError: as ``load_prompts``, or too few for the largest batch.
+    """
+    found = load_prompts(
+        config.prompts,
+        load_tokenizer(config.target.path, config.target.revision).tokenizer,
+        warmup=config.warmup,
+        max_new_tokens=config.max_new_tokens,
+        max_context=max_context,
+    )
+    return in_whole_batches(found, config.batch)
+
+
+def refused(config: SpeedConfig, lineup: Lineup) -> list[dict[str, Any]]:
+    """By batch size and temperature the methods that do not decode so many prompts together, and how many they do.
+
+    Raises:
+        ValueError: none of the configured drafters does at one of the batch sizes.
+    """
+    found: list[dict[str, Any]] = []
+    for temperature, batch in itertools.product(config.temperatures, config.batch):
+        most = lineup.refusing(temperature, batch) | ({e.label: 1 for e in config.stock} if batch > 1 else {})
+        if most and lineup.fitting(temperature, batch) == [config.entries[0].name]:
+            raise ValueError(
+                f"batch is {batch}, and of the methods {shortened(list(most))} none decodes more than "
+                f"{max(most.values())} row(s) at once: leave that batch size out, or add a drafter that does"
+            )
+        rows = ({"drafter": name, "temperature": temperature, "batch": batch, "most": n} for name, n in most.items())
+        found += rows
+    return found
 
 
 def quantised(models: Models, plain: list[Run], prompts: PromptSet) -> dict[str, Any]:
@@ -171,7 +220,7 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
         environment(target)
         | conditions_of(config)
         | {
-            "batch": 1,
+            "batch": config.batch[0] if len(config.batch) == 1 else config.batch,
             "prompt_set": prompts.describe(),
             "limits": {name: getattr(config, name) for name in limits},
             "divergence_tolerance": tolerance_note(target),
@@ -183,8 +232,8 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
 
 def measure_all(
     config: SpeedConfig,
-    target: TargetModel,
-    stock: TargetModel,
+    names: Callable[[float, int], list[str]],
+    models: Models,
     lineup: Lineup,
     assistants: dict[str, TargetModel],
     prompts: PromptSet,
@@ -193,20 +242,24 @@ def measure_all(
     limits: Limits,
     guests: Guests | None,
 ) -> None:
-    """Measure what the journal does not hold yet, with a progress bar; every run goes into the journal."""
+    """Measure what the journal does not hold yet, with a progress bar; every run goes into the journal.
 
-    def build(temperature: float) -> Mapping[str, Method]:
-        drafters = lineup.fresh(temperature).items()
-        methods = {name: drafter_method(target, drafter, temperature, limits) for name, drafter in drafters}
-        for entry in config.stock:
-            methods[entry.label] = stock_method(stock, temperature, limits, entry, assistants.get(entry.label))
+    Args:
+        names: the labels of what decodes at a temperature and a batch size.
+    """
+
+    def build(temperature: float, batch: int) -> Mapping[str, Method]:
+        drafters = lineup.fresh(temperature, batch).items()
+        methods = {name: drafter_method(models.target, drafter, temperature, limits) for name, drafter in drafters}
+        for entry in config.stock if batch == 1 else ():
+            methods[entry.label] = stock_method(models.stock, temperature, limits, entry, assistants.get(entry.label))
         if config.stock_generate:
-            methods[STOCK] = stock_method(stock, temperature, limits)
+            methods[STOCK] = stock_method(models.stock, temperature, limits)
         return methods if guests is None else {**methods, **guests.methods(temperature, limits)}
 
     measured, others = prompts.measured, prompts.warmup
-    each = sum(len(config.methods(t)) + len(guests.described if guests else ()) for t in config.temperatures)
-    total = each * config.rounds * len(measured)
+    sizes = itertools.product(config.temperatures, config.batch)
+    total = sum(len(names(t, batch)) * (len(measured) // batch) for t, batch in sizes) * config.rounds
     remembering = lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
     done = list(journal.runs)
     with Bar(total=total, initial=len(done), unit=" outputs", leave=False) as bar:
@@ -215,6 +268,6 @@ def measure_all(
             bar.set_description(f"{method:<24}", refresh=False)
 
         rounds = config.temperatures, config.rounds
-        for run in measure(build, measured, others, *rounds, limits, on_run, meter, done, remembering):
-            journal.write(run, measured[run.prompt])
+        for run in measure(build, measured, others, *rounds, limits, on_run, meter, done, remembering, config.batch):
+            journal.write(run, *measured[run.prompt : run.prompt + run.batch])
             bar.update()

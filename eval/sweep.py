@@ -58,6 +58,7 @@ class SweepConfig(speed.SpeedConfig):
             set_key(data, key, value, "vary")
             data["out"] = str(self.out / name)
             configs.append(validate(speed.SpeedConfig, data, source=f"vary: {name}"))
+            configs[-1].check_one_batch("a value of eval.sweep")
         return configs
 
 

@@ -47,6 +47,7 @@ class TuneConfig(speed.SpeedConfig):
                 f"one drafter without a grid and one temperature are tuned at a time, found {len(self.drafters)} and "
                 f"temperatures {self.temperatures}; give a config to each"
             )
+        self.check_one_batch("eval.tune")
         if self.max_perplexity is not None and self.objective != "speed":
             raise ValueError(
                 f"max_perplexity is {self.max_perplexity:g} and objective {self.objective}: a bound is for the search "

@@ -354,7 +354,7 @@ def test_a_report_shows_what_was_expected() -> None:
     """Catches a promise of other prompts in a prompt's run, and figures that are ratios of sums taken for sums."""
     target = target_of("llama")
     decode = drafter_method(target, auto_eagle(target, 0.0), 0.0, Limits(40))
-    outcomes = [decode(prompt(8, seed), 0) for seed in range(2)]
+    outcomes = [decode([prompt(8, seed)], 0) for seed in range(2)]
     for made in outcomes:
         assert made.promised is not None and made.trace is not None
         assert made.promised.steps == len(made.trace.steps)

@@ -147,7 +147,7 @@ def test_a_worker_that_fails_says_why(simple: Callable[..., Worker], tmp_path: P
     """Catches a run that waits for ever for a dead engine, or ends with nothing but a broken pipe."""
     with simple() as worker:
         assert worker.ask(question([3], 7, 0.0, 4))["tokens"] == [7]
-        made = worker_method(worker, 0.0, Limits(4), 9)([3], 8)
+        made = worker_method(worker, 0.0, Limits(4), 9)([[3]], 8)
         assert (made.tokens, made.trace, made.prefill_seconds, made.decode_seconds) == ([8], None, 0.1, 0.2)
         with pytest.raises(WorkerError, match="ValueError: a prompt of two lines"):
             worker.ask(question([14], 0, 0.0, 4))
@@ -156,7 +156,7 @@ def test_a_worker_that_fails_says_why(simple: Callable[..., Worker], tmp_path: P
     with simple() as worker, pytest.raises(WorkerError, match="without an answer .status 9.; .*log: out of memory"):
         worker.ask(question([13], 0, 0.0, 4))
     with simple() as worker:
-        made = worker_method(worker, 0.0, Limits(4), 9)([3], 9)
+        made = worker_method(worker, 0.0, Limits(4), 9)([[3]], 9)
         assert str(made.failure).startswith("token 9, and the target has 9 (see ")
     with pytest.raises(WorkerError, match="ModuleNotFoundError: No module named 'engine'"), simple(fails=True):
         pass

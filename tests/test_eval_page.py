@@ -7,7 +7,7 @@ from eval.report.rows import _without_all_readings
 
 
 def row(speed: float, tau: float, **grid: int) -> dict[str, Any]:
-    return {"entry": "O", "temperature": 0.0, "grid": grid or None, "tokens_per_second": speed, "tau": tau}
+    return {"entry": "O", "temperature": 0.0, "batch": 1, "grid": grid or None, "tokens_per_second": speed, "tau": tau}
 
 
 def test_a_grid_is_a_table_with_its_last_knob_across() -> None:

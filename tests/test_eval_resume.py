@@ -83,12 +83,12 @@ def killed_after(
     """Run until so many runs are in the journal, and no further; what came out."""
     left = runs
 
-    def count(self: journal.RunJournal, run: Run, prompt: Any) -> None:
+    def count(self: journal.RunJournal, run: Run, *prompts: Any) -> None:
         nonlocal left
         if left == 0:
             raise by
         left -= 1
-        written(self, run, prompt)
+        written(self, run, *prompts)
 
     written = journal.RunJournal.write
     with monkeypatch.context() as patch:
@@ -167,7 +167,7 @@ def test_only_what_remembers_decodes_the_prompts_before_again(
 
 def opened(out: Path, identity: dict[str, Any]) -> journal.RunJournal:
     facts = {"date": "2026-01-01T00:00:00", "load_average": 0.5}
-    return journal.RunJournal(out, identity, facts, lambda temperature: ("a", "b"))
+    return journal.RunJournal(out, identity, facts, lambda *_: ("a", "b"))
 
 
 def write_prompts(out: Path, identity: dict[str, Any], *prompts: int) -> Path:

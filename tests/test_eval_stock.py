@@ -21,12 +21,12 @@ def test_stock_generate_is_timed_without_its_prefill(tiny_model: Callable[..., P
     model = tiny_model("llama")
     target = TargetModel(model)
     ids = list(range(3, 60))
-    made = stock_method(target, 0.0, Limits(6, eos=eos_ids(target, None)))(ids, 0)
+    made = stock_method(target, 0.0, Limits(6, eos=eos_ids(target, None)))([ids], 0)
     expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=2)
     assert made.tokens == expected[0, len(ids) :].tolist()
     assert made.prefill_seconds > 0
     assert made.decode_seconds > 0
-    assert stock_method(target, 0.0, Limits(1))(ids, 0).decode_seconds < made.prefill_seconds
+    assert stock_method(target, 0.0, Limits(1))([ids], 0).decode_seconds < made.prefill_seconds
 
 
 def test_stock_generate_takes_nothing_from_the_models_generation_config(
@@ -36,13 +36,13 @@ def test_stock_generate_takes_nothing_from_the_models_generation_config(
     model = tiny_model("llama")
     target = TargetModel(model)
     ids = list(range(3, 20))
-    plain = stock_method(target, 0.0, Limits(8))(ids, 0).tokens
+    plain = stock_method(target, 0.0, Limits(8))([ids], 0).tokens
     own = GenerationConfig(eos_token_id=plain[3], suppress_tokens=[plain[0]], repetition_penalty=9.0, max_length=7)
     model.generation_config = own
-    assert stock_method(target, 0.0, Limits(8))(ids, 0).tokens == plain
+    assert stock_method(target, 0.0, Limits(8))([ids], 0).tokens == plain
     assert model.generation_config is own
     assert (
-        stock_method(target, 0.0, Limits(8, eos=frozenset([plain[3]])))(ids, 0).tokens
+        stock_method(target, 0.0, Limits(8, eos=frozenset([plain[3]])))([ids], 0).tokens
         == plain[: plain.index(plain[3]) + 1]
     )
 
@@ -51,11 +51,11 @@ def test_stock_generate_samples_as_the_loop_does(tiny_model: Callable[..., PreTr
     """Catches a stock baseline that decodes greedily, or unfiltered, beside sampled rows."""
     target = TargetModel(tiny_model("llama"))
     ids = list(range(3, 20))
-    greedy = stock_method(target, 0.0, Limits(12))(ids, 0).tokens
+    greedy = stock_method(target, 0.0, Limits(12))([ids], 0).tokens
     sample = stock_method(target, 1.0, Limits(12))
-    assert sample(ids, 1).tokens == sample(ids, 1).tokens != sample(ids, 2).tokens
-    assert stock_method(target, 1.0, Limits(12, top_k=1))(ids, 1).tokens == greedy
-    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))(ids, 1).tokens == greedy
+    assert sample([ids], 1).tokens == sample([ids], 1).tokens != sample([ids], 2).tokens
+    assert stock_method(target, 1.0, Limits(12, top_k=1))([ids], 1).tokens == greedy
+    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))([ids], 1).tokens == greedy
 
 
 @pytest.fixture
@@ -74,17 +74,17 @@ def test_assisted_greedy_generation_is_plain_decoding(
 ) -> None:
     """Catches an assistant whose own generation config leaks in, and outputs past the limit or EOS."""
     target, draft = pair
-    plain = stock_method(target, 0.0, Limits(12))(IDS, 0)
+    plain = stock_method(target, 0.0, Limits(12))([IDS], 0)
     own = GenerationConfig(num_assistant_tokens=1, repetition_penalty=9.0)
     draft.model.generation_config = own
     try:
         for assistant in (draft, target):  # one that is hardly ever right, one that always is
             for limit in (1, 2, 7, 12):
-                made = stock_method(target, 0.0, Limits(limit), assisted(tokens), assistant)(IDS, 0)
+                made = stock_method(target, 0.0, Limits(limit), assisted(tokens), assistant)([IDS], 0)
                 assert made.tokens == plain.tokens[:limit]
             eos = frozenset([plain.tokens[5]])
             cut = plain.tokens[: plain.tokens.index(plain.tokens[5]) + 1]
-            assert stock_method(target, 0.0, Limits(12, eos=eos), assisted(tokens), assistant)(IDS, 0).tokens == cut
+            assert stock_method(target, 0.0, Limits(12, eos=eos), assisted(tokens), assistant)([IDS], 0).tokens == cut
         assert draft.model.generation_config is own
     finally:
         draft.model.generation_config = GenerationConfig.from_model_config(draft.model.config)
@@ -93,10 +93,10 @@ def test_assisted_greedy_generation_is_plain_decoding(
 def test_the_tokens_of_the_first_forward_are_the_prefills(pair: tuple[TargetModel, TargetModel]) -> None:
     """Catches several tokens that came out with the first forward credited to decoding, which did not make them."""
     target, draft = pair
-    itself = stock_method(target, 0.0, Limits(12), assisted(4), target)(IDS, 0)
+    itself = stock_method(target, 0.0, Limits(12), assisted(4), target)([IDS], 0)
     assert itself.first_tokens == 5  # all four accepted, and the bonus
-    assert stock_method(target, 0.0, Limits(12))(IDS, 0).first_tokens == 1
-    everything = stock_method(target, 0.0, Limits(4), assisted(9), target)(IDS, 0)
+    assert stock_method(target, 0.0, Limits(12))([IDS], 0).first_tokens == 1
+    everything = stock_method(target, 0.0, Limits(4), assisted(9), target)([IDS], 0)
     assert everything.first_tokens == len(everything.tokens) == 4
     assert everything.decode_seconds < everything.prefill_seconds
 
@@ -122,7 +122,7 @@ def test_a_draft_has_the_length_that_is_asked_for(
 
     monkeypatch.setattr(kind, "get_candidates", counted)
     for assistant in (draft, target):
-        stock_method(target, 0.0, Limits(60), assisted(tokens), assistant)(IDS, 0)
+        stock_method(target, 0.0, Limits(60), assisted(tokens), assistant)([IDS], 0)
     assert set(lengths) == expected
     assert thresholds == ({0.0} if tokens else {0.4})
 
@@ -142,23 +142,23 @@ def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
 
     monkeypatch.setattr(kind, "__init__", noted)
     ids = [5, 6, 7, 8] * 4
-    plain = stock_method(target, 0.0, Limits(12))(ids, 0).tokens
+    plain = stock_method(target, 0.0, Limits(12))([ids], 0).tokens
     for entry in (
         StockEntry(label="l", prompt_lookup_num_tokens=3),
         StockEntry(label="l", prompt_lookup_num_tokens=5, max_matching_ngram_size=4),
     ):
-        assert stock_method(target, 0.0, Limits(12), entry)(ids, 0).tokens == plain
+        assert stock_method(target, 0.0, Limits(12), entry)([ids], 0).tokens == plain
     assert made == [(3, 2), (5, 4)]
 
 
 def test_assisted_sampling_is_seeded_and_filtered(pair: tuple[TargetModel, TargetModel]) -> None:
     """Catches a greedy row among sampled ones, and one without the run's top-k."""
     target, draft = pair
-    greedy = stock_method(target, 0.0, Limits(12))(IDS, 0).tokens
+    greedy = stock_method(target, 0.0, Limits(12))([IDS], 0).tokens
     for entry, assistant in ((assisted(3), draft), (StockEntry(label="l", prompt_lookup_num_tokens=3), None)):
         sample = stock_method(target, 1.0, Limits(12), entry, assistant)
-        assert sample(IDS, 1).tokens == sample(IDS, 1).tokens != sample(IDS, 2).tokens
-        assert stock_method(target, 1.0, Limits(12, top_k=1), entry, assistant)(IDS, 1).tokens == greedy
+        assert sample([IDS], 1).tokens == sample([IDS], 1).tokens != sample([IDS], 2).tokens
+        assert stock_method(target, 1.0, Limits(12, top_k=1), entry, assistant)([IDS], 1).tokens == greedy
 
 
 @pytest.mark.parametrize(

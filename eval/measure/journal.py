@@ -38,7 +38,7 @@ class RunJournal:
         identity: see ``eval.measure.identity``.
         facts: the environment as it is now. ``parts`` is added: date and load average of every start, of those before
             with the runs that they left.
-        methods: the labels that decode every prompt of a temperature.
+        methods: the labels that decode every prompt at a temperature and a batch size.
 
     Attributes:
         runs: what earlier starts measured, whole prompts only.
@@ -50,11 +50,15 @@ class RunJournal:
     """
 
     def __init__(
-        self, out: Path, identity: dict[str, Any], facts: dict[str, Any], methods: Callable[[float], Iterable[str]]
+        self,
+        out: Path,
+        identity: dict[str, Any],
+        facts: dict[str, Any],
+        methods: Callable[[float, int], Iterable[str]],
     ) -> None:
         self.path = out / UNFINISHED.replace("*", digest(identity))
         self._identity, self._facts = identity, facts
-        self._methods = functools.cache(lambda temperature: frozenset(methods(temperature)))
+        self._methods = functools.cache(lambda temperature, batch: frozenset(methods(temperature, batch)))
         self.runs: list[Run] = []
         self.notes: list[str] = []
         self._file: IO[bytes]
@@ -85,21 +89,21 @@ class RunJournal:
         if not self.runs:  # nothing was measured: nothing to go on from
             self.path.unlink(missing_ok=True)
 
-    def write(self, run: Run, prompt: Prompt) -> None:
-        """Append a run.
+    def write(self, run: Run, *prompts: Prompt) -> None:
+        """Append a run of these prompts.
 
         Raises:
             OSError: the disk is full, say; the runs before stay.
         """
-        self._append(journal_line(run, prompt))
+        self._append(journal_line(run, *prompts))
         self.runs.append(run)
 
     def kept(self) -> str:
         """What an interrupted run leaves, and the command that goes on."""
         if self.path.name == JOURNAL:
             return f"report.json and {JOURNAL} in {self.path.parent} are complete; to measure again: {command()}"
-        prompts = Counter((run.temperature, run.round, run.prompt) for run in self.runs)
-        whole = sum(runs for prompt, runs in prompts.items() if runs == len(self._methods(prompt[0])))
+        prompts = Counter((run.temperature, run.batch, run.round, run.prompt) for run in self.runs)
+        whole = sum(runs for place, runs in prompts.items() if runs == len(self._methods(*place[:2])))
         kept = f"{whole:,} runs, those of whole prompts, are kept in {self.path}" if whole else "no prompt is whole yet"
         return f"{kept}; to go on: {command()}"
 
@@ -130,7 +134,7 @@ class RunJournal:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
             else:
                 prompt.append(run_from_line(line))
-                if {run.method for run in prompt} != self._methods(prompt[0].temperature):
+                if {run.method for run in prompt} != self._methods(prompt[0].temperature, prompt[0].batch):
                     continue
                 self.runs += prompt
                 parts[-1]["runs"] += len(prompt)
@@ -178,15 +182,20 @@ def _about_other(path: Path, identity: dict[str, Any]) -> str:
     )
 
 
-def journal_line(run: Run, prompt: Prompt) -> dict[str, Any]:
+def journal_line(run: Run, *prompts: Prompt) -> dict[str, Any]:
     """All of a run, so that nothing measured is lost whatever comes after it; seconds, joules, steps in order."""
     line: dict[str, Any] = {name: getattr(run, name) for name in RUN_FIELDS}
     if run.promised is not None:
         line["promised"] = run.promised._asdict()
     if run.failure is not None:
         line["failure"] = run.failure
-    line |= {"index": run.prompt, "prompt": prompt.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(run.tokens)}
+    line |= {"index": run.prompt, "prompt": ", ".join(prompt.id for prompt in prompts)}
+    line |= {"prompt_tokens": sum(len(prompt.ids) for prompt in prompts), "new_tokens": len(run.tokens)}
+    if run.lengths:
+        line["lengths"] = list(run.lengths)
     if run.trace is not None:
+        if run.lengths:
+            line["row"] = [step.row for step in run.trace.steps]
         line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
         line |= {name: getattr(run.trace, name) for name in TIME_FIELDS}
     return line
@@ -196,8 +205,10 @@ def run_from_line(line: dict[str, Any]) -> Run:
     """The run that ``journal_line`` wrote down."""
     trace = None
     if STEP_FIELDS[0] in line:
-        steps = [Step(0, *figures) for figures in zip(*(line[name] for name in STEP_FIELDS), strict=True)]
+        rows = line.get("row", [0] * len(line[STEP_FIELDS[0]]))
+        steps = [Step(*figures) for figures in zip(rows, *(line[name] for name in STEP_FIELDS), strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
     promised = Promised(**line["promised"]) if "promised" in line else None
     known: dict[str, Any] = {"trace": trace, "promised": promised, "failure": line.get("failure")}
+    known["lengths"] = tuple(line.get("lengths", ()))
     return Run(prompt=line["index"], **known, **{name: line[name] for name in RUN_FIELDS})

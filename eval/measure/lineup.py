@@ -65,11 +65,27 @@ class Lineup:
             for place, e in enumerate(entries)
         }
         self.remembering = {e.name for place, e in enumerate(entries) if self._unused[place].remembers}
+        self._rows = [self._unused[place].max_batch for place in range(len(entries))]
 
-    def fresh(self, temperature: float) -> dict[str, Drafter]:
-        """The drafters of a temperature by their names in the report; none has seen a prompt."""
+    def fitting(self, temperature: float, batch: int) -> list[str]:
+        """The names of those that decode so many prompts together at a temperature."""
+        return [e.name for n, e in self._at(temperature) if self._fits(n, batch)]
+
+    def refusing(self, temperature: float, batch: int) -> dict[str, int]:
+        """The names of the others, and how many each can."""
+        return {e.name: self._rows[n] or 0 for n, e in self._at(temperature) if not self._fits(n, batch)}
+
+    def _at(self, temperature: float) -> list[tuple[int, DrafterEntry]]:
         numbered = enumerate(self._entries)
-        wanted = [(n, e) for n, e in numbered if e.temperatures is None or temperature in e.temperatures]
+        return [(n, e) for n, e in numbered if e.temperatures is None or temperature in e.temperatures]
+
+    def _fits(self, place: int, batch: int) -> bool:
+        most = self._rows[place]
+        return most is None or batch <= most
+
+    def fresh(self, temperature: float, batch: int = 1) -> dict[str, Drafter]:
+        """``fitting`` drafters by their names in the report; none has seen a prompt."""
+        wanted = [(n, e) for n, e in self._at(temperature) if self._fits(n, batch)]
         return {e.name: self._unused.pop(n) if n in self._unused else self._build(e) for n, e in wanted}
 
     def _build(self, entry: DrafterEntry) -> Drafter:

@@ -5,10 +5,11 @@ No method's prefill, nor the first token, which the prefill gives, counts as dec
 
 import contextlib
 import functools
+import itertools
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drafters import Drafter, TargetModel, generate
@@ -25,7 +26,7 @@ class MeasurementError(Failure):
 
 @dataclass(frozen=True)
 class Limits:
-    """How every method decodes: at most ``max_new_tokens``, cut at the first token of ``eos``; batch 1."""
+    """How every method decodes: at most ``max_new_tokens`` a prompt, cut at the first token of ``eos``."""
 
     max_new_tokens: int
     top_k: int = 0
@@ -36,15 +37,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method made of one prompt.
+    """What a method made of one prompt, or of a batch of them.
 
     Attributes:
+        tokens: new ones; of a batch, each prompt's after those of the prompt before.
         prefill_seconds: until the first new tokens came out. decode_seconds: from there to the end.
         trace: None for stock generate, which tells no steps.
-        first_tokens: how many the prefill gave: one, but assisted generation drafts before its first forward and may
-            give several at once.
+        first_tokens: how many the prefill gave: one a prompt, but assisted generation drafts before its first forward
+            and may give several at once.
         promised: of its steps, by a drafter that shapes its drafts by itself.
         failure: of another engine, why there is no output; the row has no figures then, and the others go on.
+        lengths: of a batch, each prompt's new tokens; empty where there is one prompt.
     """
 
     tokens: list[int]
@@ -54,14 +57,25 @@ class Outcome:
     first_tokens: int = 1
     promised: Promised | None = None
     failure: str | None = None
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def batch(self) -> int:
+        """Prompts that were decoded together."""
+        return len(self.lengths) or 1
+
+    def rows(self) -> list[list[int]]:
+        """The new tokens of each prompt."""
+        ends = itertools.accumulate(self.lengths or (len(self.tokens),), initial=0)
+        return [self.tokens[start:end] for start, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Outcome):
-    """One prompt decoded once by one method.
+    """One prompt, or one batch of them, decoded once by one method.
 
     Attributes:
-        prompt: its index.
+        prompt: its index; of a batch, that of its first prompt. The others follow it.
         energy_joules, host_energy_joules: of the whole call, the device's and, beside a GPU, the CPU's; None where they
             are not available.
     """
@@ -84,12 +98,26 @@ class Run(Outcome):
         """Decoding alone."""
         return self.decode_seconds / max(self.decoded_tokens, 1)
 
+    def outputs(self) -> list["Run"]:
+        """What each prompt came to: its own tokens and steps. Of a batch's times and joules none is a prompt's own."""
+        if not self.lengths:
+            return [self]
+        bare = replace(
+            self, prefill_seconds=0.0, decode_seconds=0.0, wall_seconds=0.0, energy_joules=None,
+            host_energy_joules=None, first_tokens=1, lengths=(),
+        )  # fmt: skip
+        found = []
+        for row, tokens in enumerate(self.rows()):
+            trace = Trace([step for step in self.trace.steps if step.row == row]) if self.trace else None
+            found.append(replace(bare, prompt=self.prompt + row, tokens=tokens, trace=trace))
+        return found
 
-Method = Callable[[list[int], int], Outcome]  # of prompt ids and a seed
+
+Method = Callable[[list[list[int]], int], Outcome]  # of the ids of one prompt or of a batch of them, and a seed
 
 
 def measure(
-    build: Callable[[float], Mapping[str, Method]],
+    build: Callable[[float, int], Mapping[str, Method]],
     prompts: list[Prompt],
     warmup: list[Prompt],
     temperatures: list[float],
@@ -99,44 +127,55 @@ def measure(
     meter: EnergyMeter | None = None,
     done: Sequence[Run] = (),
     remembering: Collection[str] = (),
+    batches: Sequence[int] = (1,),
 ) -> Iterator[Run]:
     """Run every method on every prompt, ``rounds`` times at each temperature; yields each run as soon as it is done.
 
     Args:
-        build: the methods of a temperature by label. Called again for every round, so that a method that remembers
-            (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's before are
-            released first.
-        warmup: decoded first by every method of a round; not measured.
+        build: the methods of a temperature and a batch size by label. Called again for every round, so that a method
+            that remembers (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's
+            before are released first.
+        warmup: decoded first by every method of a round; not measured. Those that fill the last batch come again.
         on_run: called before each run with its method's label.
         meter: of the energy; None measures none.
         done: what was measured of this before a kill, whole prompts from the first on, and is not measured again.
         remembering: methods that carry something from prompt to prompt. In a round that goes on, they decode the
             prompts before once more, unmeasured, so that each comes to its next prompt as if nothing had happened.
+        batches: sizes, each of which every round goes through: so many prompts are decoded together, the next so many
+            after them. Each must divide the number of prompts.
 
     Raises:
         MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
     """
-    for temperature in temperatures:
-        for number in range(rounds):
-            before = len({run.prompt for run in done if (run.temperature, run.round) == (temperature, number)})
-            if before == len(prompts):
-                continue
-            methods = build(temperature)
-            run = functools.partial(_run, methods, limits, temperature, number, on_run, meter)
-            # Warm-up: kernels are chosen, memory pools grow.
-            for place, prompt in enumerate(warmup):
-                for method in methods:
-                    run(method, prompt, -1 - place)
-            # Of a round that was interrupted: what a method remembers of the prompts before.
-            for index, prompt in enumerate(prompts[:before]):
-                for method in methods:
-                    if method in remembering:
-                        run(method, prompt, index)
-            # The measurement: on each prompt every method, in an order that changes.
-            for index, prompt in enumerate(prompts[before:], start=before):
-                for method in method_order(list(methods), index, limits.seed + number):
-                    yield run(method, prompt, index)
-            del methods, run  # the round's drafters, before the next round's are built
+    for temperature, number, batch in itertools.product(temperatures, range(rounds), batches):
+        place = temperature, number, batch
+        before = len({run.prompt for run in done if (run.temperature, run.round, run.batch) == place})
+        if before * batch == len(prompts):
+            continue
+        methods = build(temperature, batch)
+        run = functools.partial(_run, methods, limits, temperature, number, on_run, meter)
+        # Warm-up: kernels are chosen, memory pools grow.
+        for index, some in enumerate(in_batches(warmup, batch)):
+            for method in methods:
+                run(method, some, -1 - index)
+        together = in_batches(prompts, batch)
+        # Of a round that was interrupted: what a method remembers of the prompts before.
+        for index, some in enumerate(together[:before]):
+            for method in methods:
+                if method in remembering:
+                    run(method, some, index * batch)
+        # The measurement: on each prompt every method, in an order that changes.
+        for index, some in enumerate(together[before:], start=before):
+            for method in method_order(list(methods), index, limits.seed + number):
+                yield run(method, some, index * batch)
+        del methods, run  # the round's drafters, before the next round's are built
+
+
+def in_batches(prompts: list[Prompt], batch: int) -> list[list[Prompt]]:
+    """``batch`` after ``batch`` of them; the first ones again where the last batch would not be full."""
+    count = -(-len(prompts) // batch)
+    filled = list(itertools.islice(itertools.cycle(prompts), count * batch))
+    return [filled[start : start + batch] for start in range(0, len(filled), batch)]
 
 
 def _run(
@@ -147,7 +186,7 @@ def _run(
     on_run: Callable[[str], None],
     meter: EnergyMeter | None,
     method: str,
-    prompt: Prompt,
+    prompts: list[Prompt],
     index: int,
 ) -> Run:
     on_run(method)
@@ -155,14 +194,14 @@ def _run(
         with meter.measure() if meter else contextlib.nullcontext(Reading()) as joules:
             start = time.perf_counter()
             # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
-            made = methods[method](prompt.ids, limits.seed + index)
+            made = methods[method]([prompt.ids for prompt in prompts], limits.seed + index)
             wall = time.perf_counter() - start
         if made.failure is None:
             check_tokens(made, limits)
     except Exception as error:
+        told = ", ".join(f"{prompt.id!r} ({len(prompt.ids)} tokens)" for prompt in prompts)
         raise MeasurementError(
-            f"{method} failed at temperature {temperature:g} on prompt {prompt.id!r} ({len(prompt.ids)} tokens): "
-            f"{type(error).__name__}: {error}"
+            f"{method} failed at temperature {temperature:g} on prompt {told}: {type(error).__name__}: {error}"
         ) from error
     place: dict[str, Any] = {"method": method, "temperature": temperature, "round": number, "prompt": index}
     place |= {"energy_joules": joules.device, "host_energy_joules": joules.host}
@@ -181,40 +220,47 @@ def method_order(methods: list[str], index: int, seed: int) -> list[str]:
 
 
 def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, limits: Limits) -> Method:
-    """Decode in the shared loop."""
+    """Decode in the shared loop; a batch until the last of its prompts has ended."""
     sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
 
-    def decode(ids: list[int], seed: int) -> Outcome:
+    def decode(prompts: list[list[int]], seed: int) -> Outcome:
         before = drafter.promised()
         result = generate(
             target,
             drafter,
-            [ids],
+            prompts,
             max_new_tokens=limits.max_new_tokens,
             temperature=temperature,
             eos_token_id=sorted(limits.eos),
             seed=seed,
             **sampled,  # type: ignore[arg-type]
         )
-        tokens = result.tokens[0, : result.lengths[0]].tolist()
-        trace = result.trace
-        if trace.decoded_tokens != len(tokens) - 1:
-            raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {len(tokens) - 1}")
+        rows = zip(result.tokens.tolist(), result.lengths, strict=True)
+        tokens, lengths = joined([row[:length] for row, length in rows])
+        trace, decoded = result.trace, len(tokens) - len(prompts)
+        if trace.decoded_tokens != decoded:
+            raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {decoded}")
         promised = drafter.promised()
         if promised is not None and before is not None:  # for this prompt alone
             steps, made, plain = (now - then for now, then in zip(promised[:3], before[:3], strict=True))
             promised = Promised(steps, made, plain, promised.choice)
-        return Outcome(tokens, trace.prefill_seconds, trace.decode_seconds, trace, promised=promised)
+        seconds = trace.prefill_seconds, trace.decode_seconds
+        return Outcome(tokens, *seconds, trace, len(prompts), promised=promised, lengths=lengths)
 
     return decode
 
 
+def joined(rows: list[list[int]]) -> tuple[list[int], tuple[int, ...]]:
+    """The ``tokens`` and ``lengths`` of an outcome."""
+    return list(itertools.chain(*rows)), tuple(map(len, rows)) if len(rows) > 1 else ()
+
+
 def check_tokens(made: Outcome, limits: Limits) -> None:
     """Every method is counted alike, whatever its own code believes; raises ValueError where its output breaks that."""
-    tokens = made.tokens
-    if not 1 <= len(tokens) <= limits.max_new_tokens:
-        raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
-    if any(token in limits.eos for token in tokens[:-1]):
-        raise ValueError(f"tokens after EOS are counted: {tokens}")
-    if not 1 <= made.first_tokens <= len(tokens):
-        raise ValueError(f"the prefill cannot have given {made.first_tokens} of {len(tokens)} tokens")
+    for tokens in made.rows():
+        if not 1 <= len(tokens) <= limits.max_new_tokens:
+            raise ValueError(f"{len(tokens)} new tokens where there must be 1 to {limits.max_new_tokens}")
+        if any(token in limits.eos for token in tokens[:-1]):
+            raise ValueError(f"tokens after EOS are counted: {tokens}")
+    if not made.batch <= made.first_tokens <= len(made.tokens):
+        raise ValueError(f"the prefill cannot have given {made.first_tokens} of {len(made.tokens)} tokens")

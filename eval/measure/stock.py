@@ -12,8 +12,9 @@ import torch
 from transformers import GenerationConfig
 
 from drafters import TargetModel
+from drafters.decoding.loop import until
 from eval.entries import StockEntry
-from eval.measure.runner import Limits, Method, Outcome
+from eval.measure.runner import Limits, Method, Outcome, joined
 
 
 def stock_method(
@@ -27,7 +28,8 @@ def stock_method(
 
     Its settings are the limits' and no others. A model's own generation config may hold more, a repetition penalty
     say, which changes the output and costs time; the loop does nothing of the kind. Sampled tokens come from PyTorch's
-    global generator, so they are others than the loop's, from the same distribution.
+    global generator, so they are others than the loop's, from the same distribution. A batch is filled on the left, as
+    ``generate`` wants it; accelerated, it takes one prompt alone.
 
     Args:
         entry: how it is accelerated; None: not at all.
@@ -37,22 +39,27 @@ def stock_method(
     assisted = {"assistant_model": assistant.model} if assistant is not None else {}
     drafting = _drafting(entry.num_assistant_tokens if entry is not None else None)
 
-    def decode(ids: list[int], seed: int) -> Outcome:
-        input_ids = torch.tensor([ids], device=target.device)
+    def decode(prompts: list[list[int]], seed: int) -> Outcome:
+        width = max(map(len, prompts))
+        input_ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=target.device)
+        lengths = torch.tensor([[len(ids)] for ids in prompts], device=target.device)
+        given = torch.arange(width, device=target.device) >= width - lengths
         streamer = _Timestamps()
         torch.manual_seed(seed)
         with _only(target, settings), _only(assistant, drafting):
             start = time.perf_counter()
             output = target.model.generate(
                 input_ids,
-                attention_mask=torch.ones_like(input_ids),
+                attention_mask=given.long(),
                 generation_config=settings,
                 streamer=streamer,
                 **assisted,
             )
-            tokens = output[0, len(ids) :].tolist()  # waits for the device
+            rows = output[:, width:].tolist()  # waits for the device
             end = time.perf_counter()
-        return Outcome(tokens, streamer.first - start, end - streamer.first, first_tokens=streamer.first_tokens)
+        tokens, counts = joined([list(until(row, limits.eos)) for row in rows])  # behind EOS stands filling
+        times = streamer.first - start, end - streamer.first
+        return Outcome(tokens, *times, first_tokens=streamer.first_tokens, lengths=counts)
 
     return decode
 

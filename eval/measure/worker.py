@@ -184,7 +184,8 @@ def worker_method(worker: Worker, temperature: float, limits: Limits, vocabulary
         vocabulary: number of the target's tokens.
     """
 
-    def decode(ids: list[int], seed: int) -> Outcome:
+    def decode(prompts: list[list[int]], seed: int) -> Outcome:
+        (ids,) = prompts
         try:
             made = worker.ask(question(ids, seed, temperature, limits.max_new_tokens))
             try:

@@ -11,17 +11,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eval.prompts import shown_sizes
 from eval.report.acceptance import ABOUT, acceptance_beside
-from eval.report.rows import number, shown_name, statements, warnings
+from eval.report.rows import number, setting_of, shown_name, statements, warnings
 
 EXPLANATION = """\
 - **tau**: tokens committed per target forward, bonus token included; plain decoding is 1.0 by definition.
   *tau, no loops*: the same without the row's own outputs that end in a loop.
-- **tokens/s**: decoding alone, batch 1: without the prefill's time and without the first token, which it gives.
+- **tokens/s**: decoding alone, {batch}: without the prefill's time and without the first token, which it gives.
   *end to end*: all new tokens over the whole call, prefill included.
 - **speedup**: tokens/s over the autoregressive drafter in the same loop, from totals over the same prompts; in brackets
-  the 95% confidence interval (paired bootstrap over prompts). *median*: of the prompts' own ratios. Of several rounds
-  each prompt counts with the one of its median ratio; *tokens/s* is of the row's own median times.
+  the 95% confidence interval (paired bootstrap over {units}). *median*: of the {units}' own ratios. Of several rounds
+  each {unit} counts with the one of its median ratio; *tokens/s* is of the row's own median times.
 - **exact**: share of prompts whose greedy tokens equal plain decoding's in the same dtype; empty where tokens are
   sampled.
 - **ppl**: perplexity of the outputs under the target (its own distribution, unfiltered; softmax in float32), every
@@ -39,6 +40,11 @@ EXPLANATION = """\
 - rows marked **(stock)** are transformers' accelerated generation, which tells no steps: no tau. It drafts before its
   first forward; the tokens that this forward gives at once, and its time, are counted as prefill.
 - **drafted**: nodes proposed a step. **lossy** methods change the target's output distribution; all others preserve it.
+"""
+TOGETHER = """\
+- **batch**: prompts decoded together, from one prefill until the last of them ends; the same prompts at every size.
+  *tokens/s* counts those of all; *tau* is of each prompt's own steps. *speedup* is over plain decoding of the same
+  batch size. *exact*: against plain decoding of the smallest one. Where sampling, a prompt's tokens hang on its batch.
 """
 
 Row = dict[str, Any]
@@ -64,6 +70,7 @@ def speedup_with_interval(row: Row) -> str:
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "drafter": shown_name,
     "T": lambda row: f"{row['temperature']:g}",
+    "batch": lambda row: str(row["batch"]),
     "tau": lambda row: number(row["tau"], 2),
     "tau, no loops": lambda row: number(row["tau_without_loops"], 2),
     "tokens/s": lambda row: number(row["tokens_per_second"], 1),
@@ -86,9 +93,15 @@ NOT_ON_SCREEN = ("median", "other ms")  # the page has them; a terminal is narro
 
 
 def _columns(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
-    """All columns, the host's energy only where it was measured, which is beside a GPU."""
+    """All columns; the host's energy only where it was measured, which is beside a GPU, the batch where it is not 1."""
     hidden = set() if any(row["host_joules_per_token"] is not None for row in report["rows"]) else {"host J/token"}
+    hidden |= set() if batched(report) else {"batch"}
     return {name: cell for name, cell in COLUMNS.items() if name not in hidden}
+
+
+def batched(report: dict[str, Any]) -> bool:
+    """Whether prompts were decoded together."""
+    return bool(report["environment"]["batch"] != 1)
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -104,6 +117,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for row in report["failures"]:
         grid.add_row(*_failed(row, [*shown]), style="red")
     console.print(grid)
+    for line in _best(report):
+        console.print(line, markup=False, highlight=False)
     for line in statements(report):
         console.print(line, markup=False, highlight=False)
     for line in warnings(report):
@@ -123,9 +138,43 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += table([*columns], [*rows, *(_failed(row, [*columns]) for row in report["failures"])])
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
-    lines += ["", "## Columns", "", EXPLANATION]
+    lines += ["", *_by_batch(report), "## Columns", "", explanation(report)]
     lines += _acceptance(report) + _grids(report) + _categories(report)
     return "\n".join([*lines, *run_again(report["environment"]["argv"])])
+
+
+def explanation(report: dict[str, Any]) -> str:
+    """What the columns mean."""
+    if batched(report):
+        return EXPLANATION.format(batch="all rows of a batch together", unit="batch", units="batches") + TOGETHER
+    return EXPLANATION.format(batch="batch 1", unit="prompt", units="prompts")
+
+
+def _by_batch(report: dict[str, Any]) -> list[str]:
+    """EAGLE's Table 7: speeds with the batch sizes across, and the best of each method."""
+    sizes = report["environment"]["batch"]
+    if not isinstance(sizes, list):
+        return []
+    speeds: dict[tuple[str, str], dict[int, str]] = {}
+    for row in report["rows"]:
+        cell = f"{number(row['tokens_per_second'], 1)} ({number(row['speedup'], 2, 'x')})"
+        speeds.setdefault((shown_name(row), f"{row['temperature']:g}"), {})[row["batch"]] = cell
+    cells = [[*key, *(line.get(size, "-") for size in sizes)] for key, line in speeds.items()]
+    heading = "## tokens/s (speedup over plain decoding of the same batch size)"
+    titles = ["drafter", "T", *(f"batch {size}" for size in sizes)]
+    best = [f"- {line}" for line in _best(report)]
+    return [heading, "", *table(titles, cells), "", *best, ""]
+
+
+def _best(report: dict[str, Any]) -> list[str]:
+    """The best throughput over the batch sizes, where there are several."""
+    if not isinstance(report["environment"]["batch"], list):
+        return []
+    return [
+        f"best throughput, {shown_name(row)}, T = {row['temperature']:g}: {number(row['tokens_per_second'], 1)} "
+        f"tokens/s at batch {row['batch']}, {number(row['over_plain'], 2)} times plain decoding's best"
+        for row in report["throughput"]
+    ]
 
 
 def setting(report: dict[str, Any]) -> list[str]:
@@ -139,7 +188,7 @@ def setting(report: dict[str, Any]) -> list[str]:
     counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
     by_category = f" (by category: {counts}{order})" if counts else ""
     return [
-        f"{target_line(facts)}, batch 1",
+        f"{target_line(facts)}, {batch_line(facts)}",
         machine_line(facts),
         f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}){by_category}, "
         f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}{filled}; "
@@ -150,6 +199,11 @@ def setting(report: dict[str, Any]) -> list[str]:
         *engine_lines(facts),
         *parts_line(facts),
     ]
+
+
+def batch_line(facts: dict[str, Any]) -> str:
+    """The batch size, or all of them."""
+    return f"batch {shown_sizes(facts['batch'] if isinstance(facts['batch'], list) else [facts['batch']])}"
 
 
 def engine_lines(facts: dict[str, Any]) -> list[str]:
@@ -217,14 +271,14 @@ def _categories(report: dict[str, Any]) -> list[str]:
 
 def _grids(report: dict[str, Any]) -> list[str]:
     """A table for every grid of two or three knobs: the last one across."""
-    grids: dict[tuple[str, float], list[Row]] = {}
+    grids: dict[tuple[str, str], list[Row]] = {}
     for row in report["rows"]:
         if row["grid"] and 2 <= len(row["grid"]) <= 3:
-            grids.setdefault((row["entry"], row["temperature"]), []).append(row)
-    return [line for (entry, temperature), rows in grids.items() for line in _pivot(entry, temperature, rows)]
+            grids.setdefault((row["entry"], setting_of(row)), []).append(row)
+    return [line for (entry, where), rows in grids.items() for line in _pivot(entry, where, rows)]
 
 
-def _pivot(entry: str, temperature: float, rows: list[Row]) -> list[str]:
+def _pivot(entry: str, where: str, rows: list[Row]) -> list[str]:
     *down, across = rows[0]["grid"]
     fastest = max(row["tokens_per_second"] or 0.0 for row in rows)
     cells: dict[tuple[str, ...], dict[str, str]] = {}
@@ -237,5 +291,5 @@ def _pivot(entry: str, temperature: float, rows: list[Row]) -> list[str]:
     columns = list(dict.fromkeys(value for line in cells.values() for value in line))
     titles = [*down, *(f"{across} = {value}" for value in columns)]
     lines = [[*place, *(line.get(column, "-") for column in columns)] for place, line in cells.items()]
-    heading = f"## {entry}, T = {temperature:g}: tokens/s (tau); the fastest in bold"
+    heading = f"## {entry}, {where}: tokens/s (tau); the fastest in bold"
     return [heading, "", *table(titles, lines, texts=0), ""]

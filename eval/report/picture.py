@@ -11,7 +11,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from drafters.files import replacing  # noqa: E402
-from eval.report.rows import shown_name  # noqa: E402
+from eval.report.rows import setting_of, shown_name  # noqa: E402
 
 LOSSLESS, LOSSY, BASELINE = "#3b6ea8", "#c98a2b", "#9aa3ad"
 
@@ -19,15 +19,18 @@ LOSSLESS, LOSSY, BASELINE = "#3b6ea8", "#c98a2b", "#9aa3ad"
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the picture to ``path`` (PNG)."""
     baselines = report["baseline"]["temperatures"]
-    groups = [[row for row in report["rows"] if row["temperature"] == b["temperature"]] for b in baselines]
+    groups = [[row for row in report["rows"] if setting_of(row) == setting_of(b)] for b in baselines]
     height = 1.9 + 0.42 * max(len(rows) for rows in groups)
-    figure, panels = plt.subplots(1, len(groups), figsize=(6.4 * len(groups), height), squeeze=False)
+    across = len({baseline["temperature"] for baseline in baselines})
+    down = len(groups) // across  # a line of panels for each batch size
+    figure, panels = plt.subplots(down, across, figsize=(6.4 * across, height * down), squeeze=False)
     widest = max([1.0, *(end for row in report["rows"] for end in (row["speedup"] or 0.0, *(row["speedup_ci"] or ())))])
-    for panel, rows, baseline in zip(panels[0], groups, baselines, strict=True):
+    for panel, rows, baseline in zip(panels.T.flat, groups, baselines, strict=True):
         _panel(panel, rows, baseline, widest)
     facts = report["environment"]
+    batch = f"batch {facts['batch']}" if down == 1 else "several batch sizes"
     figure.suptitle(
-        f"{facts['target']['name']}, {facts['dtype']}, batch 1, {facts['gpu'] or facts['cpu']}, "
+        f"{facts['target']['name']}, {facts['dtype']}, {batch}, {facts['gpu'] or facts['cpu']}, "
         f"{facts['prompt_set']['prompts']} prompts",
         fontsize=10,
     )
@@ -64,5 +67,6 @@ def _panel(panel: Axes, rows: list[dict[str, Any]], baseline: dict[str, Any], wi
     panel.invert_yaxis()
     panel.set_xlim(0, widest * 1.32)
     panel.set_xlabel("speedup over plain decoding in the same loop (line: 95% interval)", fontsize=9)
-    panel.set_title("greedy" if baseline["temperature"] == 0 else f"T = {baseline['temperature']:g}", fontsize=10)
+    title = "greedy" if baseline["temperature"] == 0 else f"T = {baseline['temperature']:g}"
+    panel.set_title(title + (f", batch {baseline['batch']}" if baseline["batch"] > 1 else ""), fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)

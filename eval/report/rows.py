@@ -23,26 +23,57 @@ def make_rows(
     seed: int,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The report's ``baseline`` and ``rows``. ``described``: the methods in their order, and what is known of them."""
-    by_key: dict[tuple[float, str], list[list[Run]]] = {}
-    # By temperature and method, then by prompt: the rounds of each.
+    by_key: dict[tuple[float, int, str], list[list[Run]]] = {}
+    # By temperature, batch size and method, then by prompt, or by batch of them: the rounds of each.
     for run in runs:
-        rounds = by_key.setdefault((run.temperature, run.method), [[] for _ in prompts])
-        rounds[run.prompt].append(run)
+        key = run.temperature, run.batch, run.method
+        rounds = by_key.setdefault(key, [[] for _ in range(0, len(prompts), run.batch)])
+        rounds[run.prompt // run.batch].append(run)
     rows, baselines = [], []
     perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
-    for temperature in dict.fromkeys(run.temperature for run in runs):
-        plain = by_key[temperature, baseline_label]
-        baselines.append(_baseline(temperature, plain, by_key.get((temperature, STOCK))))
+    smallest = min(run.batch for run in runs)
+    for temperature, batch in dict.fromkeys((run.temperature, run.batch) for run in runs):
+        plain = by_key[temperature, batch, baseline_label]
+        exact = by_key[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
+        baselines.append(_baseline(temperature, batch, plain, by_key.get((temperature, batch, STOCK))))
         # Every method of that temperature against it, prompt by prompt.
         for label, known in described.items():
-            rounds = by_key.get((temperature, label), [])
+            rounds = by_key.get((temperature, batch, label), [])
             if rounds and all(run.failure is None for run in chain(*rounds)):
-                row: dict[str, Any] = {"drafter": label, "temperature": temperature, **known}
+                row: dict[str, Any] = {"drafter": label, "temperature": temperature, "batch": batch, **known}
                 row |= _row(rounds, plain, prompts, seed)
-                row |= perplexity.describe([typical_run(of_prompt) for of_prompt in rounds])
-                row |= _exactness(rounds, plain, prompts, target) if temperature == 0 else {"exact_match": None}
+                row |= perplexity.describe(_outputs([typical_run(of_prompt) for of_prompt in rounds]))
+                row |= _exactness(rounds, exact, prompts, target) if temperature == 0 else {"exact_match": None}
                 rows.append(row)
     return {**baselines[0], "temperatures": baselines}, rows
+
+
+def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each method the batch size of most tokens per second, and how that compares with plain decoding's best."""
+    plain: dict[float, float] = {}
+    for each in baseline["temperatures"]:
+        plain[each["temperature"]] = max(plain.get(each["temperature"], 0.0), each["tokens_per_second"] or 0.0)
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in rows:
+        key = row["drafter"], row["temperature"]
+        speed = row["tokens_per_second"]
+        if speed is not None and speed > found.get(key, {"tokens_per_second": 0.0})["tokens_per_second"]:
+            kept = {
+                name: row[name]
+                for name in ("drafter", "temperature", "batch", "lossless", "stock", "tokens_per_second")
+            }
+            found[key] = kept | {"over_plain": speed / plain[row["temperature"]]}
+    return list(found.values())
+
+
+def _outputs(runs: list[Run]) -> list[Run]:
+    """Of each prompt, where some were decoded together."""
+    return [output for run in runs for output in run.outputs()]
+
+
+def _outputs_by_prompt(rounds: list[list[Run]]) -> list[list[Run]]:
+    """The rounds of each prompt from those of each batch."""
+    return [list(found) for of_batch in rounds for found in zip(*(run.outputs() for run in of_batch), strict=True)]
 
 
 def failures(runs: list[Run], described: dict[str, dict[str, Any]], prompts: list[Prompt]) -> list[dict[str, Any]]:
@@ -58,14 +89,16 @@ def failures(runs: list[Run], described: dict[str, dict[str, Any]], prompts: lis
     ]
 
 
-def _baseline(temperature: float, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
+def _baseline(temperature: float, batch: int, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
     """Plain decoding; of stock generate None where it was not measured."""
     typical = [typical_run(rounds) for rounds in plain]
-    exact = divergence.exact_share(stock, typical) if stock and temperature == 0 else None
+    outputs = _outputs(typical)
+    exact = divergence.exact_share(_outputs_by_prompt(stock), outputs) if stock and temperature == 0 else None
     return {
         "temperature": temperature,
+        "batch": batch,
         "tokens_per_second": metrics.tokens_per_second(typical),
-        "loop_share": len(_looping(typical)) / len(typical),
+        "loop_share": len(_looping(outputs)) / len(outputs),
         "stock_generate_tokens_per_second": metrics.tokens_per_second([typical_run(each) for each in stock or ()]),
         "over_stock_generate": paired_speedup(plain, stock).speedup if stock else None,
         "stock_generate_joules_per_token": joules_per_token(list(chain(*stock)))["joules_per_token"] if stock else None,
@@ -80,17 +113,20 @@ def _looping(runs: list[Run]) -> set[int]:
 
 def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt], seed: int) -> dict[str, Any]:
     typical = [typical_run(of_prompt) for of_prompt in rounds]
-    looping = _looping(typical)
-    steady = [place for place, run in enumerate(typical) if run.prompt not in looping]
-    row = metrics.acceptance(typical, looping) | metrics.times(typical) | metrics.expected(typical)
+    outputs = _outputs(typical)
+    looping = _looping(outputs)
+    steady = [place for place, run in enumerate(typical) if not any(one.prompt in looping for one in run.outputs())]
+    row = metrics.acceptance(outputs, looping) | metrics.times(typical) | metrics.expected(typical)
     row |= joules_per_token(list(chain(*rounds))) | asdict(paired_speedup(rounds, plain, seed))
     row |= {
         "speedup_without_loops": _speedup_on(steady, rounds, plain),
-        "loop_share": len(looping) / len(typical),
-        "prompts": len(typical),
+        "loop_share": len(looping) / len(outputs),
+        "prompts": len(outputs),
         "new_tokens": sum(len(run.tokens) for run in typical),
         "decoded_tokens": sum(run.decoded_tokens for run in typical),
     }
+    if len(outputs) > len(typical):
+        return row  # a batch may hold several categories, whose times cannot be told apart
     for name in sorted({prompt.category for prompt in prompts if prompt.category is not None}):
         chosen = [place for place, prompt in enumerate(prompts) if prompt.category == name]
         row.setdefault("categories", {})[name] = {
@@ -109,7 +145,8 @@ def _speedup_on(places: list[int], rounds: list[list[Run]], plain: list[list[Run
 def _exactness(
     rounds: list[list[Run]], baseline: list[list[Run]], prompts: list[Prompt], target: TargetModel
 ) -> dict[str, Any]:
-    plain = [typical_run(of_prompt) for of_prompt in baseline]
+    rounds = _outputs_by_prompt(rounds)
+    plain = _outputs([typical_run(of_prompt) for of_prompt in baseline])
     row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
     try:
         found = divergence.find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
@@ -129,8 +166,8 @@ def warnings(report: dict[str, Any]) -> list[str]:
         ratio = baseline["over_stock_generate"]
         if ratio is not None and ratio < 1:
             lines.append(
-                f"T = {baseline['temperature']:g}: the baseline is slower than stock generate ({ratio:.2f} times its "
-                f"speed): every speedup at this temperature is {1 / ratio:.2f} times what it is over stock generate"
+                f"{setting_of(baseline)}: the baseline is slower than stock generate ({ratio:.2f} times its "
+                f"speed): every speedup there is {1 / ratio:.2f} times what it is over stock generate"
             )
     for row in report["rows"]:
         found = row.get("divergences", {"count": 0})
@@ -141,8 +178,8 @@ def warnings(report: dict[str, Any]) -> list[str]:
             count, fault = found["count"], f"what rounding may or may not explain, unchecked ({found['unavailable']})"
         if count:
             lines.append(
-                f"{row['drafter']} is lossless, but {count} of {row['prompts']} greedy outputs differ from plain "
-                f"decoding's by {fault}"
+                f"{row['drafter']}{_in_batch(row)} is lossless, but {count} of {row['prompts']} greedy outputs differ "
+                f"from plain decoding's by {fault}"
             )
     return lines
 
@@ -151,6 +188,15 @@ def shown_name(row: dict[str, Any]) -> str:
     """The label, with its mark where the method is lossy, or transformers' own."""
     engine = f" ({row['engine']})" if row.get("engine") else ""
     return row["drafter"] + engine + (" (stock)" if row["stock"] else "") + ("" if row["lossless"] else " (lossy)")
+
+
+def setting_of(row: dict[str, Any]) -> str:
+    """The temperature, and the batch size where it is not 1."""
+    return f"T = {row['temperature']:g}{_in_batch(row)}"
+
+
+def _in_batch(row: dict[str, Any]) -> str:
+    return f", batch {row['batch']}" if row["batch"] > 1 else ""
 
 
 def number(value: float | None, digits: int, unit: str = "") -> str:
@@ -164,7 +210,7 @@ def statements(report: dict[str, Any]) -> list[str]:
     lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
     lines += about_quantisation(facts)
     for baseline in report["baseline"]["temperatures"]:
-        at = f"T = {baseline['temperature']:g}"
+        at = setting_of(baseline)
         line = f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s"
         if (ratio := baseline["over_stock_generate"]) is not None:
             stock = number(baseline["stock_generate_tokens_per_second"], 1)
@@ -181,7 +227,12 @@ def statements(report: dict[str, Any]) -> list[str]:
     busiest = max((load for load in started if load is not None), default=0.0)
     if busiest > facts["cpu_cores"]:
         lines.append(f"the machine was busy when runs began (load average {busiest:.1f}): times are rough")
-    return lines + [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
+    lines += [line for row in report["rows"] for line in _about_row(row, facts["dtype"])]
+    for row in report.get("left_out", []):
+        lines.append(
+            f"{shown_name(row)}, {setting_of(row)}: not measured, it decodes at most {row['most']} row(s) at once"
+        )
+    return lines
 
 
 def about_energy(energy: dict[str, Any]) -> list[str]:
@@ -217,18 +268,18 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
         lines.append(_agreement(row, dtype))
     elif row["lossless"] and found["count"] and found["unexplained"] is not None:
         lines.append(
-            f"{row['drafter']}: {found['count']} of {row['prompts']} greedy outputs leave plain decoding's path, "
-            f"{found['count'] - found['unexplained']} of them where rounding in {dtype} "
+            f"{row['drafter']}{_in_batch(row)}: {found['count']} of {row['prompts']} greedy outputs leave plain "
+            f"decoding's path, {found['count'] - found['unexplained']} of them where rounding in {dtype} "
             f"explains it (largest top-2 margin there: {number(found['largest_margin'], 3)} logits)"
         )
     if (chosen := row.get("expected")) is not None:
         lines.append(
-            f"{row['drafter']}, T = {row['temperature']:g}: chose its drafts by itself, in the end {chosen['choice']}; "
+            f"{row['drafter']}, {setting_of(row)}: chose its drafts by itself, in the end {chosen['choice']}; "
             f"expected tau {chosen['tau']:.2f} and {chosen['speedup']:.2f}x, measured {number(row['tau'], 2)} and "
             f"{number(row['speedup'], 2, 'x')}"
         )
     if row["perplexity"] is None:
-        which = f"{row['drafter']}, T = {row['temperature']:g}"
+        which = f"{row['drafter']}, {setting_of(row)}"
         lines.append(f"{which}: no perplexity of its outputs ({row['perplexity_unavailable']})")
     return lines
 

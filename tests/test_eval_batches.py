@@ -1,0 +1,264 @@
+"""Speed of batches: what is decoded together, how it is counted, what goes on after a kill, and what is refused."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from programs import status
+from test_eval_metrics import PROMPTS, placed, trace_of
+from test_eval_prompts import sharegpt, tiny_tokenizer, write
+from test_eval_resume import decoded, journalled, killed_after, report
+from tiny import build
+from transformers import PreTrainedModel
+
+import eval.engines
+import eval.speed
+import eval.sweep
+import eval.tune
+from drafters import TargetModel
+from drafters.decoding.trace import Step, Trace
+from eval.measure.journal import journal_line, run_from_line
+from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
+from eval.prompts import PromptsConfig, PromptSet, in_whole_batches
+from eval.report.rows import make_rows
+
+
+@pytest.fixture
+def config(
+    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> dict[str, Any]:
+    """Batches of 1 and 2 over prompts of unequal length; a draft model, what remembers, and what decodes one row."""
+    tiny_model("llama").save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    texts = [" ".join(f"w{n}" for n in range(1, 3 + 4 * i % 7)) + f" w{20 + i}" for i in range(6)]
+    prompts = write(tmp_path / "prompts.jsonl", [sharegpt(text, "w1") for text in texts])
+    draft = str(tiny_checkpoint("llama", 1))
+    return {
+        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": {"file": str(prompts), "count": 4},
+        "drafters": [
+            {"label": "lookup", "drafter": "prompt_lookup", "gamma": 4},
+            {"label": "draft model", "drafter": "speculative", "draft_model": draft, "gamma": 2},
+            {"drafter": "lookahead", "temperatures": [0.0]},
+        ],
+        "stock": [{"label": "copies", "prompt_lookup_num_tokens": 3}],
+        "batch": [1, 2],
+        "temperatures": [0.0],
+        "out": str(tmp_path / "out"),
+        "max_new_tokens": 12,
+        "warmup": 1,
+    }
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than everything else here."""
+    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+
+
+def run(config: dict[str, Any], *overrides: str) -> int:
+    path = Path(config["out"]).parent / "speed.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return status(eval.speed.main, "--config", path, *overrides)
+
+
+def test_one_report_compares_batch_sizes(config: dict[str, Any], tmp_path: Path) -> None:
+    """Catches tokens of one row of a batch only, a speedup over another batch size's plain decoding, outputs that a
+    batch changes, and methods that vanish where they decode one row at a time."""
+    assert run(config, "temperatures=[0.0, 1.0]") == 0
+    found, lines = report(config), journalled(config)
+    rows = [(row["temperature"], row["batch"], row["drafter"]) for row in found["rows"]]
+    both = ["autoregressive", "lookup", "draft model"]
+    assert [row for row in rows if row[0] == 0] == [
+        *((0.0, 1, name) for name in (*both, "lookahead", "copies")),
+        *((0.0, 2, name) for name in both),
+    ]
+    for row in found["rows"]:
+        key = row["temperature"], row["drafter"]
+        own = [line for line in lines if (line["temperature"], line["method"]) == key]
+        own = [line for line in own if len(line.get("lengths", [0])) == row["batch"]]
+        assert len(own) == 4 // row["batch"] and row["prompts"] == 4
+        assert row["new_tokens"] == sum(line["new_tokens"] for line in own) == sum(len(line["tokens"]) for line in own)
+        seconds = sum(line["decode_seconds"] for line in own)
+        if row["drafter"] != "copies":
+            assert row["decoded_tokens"] == row["new_tokens"] - 4
+            assert row["tau"] == pytest.approx(row["decoded_tokens"] / row["steps"])
+        assert row["tokens_per_second"] == pytest.approx(row["decoded_tokens"] / seconds)
+        assert row["exact_match"] == (1.0 if row["temperature"] == 0 else None)
+        plain = next(r for r in found["rows"] if r["drafter"] == "autoregressive" and r["batch"] == row["batch"])
+        if row["temperature"] == 0:
+            assert row["speedup"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+    settings = found["baseline"]["temperatures"]
+    assert [(one["temperature"], one["batch"]) for one in settings] == [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
+    assert [one["stock_generate_exact_match"] for one in settings] == [1.0, 1.0, None, None]
+    left = [(row["drafter"], row["temperature"], row["batch"], row["most"]) for row in found["left_out"]]
+    assert left == [("lookahead", 0.0, 2, 1), ("copies", 0.0, 2, 1), ("copies", 1.0, 2, 1)]
+    for best in found["throughput"]:
+        speeds = {
+            row["batch"]: row["tokens_per_second"]
+            for row in found["rows"]
+            if (row["drafter"], row["temperature"]) == (best["drafter"], best["temperature"])
+        }
+        assert (speeds[best["batch"]], max(speeds.values())) == (best["tokens_per_second"],) * 2
+        assert best["over_plain"] == 1.0 or best["drafter"] != "autoregressive"
+    page = " ".join((tmp_path / "out" / "report.md").read_text().split())
+    assert "engine eager, batch 1 and 2" in page or ", batch 1 and 2 " in page
+    assert "lookahead, T = 0, batch 2: not measured, it decodes at most 1 row(s) at once" in page
+    assert "| drafter | T | batch | tau |" in page and "| drafter | T | batch 1 | batch 2 |" in page
+    assert "best throughput, draft model, T = 0: " in page and "paired bootstrap over batches" in page
+    assert (tmp_path / "out" / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_goes_on_within_a_batch_size(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, no_picture: None, tmp_path: Path
+) -> None:
+    """Catches batches of one size taken for another's, half a batch that counts as whole, and rows given to the wrong
+    prompt when they are read again."""
+    config |= {"max_new_tokens": 5}
+    whole = config | {"out": str(tmp_path / "whole")}
+    assert run(whole, "rounds=3") == 0
+    one, two = 6 * 4, 4 * 2  # runs of a round with batches of 1 and of 2: six methods, four of which take two rows
+    killed_after(one + 5, config, monkeypatch, "rounds=3")  # of the first round's second batch of 2, one
+    killed_after(one + 7, config, monkeypatch, "rounds=3")
+    assert run(config, "rounds=3") == 0
+    assert [part.get("runs") for part in report(config)["environment"]["parts"]] == [one + 4, 4 + one, None]
+    assert decoded(journalled(config)) == decoded(journalled(whole))
+    assert len(journalled(config)) == 3 * (one + two)
+    timeless = ("drafter", "batch", "tau", "exact_match", "new_tokens", "perplexity", "steps", "ctar")
+    tables = [[{name: row[name] for name in timeless} for row in report(made)["rows"]] for made in (whole, config)]
+    assert tables[0] == tables[1]
+
+
+def test_a_single_size_is_a_number(config: dict[str, Any], no_picture: None, tmp_path: Path) -> None:
+    """Catches a report of batches that says batch 1, and one that compares where there is nothing to compare."""
+    assert run(config, "batch=2", "stock=[]") == 0
+    found = report(config)
+    assert found["environment"]["batch"] == 2 and {row["batch"] for row in found["rows"]} == {2}
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert ", batch 2\n" in page and "best throughput" not in page and "all rows of a batch together" in page
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch=3"], "prompts.count is 4, and batches of 3 are all full with a multiple of 3 prompts: give 3 or 6"),
+        (["batch=[2, 8]"], "batches of 2 and 8 are all full with a multiple of 8 prompts: give 8$"),
+        (["batch=0"], "batch.0: "),
+        (["batch=[]"], "batch: "),
+        (["batch=[2, 2]"], "batch: .*different"),
+        (["batch=8", "prompts.count=null", "stock=[]"], "there are 5 prompts to measure.*batches of 8 it takes 8"),
+        (
+            ["batch=2", 'drafters=[{"drafter": "lookahead"}]'],
+            "batch is 2, and of the methods .'lookahead', 'copies'. none decodes more than 1 row",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    config: dict[str, Any], overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches batches that are not full, measured as if they were, and hours spent on plain decoding alone."""
+    assert run(config, *overrides) == 1
+    printed = capsys.readouterr()
+    assert re.search(message, " ".join((printed.err + printed.out).split()))
+
+
+def test_other_programs_take_one_batch_size(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches rows of several batch sizes mixed up by a program that compares something else."""
+    path = tmp_path / "other.yaml"
+    entry = {"label": "V", "engine": "vllm", "method": "plain"}
+    for program, more, message in (
+        (eval.sweep, {"vary": {"max_new_tokens": [3, 4]}}, "eval.sweep takes one batch size"),
+        (eval.tune, {"knobs": {"gamma": [2, 3]}, "drafters": [{"drafter": "prompt_lookup"}]}, "eval.tune takes one"),
+        (eval.engines, {"engines": [entry]}, "engines are measured with one prompt at a time"),
+    ):
+        path.write_text(yaml.safe_dump(config | more))
+        assert status(program.main, "--config", path) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def batch_of(rows: list[list[int]], steps: list[Step], seconds: float = 1.0) -> Outcome:
+    tokens, lengths = [token for row in rows for token in row], tuple(map(len, rows))
+    trace = Trace(steps, [0.0], [seconds], [0.0], [0.0], 0.5)
+    return Outcome(tokens, 0.5, seconds, trace, first_tokens=len(rows), lengths=lengths)
+
+
+def test_a_batch_by_hand() -> None:
+    """Catches steps of another row, times counted once a row, loops of one prompt charged to all, and a row that is
+    compared with its neighbour's answer.
+
+    Four prompts in batches of two, the second of which ends in a loop: it takes 24 of its 25 tokens in two steps.
+    """
+    answers = [[3, 4, 5], [7] * 25, [8, 9], [10, 11, 12, 13]]
+    steps = [Step(0, 2, 2, 1, 2), Step(1, 12, 12, 11, 12), Step(1, 12, 12, 11, 12)]
+    plain = [Step(row, 0, 0, 0, 1) for row in (0, 0, *[1] * 24)], [Step(row, 0, 0, 0, 1) for row in (0, 1, 1, 1)]
+    runs = []
+    for place in (0, 2):
+        rows = answers[place : place + 2]
+        own = steps if place == 0 else [Step(0, 2, 2, 0, 1), Step(1, 3, 3, 2, 3)]
+        runs.append(placed(batch_of(rows, plain[place // 2], 8.0), place, 9.0, "plain"))
+        runs.append(placed(batch_of(rows, own, 2.0 if place == 0 else 4.0), place, 5.0, "m"))
+    described = {name: {"lossless": True, "stock": False, "entry": name, "grid": None} for name in ("plain", "m")}
+    prompts = [replace(prompt, category="c") for prompt in PROMPTS[:4]]
+    _, (_, row) = make_rows(runs, described, "plain", prompts, TargetModel(build("llama")), 0)
+    assert (row["prompts"], row["new_tokens"], row["decoded_tokens"], row["batch"]) == (4, 34, 30, 2)
+    assert row["tokens_per_second"] == pytest.approx(30 / 6) and row["speedup"] == pytest.approx(16 / 6)
+    assert row["speedup_without_loops"] == pytest.approx(8 / 4)  # of the second batch, in which nothing loops
+    assert (row["tau"], row["tau_without_loops"]) == (pytest.approx(30 / 5), pytest.approx(6 / 3))
+    assert (row["loop_share"], row["exact_match"], row["divergences"]["count"]) == (0.25, 1.0, 0)
+    assert "categories" not in row
+    read = [run_from_line(json.loads(json.dumps(journal_line(run, *PROMPTS[:2])))) for run in runs]
+    assert read == runs and [len(run.outputs()) for run in read] == [2] * 4
+    wrong = replace(runs[3], tokens=[8, 9, 10, 11, 12, 99 % 60])
+    _, (_, row) = make_rows([*runs[:3], wrong], described, "plain", prompts, TargetModel(build("llama")), 0)
+    assert (row["exact_match"], row["divergences"]["count"]) == (0.75, 1)
+    assert row["divergences"]["each"][0]["prompt"] == "p3"
+
+
+def test_a_batch_that_changes_an_answer_is_told() -> None:
+    """Catches rows that see each other, which every method of a batch does alike: exact beside plain decoding there."""
+    described = {"plain": {"lossless": True, "stock": False, "entry": "plain", "grid": None}}
+    alone = [placed(Outcome([3, token], 0.1, 1.0, trace_of(1)), n, 2.0, "plain") for n, token in enumerate((4, 5))]
+    steps = [Step(0, 0, 0, 0, 1), Step(1, 0, 0, 0, 1)]
+    together = placed(batch_of([[3, 4], [3, 9]], steps), 0, 2.0, "plain")
+    _, rows = make_rows([*alone, together], described, "plain", PROMPTS[:2], TargetModel(build("llama")), 0)
+    assert [(row["batch"], row["exact_match"]) for row in rows] == [(1, 1.0), (2, 0.5)]
+
+
+def test_batches_go_through_the_same_prompts() -> None:
+    """Catches a warm-up batch that is not full, prompts left out or decoded twice, and a seed that is not the batch's
+    first prompt's."""
+    calls: list[tuple[int, list[int], int]] = []
+
+    def make(temperature: float, batch: int) -> dict[str, Method]:
+        def decode(prompts: list[list[int]], seed: int) -> Outcome:
+            calls.append((batch, [ids[1] - 6 for ids in prompts], seed))
+            if batch == 1:
+                return Outcome([1, 2], 0.0, 0.1, trace_of(1))
+            return batch_of([[1, 2]] * batch, [Step(row, 0, 0, 0, 1) for row in range(batch)])
+
+        return {"m": decode}
+
+    runs = list(measure(make, PROMPTS[:4], PROMPTS[4:], [0.0], 1, Limits(8, seed=7), batches=[2, 1, 4]))
+    assert calls[:3] == [(2, [4, 5], 6), (2, [0, 1], 7), (2, [2, 3], 9)]
+    assert calls[3:9] == [(1, [4], 6), (1, [5], 5), *((1, [n], 7 + n) for n in range(4))]
+    assert calls[9:] == [(4, [4, 5, 4, 5], 6), (4, [0, 1, 2, 3], 7)]
+    assert [(run.batch, run.prompt) for run in runs] == [(2, 0), (2, 2), (1, 0), (1, 1), (1, 2), (1, 3), (4, 0)]
+    short = {"m": lambda prompts, seed: batch_of([[1], []], [])}
+    with pytest.raises(MeasurementError, match="on prompt 'p0' .2 tokens., 'p1' .2 tokens.: .*0 new tokens"):
+        next(measure(lambda *_: short, PROMPTS[:2], [], [0.0], 1, Limits(8), batches=[2]))
+
+
+def test_prompts_that_fill_no_batch_are_counted() -> None:
+    """Catches other prompts at one batch size than at another."""
+    config = PromptsConfig(file=Path("x"))
+    filled = in_whole_batches(PromptSet(config, "f", "0", PROMPTS[:5], []), [1, 2, 4])
+    assert filled.measured == PROMPTS[:4] and filled.skipped == {"fills_no_batch": 1}
+    whole = PromptSet(config, "f", "0", PROMPTS[:4], [])
+    assert in_whole_batches(whole, [2, 4]).measured == PROMPTS[:4] and not in_whole_batches(whole, [1]).skipped
