@@ -23,7 +23,7 @@ from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Probability, Way
 from .drafting.paying import FRONTIER, Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
-from .model.cost import Costs, behind_context, longer, step_costs
+from .model.cost import Costs, Run, behind, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
@@ -203,15 +203,18 @@ class EagleDrafter(LearnedDrafter):
             self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts, self._more = [1] * batch, []
-        if self.auto is not None and self._grower(state) is None:
-            self.auto.begin(batch, state.sampling)
+        if self.auto is not None:
+            self.auto.begin(batch, state.sampling, state.longest)
 
     def _grower(self, state: DecodeState) -> Paying | None:
         """What grows the drafts of these prompts, if anything does."""
         if self.auto is None or not (self._may_grow and state.batch == 1 and state.sampling.greedy):
             return None
+        costs = self.auto.costs(1, state.sampling, state.length)
         if self.paying is None:
-            self.paying = Paying(self._step_costs(1, state.sampling), self.nodes, self.depth, self.top_k)
+            self.paying = Paying(costs, self.nodes, self.depth, self.top_k)
+        elif costs is not self.paying.costs:
+            self.paying.reckon(costs)
         return self.paying
 
     def promised(self) -> Promised | None:
@@ -242,7 +245,9 @@ class EagleDrafter(LearnedDrafter):
             if self._growing is not None:
                 self._idle = not self._growing.wants(depth)
             else:
-                self.plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
+                self.plan = tree_plan(
+                    self.auto.shape(state.batch, state.sampling, state.length).paths, self.target.device
+                )
                 self._idle = not self.plan.size
             if self._idle:
                 return DraftTree.empty(state.batch, self.target.device)
@@ -315,29 +320,32 @@ class EagleDrafter(LearnedDrafter):
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
 
-    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
-        """Of batches of this size."""
+    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
+        """Of batches of this size, behind so many tokens."""
         target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
         plan = tree_plan(((0,),), target.device)
 
-        def draft_pass(rows: int, first: bool = False) -> Callable[[], object]:
-            cache = behind_context(target, batch, rows, layers=1)
-            features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
-            tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
+        def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
+            cache_behind = behind(target, batch, context, layers=1)
 
-            def once() -> object:
-                longer(cache, rows)
-                predicted = target.runner.run(self._head, [features, tokens], cache)[0]
-                if first:
-                    draft = grow_static(predicted[:, -1:], self._extend_tree, head, plan, sampling, generator)
-                    return draft.q is None or head.spread(draft.q), draft.ancestors()
-                return children_of(head(predicted), min(2, head.width), sampling, generator)
+            def draft_pass(rows: int, first: bool = False) -> Run:
+                features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
+                tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
 
-            return once
+                def once() -> object:
+                    predicted = target.runner.run(self._head, [features, tokens], cache_behind())[0]
+                    if first:
+                        draft = grow_static(predicted[:, -1:], self._extend_tree, head, plan, sampling, generator)
+                        return draft.q is None or head.spread(draft.q), draft.ancestors()
+                    return children_of(head(predicted), min(2, head.width), sampling, generator)
+
+                return once
+
+            return draft_pass(2, first=True), draft_pass
 
         name = {"method": self.name, "greedy": sampling.greedy} | head.options()
         name |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
-        return step_costs(target, name, batch, draft_pass(2, first=True), draft_pass)
+        return step_costs(target, name, batch, length, drafting)
 
 
 def _of_step(output: FeatureOutput, verdict: Verdict) -> tuple[Tensor, list[int]]:

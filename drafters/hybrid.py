@@ -19,7 +19,7 @@ from .decoding.sampling import Sampling
 from .drafting.counted import Counted
 from .drafting.retrieval import NOTHING, Found, Retrieval
 from .methods import inner_drafter
-from .model.cost import Costs, step_costs
+from .model.cost import Costs, CostsByLength, step_costs
 from .model.target import FeatureOutput, TargetModel
 
 MATCHES = (1, 2, 3, 4, 8, 16, 32)  # kinds of matches: as long, or shorter; the last kind is longer
@@ -69,6 +69,7 @@ class HybridDrafter(Drafter):
         self.taps = self.head.taps
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self._scales: dict[Sampling, Scales] = {}  # acceptance is not the same
+        self._costs = CostsByLength(lambda length: self._step_costs(length))
         self._now: Scales | None = None
         self._found, self._copied = NOTHING, False
 
@@ -76,8 +77,9 @@ class HybridDrafter(Drafter):
         self.head.begin(state, output)
         self.lookup.begin(state, output)
         if self.match == "auto":
+            self._costs.at(state.longest)  # measured now if it is not known yet, and not while decoding
             if state.sampling not in self._scales:
-                self._scales[state.sampling] = Scales(self._step_costs())
+                self._scales[state.sampling] = Scales(self._costs.at(0))
             self._now = self._scales[state.sampling]
 
     def promised(self) -> Promised | None:
@@ -91,6 +93,8 @@ class HybridDrafter(Drafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         found = self._found = self.lookup.retrieve(state)
+        if self._now is not None:
+            self._now.costs = self._costs.at(state.length)
         copy = self._now.best_part(found) if self._now is not None else found
         if isinstance(self.match, int) and found.match < self.match:
             copy = NOTHING
@@ -112,9 +116,9 @@ class HybridDrafter(Drafter):
             self.head.observe(state, draft, output, verdict)
         self.lookup.follow(state, output, verdict)
 
-    def _step_costs(self) -> Costs:
+    def _step_costs(self, length: int) -> Costs:
         """Copying takes no time worth mentioning, and the head's taking in of a few tokens more not either."""
-        return step_costs(self.target, {"method": self.name}, 1)
+        return step_costs(self.target, {"method": self.name}, 1, length)
 
 
 class Trust:
@@ -146,11 +150,12 @@ class Scales:
     whose tokens are worth most beyond the time it takes: nothing else has more tokens per second (Dinkelbach 1967).
 
     Attributes:
+        costs: at the present length.
         promised: steps that were copied, their tokens, and their time in steps without a draft.
     """
 
     def __init__(self, costs: Costs) -> None:
-        self._costs, self.trust = costs, Trust()
+        self.costs, self.trust = costs, Trust()
         # Steps, their tokens, and their time in plain steps, fading; before anything is known, as of a plain step.
         self._all, self._head = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
         self.promised = [0.0, 0.0, 0.0]
@@ -166,11 +171,11 @@ class Scales:
         order = sorted(range(len(chances)), key=lambda node: -chances[node])  # no child before its parent
         worth = min(self._all[2] / self._all[1], 1.0)
         best, count = (self._head[1] * worth - self._head[2]) / self._head[0], 0
-        so_far, steps_then, tokens_then, curve, last = 1.0, 0.0, 0.0, self._costs.chain, ROOT
+        so_far, steps_then, tokens_then, curve, last = 1.0, 0.0, 0.0, self.costs.chain, ROOT
         for rows, node in enumerate(order, start=2):
             so_far += chances[node]
-            curve = self._costs.verify if found.parents[node] != last else curve
-            last, steps = node, curve.at(rows) / self._costs.plain
+            curve = self.costs.verify if found.parents[node] != last else curve
+            last, steps = node, curve.at(rows) / self.costs.plain
             if so_far * worth - steps > best:
                 best, count, tokens_then, steps_then = so_far * worth - steps, rows - 1, so_far, steps
         if not count:

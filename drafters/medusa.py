@@ -170,7 +170,7 @@ class MedusaDrafter(LearnedDrafter):
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
         if self.auto is not None:
-            self.auto.begin(state.batch, state.sampling)
+            self.auto.begin(state.batch, state.sampling, state.longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._feature[rows] = last_of(output.features, part.prompt_lengths)[:, None]
@@ -182,7 +182,7 @@ class MedusaDrafter(LearnedDrafter):
         if state.longest_draft(self.depth) < 1:
             return DraftTree.empty(state.batch, self.target.device)
         if self.auto is not None:
-            plan = tree_plan(self.auto.shape(state.batch, state.sampling).paths, self.target.device)
+            plan = tree_plan(self.auto.shape(state.batch, state.sampling, state.length).paths, self.target.device)
         else:
             plan = self.plans["greedy" if state.sampling.greedy else "sampled"]
         self._used = plan
@@ -267,8 +267,9 @@ class MedusaDrafter(LearnedDrafter):
         table = Rates(self.depth, self._ranks, self._tables()[way]).table()
         return tree_plan(_likeliest(table, self.depth, options.nodes), self.target.device)
 
-    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
-        """Of batches of this size: a draft of one head, and of a level more, which is a head more."""
+    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
+        """Of batches of this size, behind so many tokens: a draft of one head, and of a level more, which is a head
+        more."""
         target, generator = self.target, torch.Generator(self.target.device)
         feature = torch.zeros(batch, 1, target.hidden_size, dtype=target.dtype, device=target.device)
 
@@ -278,7 +279,7 @@ class MedusaDrafter(LearnedDrafter):
 
         shape = {key: getattr(self.given, key) for key in ("heads", "layers", "own_lm_heads", "accept")}
         name = {"method": self.name, "greedy": sampling.greedy} | shape | self.lm_heads[0].options()
-        costs = step_costs(target, name, batch, draft_pass(1), draft_pass)
+        costs = step_costs(target, name, batch, length, lambda context: (draft_pass(1), draft_pass))
         more = (costs.draft.at(self.heads) - costs.draft.at(1)) / max(self.heads - 1, 1)
         return costs._replace(draft=Curve((1,), (more,)))
 

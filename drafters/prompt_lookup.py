@@ -60,7 +60,7 @@ class PromptLookupDrafter(Retrieval):
         for index, tokens in zip(self._rows, state.tokens, strict=True):
             index.read(tokens)
         if self.auto is not None:
-            self.auto.begin(state.batch, state.sampling)
+            self.auto.begin(state.batch, state.sampling, state.longest)
 
     def promised(self) -> Promised | None:
         return self.auto.promised() if self.auto is not None else None
@@ -73,7 +73,7 @@ class PromptLookupDrafter(Retrieval):
         drafts = [self._continuation(state, row) for row in range(state.batch)]
         width = max(map(len, drafts))
         if self.auto is not None:
-            width = self.auto.length(state.batch, state.sampling, width)
+            width = self.auto.chain(state.batch, state.sampling, state.length, width)
             drafts = [draft[:width] for draft in drafts]
             self._drafted = [len(draft) for draft in drafts]
         if width == 0:
@@ -101,9 +101,9 @@ class PromptLookupDrafter(Retrieval):
         longest = 0 if state.finished[row] else min(self.gamma, state.room(row) - 1)
         return index.continuation(longest, state.eos)
 
-    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
-        """Of batches of this size; looking up takes no time worth mentioning."""
-        return step_costs(self.target, {"method": self.name}, batch)
+    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
+        """Of batches of this size, behind so many tokens; looking up takes no time worth mentioning."""
+        return step_costs(self.target, {"method": self.name}, batch, length)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         for index in self._rows:

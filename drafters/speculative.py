@@ -1,5 +1,6 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023)."""
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -13,7 +14,7 @@ from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import Chooser
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from .model.cost import Costs, behind_context, longer, step_costs
+from .model.cost import Costs, Run, behind, step_costs
 from .model.target import FeatureOutput, TargetModel
 
 LONGEST = 12  # tokens that gamma: auto drafts
@@ -49,7 +50,7 @@ class SpeculativeDrafter(DraftModelDrafter):
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
         if self.auto is not None:
-            self.auto.begin(state.batch, state.sampling)
+            self.auto.begin(state.batch, state.sampling, state.longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         auto, self.auto = self.auto, None
@@ -62,7 +63,7 @@ class SpeculativeDrafter(DraftModelDrafter):
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = state.longest_draft(self.gamma)
         if self.auto is not None:
-            gamma = self.auto.length(state.batch, state.sampling, gamma)
+            gamma = self.auto.chain(state.batch, state.sampling, state.length, gamma)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         # The draft model catches up first: with the root, and after full acceptance with the last draft token.
@@ -96,15 +97,18 @@ class SpeculativeDrafter(DraftModelDrafter):
         self._cache.commit_first(counts)
         return self.lm_head(last_of(features, counts))
 
-    def _step_costs(self, batch: int, sampling: Sampling) -> Costs:
-        """Of batches of this size."""
+    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
+        """Of batches of this size, behind so many tokens."""
         model, generator = self.draft_model, torch.Generator(self.target.device)
-        cache = behind_context(model, batch, 1)
         tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
 
-        def once() -> object:
-            longer(cache, 1)
-            return sampling.pick(self.lm_head(model.run(tokens, cache).features[:, -1]), generator, [])
+        def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
+            cache_behind = behind(model, batch, context)
+
+            def once() -> object:
+                return sampling.pick(self.lm_head(model.run(tokens, cache_behind()).features[:, -1]), generator, [])
+
+            return once, lambda rows: once
 
         name = {"method": self.name, "draft_model": model.fingerprint(), "greedy": sampling.greedy}
-        return step_costs(self.target, name | self.lm_head.options(), batch, once)
+        return step_costs(self.target, name | self.lm_head.options(), batch, length, drafting)

@@ -183,10 +183,10 @@ class Cycling(Chooser):
     shapes = ((), ((0,), (0, 0), (0, 0, 0)), (), (), ((0,), (1,), (0, 0), (1, 0)), ((0,),))
 
     def __init__(self) -> None:
-        super().__init__(lambda batch, sampling: AUTO_COSTS, 8, 3, 2)
+        super().__init__(lambda *given: AUTO_COSTS, 8, 3, 2)
         self.step = 0
 
-    def shape(self, batch: int, sampling: Sampling) -> Shape:
+    def shape(self, batch: int, sampling: Sampling, length: int, most: int | None = None) -> Shape:
         """The next of the shapes."""
         self.step += 1
         return Shape(self.shapes[self.step % len(self.shapes)], 1.0, 1.0, 1.0)
@@ -200,7 +200,6 @@ def auto_eagle(
     if isinstance(choice, Chooser):
         drafter.auto, drafter._may_grow = choice, False
     elif choice is not None:
-        drafter._step_costs = lambda batch, sampling: choice  # type: ignore[method-assign]
         assert drafter.auto is not None
-        drafter.auto._costs = drafter._step_costs
+        drafter.auto._ask = lambda *given: choice
     return drafter

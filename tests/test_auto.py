@@ -1,19 +1,17 @@
-"""Drafts that fit the machine: costs that are kept, acceptance that is learnt, and the best shape for both."""
+"""Drafts that fit the machine: acceptance that is learnt, and the best shape for it and for what forwards cost."""
 
 import itertools
-import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import conformance
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
-from rigged import AUTO_COSTS, Cycling, auto_eagle, perturbed
+from rigged import AUTO_COSTS, Cycling, auto_eagle, medusa, perturbed
 from test_eagle import from_scratch
 
 from drafters import Drafter, TargetModel, generate, make_drafter
@@ -135,7 +133,7 @@ def simulate(
     """Steps whose every candidate of rank 0 is right with one probability, and of other ranks never."""
     shapes = []
     for _ in range(steps):
-        shape = chooser.shape(1, GREEDY)
+        shape = chooser.shape(1, GREEDY, 9)
         shapes.append(shape)
         depth, path = 0, tuple[int, ...]()
         while (0, *path) in shape.paths:
@@ -151,7 +149,7 @@ def simulate(
 def test_what_does_not_pay_is_not_drafted() -> None:
     """Catches drafting on where nothing is accepted, probes that cost more than they may, and none at all."""
     costs = priced(0.05, 0.2, 0.01)
-    chooser, draw = Chooser(lambda batch, sampling: costs, 20, 6, 4), random.Random(0)
+    chooser, draw = Chooser(lambda *given: costs, 20, 6, 4), random.Random(0)
     assert chooser.promised().steps == 0
     assert simulate(chooser, 40, 0.0, draw)[0].paths
     later = simulate(chooser, 1000, 0.0, draw)
@@ -172,74 +170,79 @@ def test_what_does_not_pay_is_not_drafted() -> None:
 def test_where_each_row_costs_as_much_as_a_forward_nothing_is_drafted() -> None:
     """Catches a choice that goes by tau alone, and costs of another batch size."""
     dear, cheap = priced(1.0, 0.1, 0.1), priced(0.0, 0.0, 0.0)
-    asked: list[tuple[int, Sampling]] = []
+    asked: list[tuple[int, Sampling, int]] = []
     chooser = Chooser(lambda *key: asked.append(key) or (dear if key[0] > 4 else cheap), 12, 5, 3)  # type: ignore[func-returns-value]
-    assert chooser.shape(8, GREEDY).paths == ()
-    assert len(chooser.shape(2, GREEDY).paths) == 12
-    chooser.shape(2, Sampling(1.0)), chooser.shape(8, GREEDY)
-    assert asked == [(8, GREEDY), (2, GREEDY), (2, Sampling(1.0))]
+    assert chooser.shape(8, GREEDY, 9).paths == ()
+    assert len(chooser.shape(2, GREEDY, 9).paths) == 12
+    chooser.shape(2, Sampling(1.0), 9), chooser.shape(8, GREEDY, 9)
+    assert asked == [(8, GREEDY, 0), (2, GREEDY, 0), (2, Sampling(1.0), 0)]
+
+
+def by_length_of_text(batch: int, sampling: Sampling, length: int) -> Costs:
+    """A row more costs the more, the longer the text."""
+    return priced(0.02 + length / 8000, 0.1 + length / 40_000, 0.0)
+
+
+def test_the_length_of_the_text_counts() -> None:
+    """Catches a shape or a promise by the costs of another length: behind a long text the first is too large, and the
+    second too good.
+    """
+    chooser, table = Chooser(by_length_of_text, 20, 6, 4), Rates(6, 4).table()
+    sizes = []
+    for length in (100, 600, 2000, 8000, 100):
+        before = chooser.promised()
+        shape, after = chooser.shape(1, GREEDY, length), chooser.promised()
+        sizes.append(len(shape.paths))
+        costs = chooser.costs(1, GREEDY, length)
+        exact = by_length_of_text(1, GREEDY, 0 if length <= cost.LONG else length)
+        assert costs.verify.at(9) == pytest.approx(exact.verify.at(9), rel=0.12)
+        assert shape.paths == () or shape[1:] == pytest.approx(promise(shape.paths, table, costs)[1:])
+        assert after.plain_steps - before.plain_steps == pytest.approx(shape.seconds / costs.plain)
+    assert sizes[0] == sizes[-1] > sizes[1] > sizes[2] > sizes[3] == 0
+    # Within a length's neighbourhood nothing is asked for, and nothing changes.
+    assert chooser.costs(1, GREEDY, 2048) is chooser.costs(1, GREEDY, 2200)
+
+
+@pytest.mark.parametrize("kind", ["grows", "tree", "speculative", "prompt_lookup", "medusa", "hybrid"])
+def test_a_text_that_grows_long_is_drafted_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a method that stays with the costs of the prompt's length, or that measures while it decodes."""
+    monkeypatch.setattr(cost, "LONG", 40)
+    target, asked = target_of("llama"), list[int]()
+
+    def ask(*given: object) -> Costs:
+        asked.append(int(given[-1]))  # type: ignore[call-overload]
+        return AUTO_COSTS if asked[-1] <= 40 else priced(20.0, 0.1, 0.0)
+
+    drafter: Any = {
+        "grows": lambda: auto_eagle(target, 0.0),
+        "tree": lambda: auto_eagle(target, 0.0),
+        "speculative": lambda: by_length("speculative", target, draft_model=perturbed(target, 0.0)),
+        "prompt_lookup": lambda: by_length("prompt_lookup", target),
+        "medusa": lambda: medusa(target, 0.0, "auto"),
+        "hybrid": lambda: make_drafter("hybrid", target, head=auto_eagle(target, 0.0)),
+    }[kind]()
+    drafter._may_grow = kind == "grows"
+    if kind == "hybrid":
+        drafter._step_costs = ask
+        drafter.head.auto._ask = ask
+    else:
+        drafter.auto._ask = ask
+    given = [5, 6, 7, 8] * 5
+    prompts = [given] if kind in ("grows", "hybrid") else [given[:8], given]
+    steps = generate(target, drafter, prompts, max_new_tokens=70, eos_token_id=NO_EOS).trace.steps
+    begun = [step for step in steps if step.row == 0][:2]
+    late = [step.drafted for step in steps][-40:]
+    assert kind == "prompt_lookup" or all(step.drafted for step in begun)
+    assert late.count(0) > 30
+    assert asked[:2] == [0, 88]  # of 90 tokens, which it may come to: measured before it decodes
 
 
 def test_acceptance_in_a_checkpoint_is_where_it_starts() -> None:
     """Catches a table that is ignored, or taken for the other way of sampling."""
     costs = priced(0.05, 0.2, 0.01)
     chooser = Chooser(lambda *key: costs, 20, 6, 4, {"greedy": [[0.02, 0.01]], "sampled": [[0.95, 0.0]]})
-    assert chooser.shape(1, GREEDY).paths == ()
-    assert len(chooser.shape(1, Sampling(0.8)).paths) > 2
-
-
-def test_curve() -> None:
-    """Catches an index that is off by one between two measured counts, and noise that makes more rows cheaper."""
-    curve = Curve.of({4: 2.0, 1: 1.0, 8: 1.9, 16: 4.0})
-    assert [curve.at(rows) for rows in (1, 2.5, 4, 6, 8, 12, 16, 24)] == [1.0, 1.5, 2.0, 2.0, 2.0, 3.0, 4.0, 6.0]
-    assert Curve((1,), (3.0,)).at(7) == 3.0
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cost.CACHE, str(tmp_path / "kept"))
-    monkeypatch.setattr(cost, "_known", {})
-    return tmp_path / "kept"
-
-
-def test_costs_are_kept_on_disk(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a measurement in every process, one taken for another's, and a damaged file that ends the run."""
-    measured: list[int] = []
-
-    def measure() -> Costs:
-        measured.append(1)
-        return priced(0.5, 0.25, 0.0)
-
-    def get(name: str = "a", outdated: Callable[[Costs], bool] = lambda costs: False) -> Costs:
-        cost._known.clear()
-        return cost.kept({"name": name}, measure, outdated)
-
-    first = get()
-    assert get() == first and len(measured) == 1
-    assert get("b") == first and len(measured) == 2
-    for damage in ("", "[]", '{"key": {"name": "a"}}', json.dumps({"key": {"name": "a"}, "verify": {}, "draft": {}})):
-        for file in store.iterdir():
-            file.write_text(damage)
-        before = len(measured)
-        assert get() == first and len(measured) == before + 1 and get() == first
-    before = len(measured)
-    get(outdated=lambda costs: True)
-    monkeypatch.setenv(cost.AGAIN, "1")
-    get()
-    assert len(measured) == before + 2
-    monkeypatch.setenv(cost.CACHE, "/proc/nowhere")
-    assert get() == first
-    assert all(file.suffix == ".json" for file in store.iterdir())
-
-
-def test_measured_costs(store: Path) -> None:
-    """Catches a part that is not measured or timed as another, and a draft of nothing that costs something."""
-    target, ran = target_of("llama"), []
-    found = cost.step_costs(target, {"n": 1}, 2, lambda: ran.append(1), lambda rows: lambda: ran.append(rows))
-    assert found.plain > 0 and found.verify.rows[0] == 1 and found.verify.rows[-1] == 64
-    assert {1, 2, 16} <= set(ran) and found.first < found.plain and len(list(store.iterdir())) == 1
-    free = cost.step_costs(target, {"n": 2}, 1)
-    assert free.first == 0 and free.draft.at(5) == 0 and free.verify.at(64) >= free.plain
+    assert chooser.shape(1, GREEDY, 9).paths == ()
+    assert len(chooser.shape(1, Sampling(0.8), 9).paths) > 2
 
 
 TestAutoSome = conformance.suite(
@@ -256,7 +259,7 @@ TestAutoMeasured = conformance.suite(
 def by_length(name: str, target: TargetModel, **options: object) -> Drafter:
     """A drafter of chains, on the machine of AUTO_COSTS."""
     drafter: Any = make_drafter(name, target, gamma="auto", **options)
-    drafter.auto._costs = lambda batch, sampling: AUTO_COSTS
+    drafter.auto._ask = lambda *given: AUTO_COSTS
     return drafter
 
 

@@ -26,7 +26,7 @@ from drafters.prompt_lookup import PromptLookupDrafter
 def hybrid(target: TargetModel, head: Drafter, lookup: Drafter | None = None, costs: Costs = AUTO_COSTS) -> Drafter:
     """One that weighs, on the machine of ``costs``."""
     drafter = HybridDrafter.from_options(target, head=head, lookup=lookup or Primed.from_options(target, gamma=5))
-    drafter._step_costs = lambda: costs  # type: ignore[method-assign]
+    drafter._step_costs = lambda length: costs  # type: ignore[method-assign]
     return drafter
 
 

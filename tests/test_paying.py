@@ -47,7 +47,7 @@ def test_the_draft_is_the_best_of_all() -> None:
     draw, sizes = random.Random(0), set()
     for _ in range(60):
         paying = Paying(costs(draw.uniform(0.0, 0.5), 0.1), nodes=9, depth=3, top_k=2)
-        paying._tokens, paying._seconds = draw.uniform(1.0, 2.5), 1.0
+        paying._sums[:2] = draw.uniform(1.0, 2.5), 1.0
         grown = paying._grown = _Growth()
         parents = [-1]
         for width in (1, 2, 1):
@@ -121,6 +121,31 @@ def test_it_goes_on_as_long_as_it_is_right(rate: float) -> None:
         assert found.tokens > found.plain_steps
 
 
+def test_other_costs() -> None:
+    """Catches trees that grow by the costs of a shorter text, and a judgement (whether drafts pay) that is carried from
+    one length to another: after a long prompt, none would be drafted for a short one.
+    """
+    cheap, dear = costs(0.02, 0.15), costs(2.0, 0.4)
+    paying, extend = Paying(cheap, nodes=20, depth=5, top_k=3), lambda features, places, rows: features
+
+    def sizes(steps: int) -> list[int]:
+        head, predicted = Sure(0.7), torch.zeros(1, 1, 4)
+        return [paying.grow(predicted, extend, head, 5).size for _ in range(steps) if paying.wants(5)]  # type: ignore[arg-type]
+
+    large, rate = sizes(12)[-1], paying.speedup
+    assert rate > 1.3 and large > 3
+    for _ in range(2):
+        paying.reckon(dear)
+        assert max(sizes(18)) == 0 and paying.speedup < 0.8
+        assert len(sizes(60)) < 6
+        paying.reckon(cheap)
+        assert paying.speedup == rate and len(found := sizes(8)) == 8 and found[-1] == large
+        rate = paying.speedup
+    cheaper = costs(0.01, 0.1)
+    paying.reckon(dear), paying.reckon(cheaper)
+    assert len(sizes(8)) == 8
+
+
 def test_drafts_are_what_the_head_says() -> None:
     """Catches a head fed another node's feature or token, siblings that see each other, wrong positions, and what is
     learnt of one node put down to another: none of it changes the output, only tau.
@@ -128,7 +153,8 @@ def test_drafts_are_what_the_head_says() -> None:
     target, sizes = target_of("llama"), []
     cheap = Costs(1.0, *AUTO_COSTS[1:3], 0.02, Curve((1,), (0.02,)))
     drafter = EagleDrafter(target, trained_head(target), EagleOptions(top_k=3, nodes=12, depth=4))
-    drafter._step_costs = lambda batch, sampling: cheap  # type: ignore[method-assign]
+    assert drafter.auto is not None
+    drafter.auto._ask = lambda *given: cheap
     propose, learnt = drafter.propose, []
 
     def checked(state: DecodeState) -> DraftTree:
@@ -158,7 +184,8 @@ def test_more_may_be_forwarded_than_is_kept() -> None:
     """Catches a head's cache with room for the draft alone, which the candidates of a long look ahead overflow."""
     target = target_of("llama")
     drafter = EagleDrafter(target, trained_head(target), EagleOptions(top_k=4, nodes=3))
-    drafter._step_costs = lambda batch, sampling: AUTO_COSTS  # type: ignore[method-assign]
+    assert drafter.auto is not None
+    drafter.auto._ask = lambda *given: AUTO_COSTS
     with mock.patch.object(Paying, "_worth_a_pass", lambda paying, likely: (FRONTIER, 0.0)):
         result = generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS)
     assert result.tokens[0].tolist() == plain_greedy(target, prompt(9), 24)

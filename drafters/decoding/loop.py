@@ -76,6 +76,16 @@ class DecodeState:
             self._roots = torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
         return self._roots
 
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.tokens))
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row may come to."""
+        return min(max(self.prompt_lengths) + self.max_new_tokens, self.cache.capacity)
+
     def room(self, row: int = 0) -> int:
         """Tokens a row may still commit; a draft longer than room - 1 is wasted."""
         return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from pydantic import Field
 
 from ..base import Promised
 from ..decoding.sampling import Sampling
-from ..model.cost import Costs
+from ..model.cost import Costs, CostsByLength
 from .tree_plan import TreePlan
 
 Path = tuple[int, ...]  # a node: the ranks of its ancestors and itself among their siblings
@@ -206,7 +207,7 @@ class _Course:
     """What is known and chosen for one way of sampling at one batch size."""
 
     rates: Rates
-    costs: Costs
+    costs: Costs  # at the present length
     shape: Shape
     probe: Shape | None = None  # what is drafted to learn, while nothing pays
     steps: int = 0
@@ -222,30 +223,40 @@ class Chooser:
     the same drafts.
 
     Args:
-        costs: of a batch size and a way of sampling; asked once for each.
+        costs: of a batch size, a way of sampling and a length; asked once for each.
         tables: acceptance to start from (``Rates.hazards``), by "greedy" and "sampled".
     """
 
     def __init__(
         self,
-        costs: Callable[[int, Sampling], Costs],
+        costs: Callable[[int, Sampling, int], Costs],
         most_nodes: int,
         depths: int,
         ranks: int,
         tables: dict[Way, Table] | None = None,
     ) -> None:
-        self._costs, self._most, self._size, self._tables = costs, most_nodes, (depths, ranks), tables or {}
+        self._ask, self._most, self._size, self._tables = costs, most_nodes, (depths, ranks), tables or {}
+        self._costs: dict[tuple[int, Sampling], CostsByLength] = {}
         self._rates: dict[Sampling, Rates] = {}
         self._courses: dict[tuple[int, Sampling], _Course] = {}
         self._now: _Course | None = None
 
-    def begin(self, batch: int, sampling: Sampling) -> None:
-        """Measure what is not known yet of so many rows, and choose."""
-        self._course(batch, sampling)
+    def begin(self, batch: int, sampling: Sampling, longest: int) -> None:
+        """Measure what is not known yet of so many rows, of up to so many tokens."""
+        for length in (0, longest):
+            self.costs(batch, sampling, length)
 
-    def shape(self, batch: int, sampling: Sampling, most: int | None = None) -> Shape:
-        """Of the next draft; where no more than ``most`` tokens can be drafted now, so many of its first."""
-        course = self._now = self._course(batch, sampling)
+    def costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
+        """At this length."""
+        key = batch, sampling
+        if key not in self._costs:
+            self._costs[key] = CostsByLength(partial(self._ask, *key))
+        return self._costs[key].at(length)
+
+    def shape(self, batch: int, sampling: Sampling, length: int, most: int | None = None) -> Shape:
+        """Of the next draft, behind ``length`` tokens; where no more than ``most`` tokens can be drafted now, so many
+        of its first."""
+        course = self._now = self._course(batch, sampling, length)
         if course.steps >= course.decide_at:
             self._decide(course)
             course.decide_at = course.steps + min(max(course.steps, 4), 64)
@@ -274,9 +285,9 @@ class Chooser:
             if candidates := plan.children[row]:
                 self.learn(depth, candidates, plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None)
 
-    def length(self, batch: int, sampling: Sampling, most: int) -> int:
-        """Of the next draft, where drafts are chains: at most ``most`` tokens, which is all that there are."""
-        return len(self.shape(batch, sampling, most).paths)
+    def chain(self, batch: int, sampling: Sampling, length: int, most: int) -> int:
+        """Tokens of the next draft, where drafts are chains: at most ``most``, which is all that there are."""
+        return len(self.shape(batch, sampling, length, most).paths)
 
     def learn_chain(self, drafted: int, right: int) -> None:
         """Learn from a chain of which the first ``right`` tokens were accepted."""
@@ -288,15 +299,16 @@ class Chooser:
         steps, tokens, plain = (sum(course.promised[i] for course in self._courses.values()) for i in range(3))
         return Promised(steps, tokens, plain, self._now.shape.name if self._now is not None else "nothing yet")
 
-    def _course(self, batch: int, sampling: Sampling) -> _Course:
-        course = self._courses.get((batch, sampling))
+    def _course(self, batch: int, sampling: Sampling, length: int) -> _Course:
+        course, costs = self._courses.get((batch, sampling)), self.costs(batch, sampling, length)
         if course is None:
             table = self._tables.get("greedy" if sampling.greedy else "sampled")
             rates = self._rates.setdefault(sampling, Rates(*self._size, table))
-            costs = self._costs(batch, sampling)
-            course = _Course(rates, costs, Shape((), 1.0, costs.plain, 1.0))
+            course = self._courses[batch, sampling] = _Course(rates, costs, Shape((), 1.0, costs.plain, 1.0))
             self._decide(course)
-            self._courses[batch, sampling] = course
+        elif costs is not course.costs:  # it has grown, or another prompt has come
+            course.costs = costs
+            self._decide(course)
         return course
 
     def _decide(self, course: _Course) -> None:

@@ -32,7 +32,7 @@ DEPTHS, RANKS, BINS = 3, 4, 12  # kinds of candidates: the last depth and rank s
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
 FRONTIER = 4  # nodes that one pass goes on from, at most
 SIGHT = 24  # of the likeliest candidates, by which a further pass is judged
-FIRST = 16  # steps that draft, whatever they promise
+FIRST = 16  # steps at a length that draft, whatever they promise
 
 
 class Confidence:
@@ -130,26 +130,33 @@ class Paying:
     """
 
     def __init__(self, costs: Costs, nodes: int, depth: int, top_k: int) -> None:
-        self.costs, self.nodes, self.depth, self.top_k = costs, nodes, depth, top_k
+        self.nodes, self.depth, self.top_k = nodes, depth, top_k
         self.confidence = Confidence()
-        self._rows_cost = [costs.verify.at(1 + count) - costs.plain for count in range(1, nodes + 1)]
-        self._pass = costs.draft.at(1)
         self._child = [0.6] * DEPTHS  # the mean confidence in a forwarded node's first candidate, by depth
-        self._tokens = self._seconds = 0.0  # of drafted steps, fading
+        self._sums: list[float]  # of drafted steps at these costs: tokens and seconds, fading, and how many they were
+        self._known: dict[Costs, list[float]] = {}  # the same at others
+        self.reckon(costs)
         self._promised = [0.0, 0.0, 0.0]
         self._steps = self._probe_at = 0
         self._pays = True
         self._grown = _Growth()
         self._rows: dict[int, int] = {}  # row of the forward -> node
 
+    def reckon(self, costs: Costs) -> None:
+        """Go by these costs from now on: those of the present length, at each of which drafts may pay or not."""
+        self.costs, self._sums = costs, self._known.setdefault(costs, [0.0, 0.0, 0.0])
+        self._rows_cost = [costs.verify.at(1 + count) - costs.plain for count in range(1, self.nodes + 1)]
+        self._pass = costs.draft.at(1)
+
     @property
     def speedup(self) -> float:
         """Of drafted steps over plain ones, as far as is known."""
-        return self._tokens / self._seconds * self.costs.plain if self._seconds else 1.0
+        tokens, seconds, _ = self._sums
+        return tokens / seconds * self.costs.plain if seconds else 1.0
 
     def wants(self, depth: int) -> bool:
         """Whether the next step should draft, of at most ``depth`` levels; if not, it is a plain one."""
-        pays = self._steps < FIRST or self.speedup >= WORTH
+        pays = self._sums[2] < FIRST or self.speedup >= WORTH
         if pays != self._pays:
             logging.getLogger(__name__).info("drafts: %s", "as they pay" if pays else "none, since none pays")
             self._pays, self._probe_at = pays, self._steps + 8
@@ -253,7 +260,7 @@ class Paying:
         curve = self.costs.chain if parents == list(range(ROOT, len(kept) - 1)) else self.costs.verify
         tokens = 1.0 + sum(nodes[index].chance for index in kept)
         seconds += curve.at(1 + len(kept)) if kept else self.costs.plain
-        self._tokens, self._seconds = MEMORY * self._tokens + tokens, MEMORY * self._seconds + seconds
+        self._sums[:] = MEMORY * self._sums[0] + tokens, MEMORY * self._sums[1] + seconds, self._sums[2] + 1
         self._count(tokens, seconds)
         self._rows = {place + 1: index for index, place in number.items()}
         if not kept:

@@ -1,7 +1,8 @@
 """What a forward costs on this machine by its rows: measured once, kept on disk, the ground on which drafts are shaped.
 
 Where a step is bound by memory, a row more is nearly free; where it is bound by arithmetic, it is not. No rule of thumb
-knows which: it depends on the target, its dtype, the engine, the threads and the machine.
+knows which: it depends on the target, its dtype, the engine, the threads and the machine. And on the context: over a
+long one each row's attention takes its time, in proportion.
 """
 
 import hashlib
@@ -12,8 +13,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,13 +34,19 @@ CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the fo
 VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; those of a batch together are at most...
 CHAINED, DRAFTED = (2, 4, 8), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
 MOST_ROWS = 128
-CONTEXT, LONGER = 256, 24  # rows that the measured ones attend to, at first, and how many more in the end
+CONTEXT, LONGER = 256, 64  # rows that the measured ones attend to, at first, and how many more in the end
+LONG, FAR = (
+    512,
+    4096,
+)  # longer contexts go by the line through a second one, in a cache of so many rows (of all prompts)
+SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
 SECONDS, ROUNDS = 0.8, 7  # rounds are measured until either is over
 BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
 
 CURVES = ("verify", "chain", "draft")  # of Costs
 
 Run = Callable[[], object]
+Drafting = Callable[[int], tuple[Run, Callable[[int], Run]]]
 _known: dict[str, "Costs"] = {}  # what this process has measured or read, by key
 
 
@@ -87,73 +94,128 @@ class Costs(NamedTuple):
     first: float
     draft: Curve
 
+    def towards(self, far: "Costs", share: float) -> "Costs":
+        """So far on the line to those behind a longer context, which take no less; beyond them with a share above 1."""
+
+        def on(near: float, other: float) -> float:
+            return near + share * max(other - near, 0.0)
+
+        def along(near: Curve, other: Curve) -> Curve:
+            return Curve.of({rows: on(seconds, other.at(rows)) for rows, seconds in near.points().items()})
+
+        curves = (along(getattr(self, name), getattr(far, name)) for name in CURVES)
+        return Costs(
+            on(self.plain, far.plain), first=on(self.first, far.first), **dict(zip(CURVES, curves, strict=True))
+        )
+
+
+class CostsByLength:
+    """Costs at the present length: those of a length near it, so that they change every now and then alone.
+
+    Args:
+        ask: for the costs behind so many tokens; once for each length.
+    """
+
+    def __init__(self, ask: Callable[[int], Costs]) -> None:
+        self._ask, self._found = ask, dict[int, Costs]()
+
+    def at(self, tokens: int) -> Costs:
+        """The costs where so many tokens are committed."""
+        step = max(tokens.bit_length() - 3, 0)  # an eighth to a quarter of them
+        near = 0 if tokens <= LONG else (tokens >> step << step) + (1 << step >> 1)
+        if near not in self._found:
+            self._found[near] = self._ask(near)
+        return self._found[near]
+
 
 def step_costs(
-    target: "TargetModel", name: Mapping[str, Any], batch: int, first: Run | None = None, make: Any = None
+    target: "TargetModel", name: Mapping[str, Any], batch: int, context: int, drafting: Drafting | None = None
 ) -> Costs:
-    """What steps cost here and now, or cost when it was measured.
+    """What steps behind ``context`` tokens cost here and now, or cost when it was measured.
 
     Args:
         name: what, beside the target and the machine, the time depends on.
-        first: drafts one token; None: drafting takes no time worth mentioning.
-        make: a draft pass over a number of rows, to be run: ``Callable[[int], Run]``; None: as ``first``.
+        drafting: behind a number of tokens: drafts one token; and makes a draft pass over a number of rows, to be run.
+            None: drafting takes no time worth mentioning.
     """
+    near, size = _within(target, CONTEXT), max(FAR // batch, 2 * LONG)
+    costs = _costs_behind(target, name, batch, near, drafting)
+    while context > LONG and (far := _within(target, size - SPARE)) > LONG:
+        try:
+            return costs.towards(_costs_behind(target, name, batch, far, drafting), (context - near) / (far - near))
+        except ValueError:  # the memory does not suffice
+            size //= 2
+    return costs
+
+
+def _costs_behind(
+    target: "TargetModel", name: Mapping[str, Any], batch: int, context: int, drafting: Drafting | None
+) -> Costs:
+    """Measured behind so many tokens, now or before."""
 
     def idle() -> None:
         pass
 
     def plain() -> float:
-        one = forward(target, batch, 1)
+        one = forward(target, batch, behind(target, batch, context), 1)
         return timed({0: (one, one)}, target.device)[0]
 
     def measure() -> Costs:
-        one, begin = forward(target, batch, 1), first or idle
+        begin, make = drafting(context) if drafting is not None else (idle, None)
+        forward_of = partial(forward, target, batch, behind(target, batch, context))
+        one = forward_of(1)
         parts: dict[Any, tuple[Run, Run]] = {"plain": (one, one), "first": (one, begin)}
         # A cache that holds the target's weights holds less of them after a draft, and the other way round.
         verified = [rows for rows in VERIFIED if rows == 2 or rows * batch <= MOST_ROWS]
-        parts |= {("verify", rows): (begin, forward(target, batch, rows)) for rows in verified}
+        parts |= {("verify", rows): (begin, forward_of(rows)) for rows in verified}
         chained = [rows for rows in CHAINED if rows in verified]
-        parts |= {("chain", rows): (begin, forward(target, batch, rows, chain=True)) for rows in chained}
+        parts |= {("chain", rows): (begin, forward_of(rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
         found = timed(parts, target.device)
         verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
         chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
-        draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: found["first"]})
-        drafting = (found["first"], draft) if first is not None else (0.0, Curve((1,), (0.0,)))
-        return Costs(found["plain"], verify, chain, *drafting)
+        draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
+        return Costs(found["plain"], verify, chain, found["first"] if make is not None else 0.0, draft)
 
-    key = {"draft": dict(name), "batch": batch} | machine_key(target)
+    key = {"draft": dict(name), "batch": batch, "context": context} | machine_key(target)
     return kept(key, measure, lambda costs: plain() < BUSY * costs.plain)
 
 
-def forward(target: "TargetModel", batch: int, rows: int, chain: bool = False) -> Run:
+def forward(
+    target: "TargetModel", batch: int, cache_behind: Callable[[], "KVCache"], rows: int, chain: bool = False
+) -> Run:
     """A forward of a root and ``rows - 1`` draft tokens, its children or a chain, behind a context: as the loop's."""
-    cache = behind_context(target, batch, rows)
     tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
     see = torch.eye(rows, dtype=torch.bool, device=target.device)[None]
     see[..., 0] = True
     placed = Rows(see, see.sum(-1) - 1) if rows > 1 and not chain else CHAIN
-
-    def once() -> object:
-        longer(cache, rows)
-        return target.lm_head(target.run(tokens, cache, placed).features).argmax(-1)
-
-    return once
+    return lambda: target.lm_head(target.run(tokens, cache_behind(), placed).features).argmax(-1)
 
 
-def behind_context(target: "TargetModel", batch: int, rows: int, layers: int | None = None) -> "KVCache":
-    """A cache with some committed rows (of zeros, which take the same time) and room for ``rows`` more."""
-    context = max(min(CONTEXT, target.max_context - rows - LONGER), 0)
-    cache = target.new_cache(batch, context + LONGER + rows, layers)
-    cache.commit_first([context] * batch)
-    return cache
+def behind(target: "TargetModel", batch: int, context: int, layers: int | None = None) -> Callable[[], "KVCache"]:
+    """A cache with so many committed rows, and with room for more; every time that it is asked for, it is a row longer,
+    as in decoding: libraries prepare themselves anew for shapes that they have not met.
+
+    Raises:
+        ValueError: the memory does not suffice.
+    """
+    context = _within(target, context)
+    cache = target.new_cache(batch, context + LONGER + VERIFIED[-1], layers)
+    for rows in (*cache.views(0, context)[0], *cache.views(0, context)[1]):
+        rows.zero_()  # memory that was never written is all one page, which is read in no time
+    lengths = cycle(range(context, context + LONGER))
+
+    def longer() -> "KVCache":
+        cache.lengths = [next(lengths)] * batch
+        return cache
+
+    return longer
 
 
-def longer(cache: "KVCache", rows: int) -> None:
-    """Commit a row, as every step does: libraries prepare themselves anew for shapes that they have not met."""
-    if cache.lengths[0] + 1 + rows <= cache.capacity:
-        cache.commit_first([1] * cache.batch)
+def _within(target: "TargetModel", context: int) -> int:
+    """As much of a context as leaves room for what is measured behind it."""
+    return max(min(context, target.max_context - LONGER - VERIFIED[-1]), 0)
 
 
 @torch.inference_mode()

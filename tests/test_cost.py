@@ -1,0 +1,167 @@
+"""What forwards cost by their rows and by the context: measured, kept, and put on a line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from conformance import target_of
+
+from drafters.model import cost
+from drafters.model.cost import Costs, CostsByLength, Curve
+from drafters.model.kv_cache import KVCache
+
+
+def linear(context: int, batch: int = 1) -> Costs:
+    """Of a machine whose attention takes its time: by the context, and by the rows."""
+    line = Curve((1, 2), (1.0 + context / 1000, 1.5 + context / 400))
+    return Costs(
+        1.0 + context / 1000,
+        line,
+        line,
+        0.1 + context / 9000,
+        Curve((1, 2), (0.1 + context / 9000, 0.2 + context / 9000)),
+    )
+
+
+def test_curve() -> None:
+    """Catches an index that is off by one between two measured counts, and noise that makes more rows cheaper."""
+    curve = Curve.of({4: 2.0, 1: 1.0, 8: 1.9, 16: 4.0})
+    assert [curve.at(rows) for rows in (1, 2.5, 4, 6, 8, 12, 16, 24)] == [1.0, 1.5, 2.0, 2.0, 2.0, 3.0, 4.0, 6.0]
+    assert Curve((1,), (3.0,)).at(7) == 3.0
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cost.CACHE, str(tmp_path / "kept"))
+    monkeypatch.setattr(cost, "_known", {})
+    return tmp_path / "kept"
+
+
+def test_costs_are_kept_on_disk(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a measurement in every process, one taken for another's, and a damaged file that ends the run."""
+    measured: list[int] = []
+
+    def measure() -> Costs:
+        measured.append(1)
+        return linear(0)
+
+    def get(name: str = "a", outdated: Callable[[Costs], bool] = lambda costs: False) -> Costs:
+        cost._known.clear()
+        return cost.kept({"name": name}, measure, outdated)
+
+    first = get()
+    assert get() == first and len(measured) == 1
+    assert get("b") == first and len(measured) == 2
+    for damage in ("", "[]", '{"key": {"name": "a"}}', json.dumps({"key": {"name": "a"}, "verify": {}, "draft": {}})):
+        for file in store.iterdir():
+            file.write_text(damage)
+        before = len(measured)
+        assert get() == first and len(measured) == before + 1 and get() == first
+    before = len(measured)
+    get(outdated=lambda costs: True)
+    monkeypatch.setenv(cost.AGAIN, "1")
+    get()
+    assert len(measured) == before + 2
+    monkeypatch.setenv(cost.CACHE, "/proc/nowhere")
+    assert get() == first
+    assert all(file.suffix == ".json" for file in store.iterdir())
+
+
+class Watched:
+    """A drafter whose passes do nothing, and how long the contexts were that it and the target met."""
+
+    def __init__(self) -> None:
+        self.contexts: list[int] = []
+        self.rows: set[int] = set()
+
+    def drafting(self, context: int) -> tuple[cost.Run, Callable[[int], cost.Run]]:
+        self.contexts.append(context)
+        return lambda: self.rows.add(1), lambda rows: lambda: self.rows.add(rows)
+
+
+def test_measured_costs(store: Path) -> None:
+    """Catches a part that is not measured or timed as another, and a draft of nothing that costs something."""
+    target, watched = target_of("llama"), Watched()
+    found = cost.step_costs(target, {"n": 1}, 2, 9, watched.drafting)
+    assert found.plain > 0 and found.verify.rows[0] == 1 and found.verify.rows[-1] == 64
+    assert {1, 2, 16} <= watched.rows and found.first < found.plain and len(list(store.iterdir())) == 1
+    free = cost.step_costs(target, {"n": 2}, 1, 9)
+    assert free.first == 0 and free.draft.at(5) == 0 and free.verify.at(64) >= free.plain
+
+
+def test_long_contexts_are_measured_when_they_are_met(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches forwards behind another context than is said, long ones measured for nothing or again and again, and a
+    file without a context (as they were once) taken for one of any.
+    """
+    for name, value in {"CONTEXT": 8, "LONG": 12, "FAR": 300, "SECONDS": 0.0, "VERIFIED": (2, 4)}.items():
+        monkeypatch.setattr(cost, name, value)
+    target, watched, lengths = target_of("llama"), Watched(), set[int]()
+    run = target.run
+
+    def noted(tokens: object, cache: KVCache, *given: object) -> object:
+        lengths.update(cache.lengths)
+        return run(tokens, cache, *given)  # type: ignore[arg-type]
+
+    with mock.patch.object(target, "run", noted):
+        cost.step_costs(target, {}, 1, 12, watched.drafting)
+        assert watched.contexts == [8] and min(lengths) == 8 and max(lengths) < 8 + cost.LONGER
+        lengths.clear()
+        near, far = (cost.step_costs(target, {}, 1, length, watched.drafting) for length in (13, 200))
+        assert watched.contexts == [8, 108] and min(lengths) == 108 and max(lengths) < 108 + cost.LONGER
+    assert near.plain <= far.plain and len(list(store.iterdir())) == 2
+    cost._known.clear()
+    monkeypatch.setattr(cost, "BUSY", 0.0)
+    assert cost.step_costs(target, {}, 1, 200, watched.drafting) == far and watched.contexts == [8, 108]
+    for file in store.iterdir():
+        kept = json.loads(file.read_text())
+        assert kept["key"].pop("context") in (8, 108)
+        file.write_text(json.dumps(kept))
+    cost._known.clear()
+    cost.step_costs(target, {}, 1, 200, watched.drafting)
+    assert watched.contexts == [8, 108, 8, 108]
+
+
+def test_costs_lie_on_the_line_through_two_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches one part that stays what it was or goes by another's slope, and a cache that is too long for the memory
+    or the model."""
+    target, asked, memory = target_of("llama"), list[int](), 10_000
+
+    def measured(target: object, name: object, batch: int, context: int, drafting: object) -> Costs:
+        asked.append(context)
+        if batch * context > memory:
+            raise ValueError("less memory than it needs")
+        return linear(context)
+
+    monkeypatch.setattr(cost, "_costs_behind", measured)
+    monkeypatch.setattr(type(target), "max_context", 8192)
+    for length in (100, 512, 2000, 8000):
+        found, exact = cost.step_costs(target, {}, 1, length), linear(max(length, 256) if length > 512 else 256)
+        assert (found.plain, found.first) == pytest.approx((exact.plain, exact.first))
+        for one, other in zip(found[1:3], exact[1:3], strict=True):
+            assert isinstance(one, Curve) and one.seconds == pytest.approx(other.seconds)  # type: ignore[union-attr]
+        assert found.draft.seconds[0] == pytest.approx(exact.draft.seconds[0])
+    assert asked == [256, 256, 256, 3904, 256, 3904]
+    for rows, memory, contexts in (
+        (4, 10_000, [256, 832]),
+        (1, 3000, [256, 3904, 1856]),
+        (1, 500, [256, 3904, 1856, 832]),
+    ):
+        asked.clear()
+        assert cost.step_costs(target, {}, rows, 2000).plain == pytest.approx(1.256 if memory == 500 else 3.0)
+        assert asked == contexts
+    # Noise must not make a long context cheaper.
+    assert linear(3000).towards(linear(256), 2.0) == linear(3000)
+
+
+def test_a_length_is_asked_for_once() -> None:
+    """Catches costs that are worked out in every step, or of a length that is far from the one at hand."""
+    asked: list[int] = []
+    costs = CostsByLength(lambda length: asked.append(length) or linear(length))  # type: ignore[func-returns-value]
+    found = [costs.at(length) for length in range(1, 8193)]
+    assert len(asked) < 20 and len(set(map(id, found))) == len(asked) and asked[0] == 0
+    for length, one in enumerate(found, start=1):
+        if length > cost.LONG:
+            assert one.plain == pytest.approx(linear(length).plain, rel=0.13)
+    assert costs.at(100) is found[0] and len(asked) < 20
