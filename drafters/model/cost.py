@@ -40,7 +40,7 @@ LONG, FAR = (
     4096,
 )  # longer contexts go by the line through a second one, in a cache of so many rows (of all prompts)
 SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
-SECONDS, ROUNDS = 0.8, 7  # rounds are measured until either is over
+SECONDS, ROUNDS = 4.0, 7  # rounds are measured until either is over
 BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
 
 CURVES = ("verify", "chain", "draft")  # of Costs
