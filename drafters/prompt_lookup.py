@@ -32,15 +32,12 @@ class PromptLookupOptions(Config):
 class PromptLookupDrafter(Retrieval):
     """Finds the longest n-gram of the last tokens earlier in prompt and output, and drafts what followed it there.
 
-    Deterministic, so verification takes its q as one-hot. Rows of a batch are looked up each in its own text.
-
     Raises:
         ValueError: ``min_ngram`` is above ``max_ngram``.
     """
 
     name = "prompt_lookup"
     options = PromptLookupOptions
-    max_batch = None
     rewinds = True
 
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:

@@ -33,8 +33,26 @@ class _Guess(NamedTuple):
     found: Found
 
 
+class _Row:
+    """What is known of a batch row.
+
+    Attributes:
+        tokens, prompt: the text, which the loop goes on writing, and its prompt's length. read: the text so far.
+        in_past: state and length of its longest end that stands in past answers.
+    """
+
+    def __init__(self, tokens: list[int], prompt: int) -> None:
+        self.tokens, self.prompt, self.read = tokens, prompt, SuffixAutomaton()
+        self.in_past = 0, 0
+
+    def go_on(self, past: SuffixAutomaton, tokens: list[int]) -> None:
+        """Follow tokens in past answers."""
+        for token in tokens:
+            self.in_past = past.step(*self.in_past, token)
+
+
 class SuffixDrafter(Retrieval):
-    """Reads prompt and answer into one structure and, when an answer is complete, the answer into another."""
+    """Reads prompt and answer into one structure, of each batch row its own, and complete answers into another."""
 
     name = "suffix"
     options = SuffixOptions
@@ -45,22 +63,31 @@ class SuffixDrafter(Retrieval):
         self.max_draft, self.remembers = self.nodes, self.memory > 0
         self._answers: list[int] = []  # past ones, with BETWEEN after each
         self._past = SuffixAutomaton()
-        self._known: tuple[list[int], int] = [], 0  # a text that the loop goes on writing, its prompt's length
+        self._rows: list[_Row] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        text, prompt = self._known
-        self._remember(text[prompt:])
-        self._known = state.tokens[0], state.prompt_lengths[0]
-        self._text = SuffixAutomaton()
-        self._in_past = 0, 0  # state and length of the text's longest end that stands in past answers
+        for row in self._rows:
+            self._remember(row.tokens[row.prompt :])
+        self._rows = [_Row(*row) for row in zip(state.tokens, state.prompt_lengths, strict=True)]
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        for row in rows:
+            ended = self._rows[row]
+            self._remember(ended.tokens[ended.prompt :])
+            self._rows[row] = _Row(state.tokens[row], state.prompt_lengths[row])
+        for one in self._rows:  # past answers have other states now
+            one.in_past = 0, 0
+            one.go_on(self._past, one.tokens[: one.read.size])
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        text, past = self._text, self._past
-        for token in state.tokens[row][text.size :]:
-            text.read(token)
-            self._in_past = past.step(*self._in_past, token)
+        one, past = self._rows[row], self._past
+        new = state.tokens[row][one.read.size :]
+        for token in new:
+            one.read.read(token)
+        one.go_on(past, new)
         longest = min(self.nodes, state.room(row) - 1)
-        guesses = [self._best(some, *end, longest, state) for some, end in ((text, text.end()), (past, self._in_past))]
+        ends = (one.read, one.read.end()), (past, one.in_past)
+        guesses = [self._best(some, *end, longest, state) for some, end in ends]
         return max(guesses, key=lambda guess: guess.score).found
 
     def _best(self, seen: SuffixAutomaton, at: int, match: int, longest: int, state: DecodeState) -> _Guess:

@@ -5,15 +5,40 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import NO_EOS, prompt, rows_of, target_of
+from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from rigged import eagle, medusa, perturbed
 
 from drafters import Drafter, GenerateResult, TargetModel, generate, make_drafter
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.decoding.loop import DecodeState
+from drafters.drafting.retrieval import NOTHING, Found, Retrieval
 from drafters.speculative import SpeculativeDrafter
+
+
+class Branching(Retrieval):
+    """Finds what comes next among other things, in a tree whose shape the text decides: of each row another."""
+
+    max_draft = 6
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        text, room = state.tokens[row], state.room(row) - 1
+        right = plain_greedy(self.target, text, min(3, room)) if room > 0 else []
+        wrong = [(token + 1) % self.target.vocab_size for token in right]
+        shapes: list[tuple[list[int], list[int]]] = [
+            (right, [ROOT, 0, 1]),
+            ([*wrong[:1], *right[:1], *wrong[:1], *right[1:2]], [ROOT, ROOT, 1, 1]),
+            ([*wrong[:1], *right[:1], *wrong[:1], *right[1:2], *wrong[2:], *right[2:]], [ROOT, ROOT, 0, 1, 3, 3]),
+            ([], []),
+        ]
+        tokens, parents = shapes[len(text) % 4] if room >= 3 else ([], [])
+        return Found(tokens, parents[: len(tokens)], [0.5] * len(tokens), 3) if tokens else NOTHING
+
 
 METHODS: dict[str, Callable[[TargetModel], Drafter]] = {
     "autoregressive": lambda t: make_drafter("autoregressive", t),
     "prompt_lookup": lambda t: make_drafter("prompt_lookup", t),
+    "suffix": lambda t: make_drafter("suffix", t, memory=0, alpha=3.0, nodes=6),
+    "branching": lambda t: Branching.from_options(t),
     "speculative": lambda t: SpeculativeDrafter.from_options(t, draft_model=perturbed(t, 0.05), gamma=4),
     "eagle-chain": lambda t: eagle(t, 0.4, "chain"),
     "eagle-static": lambda t: eagle(t, 0.4, "static"),
@@ -123,3 +148,21 @@ def test_sampled_rows_follow_the_target(method: str) -> None:
         chi = float(((observed - wanted) ** 2 / wanted.clamp_min(1e-9)).sum())
         degrees = len(observed) - 1
         assert degrees > 5 and chi < degrees + 4 * (2 * degrees) ** 0.5, f"{ids}: chi-square {chi:.0f} of {degrees}"
+
+
+def test_trees_of_rows() -> None:
+    """Catches a mask, a depth or a padding node of another row's tree."""
+    shapes = [[ROOT, 0, 0, 2], [], [ROOT, ROOT]]
+    draft = DraftTree.of_rows([[5, 6, 7, 8], [], [3, 4]], shapes, torch.device("cpu"))
+    assert draft.tokens.tolist() == [[5, 6, 7, 8], [0] * 4, [3, 4, 0, 0]] and draft.valid is not None
+    assert draft.valid.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
+    see = draft.ancestors()
+    assert draft.depths(see).tolist() == [[0, 1, 2, 2, 3], [0, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
+    assert not draft.is_chain and draft.draws == (0, 0, 0)
+    draft.see = None
+    assert torch.equal(draft.ancestors(), see)  # as it follows from the parents
+    alone = DraftTree.of_rows([[5, 6, 7, 8]], shapes[:1], torch.device("cpu"))
+    assert torch.equal(alone.ancestors(), see[:1]) and alone.valid is None and alone.draws == (0, 0, 0)
+    chains = DraftTree.of_rows([[5, 6], [7]], [[ROOT, 0], [ROOT]], torch.device("cpu"))
+    assert chains.is_chain and chains.valid is not None and chains.valid.tolist() == [[True, True], [True, False]]
+    assert DraftTree.of_rows([[], []], [[], []], torch.device("cpu")).size == 0

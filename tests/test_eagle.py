@@ -32,26 +32,26 @@ def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int]) -> to
     return target.lm_head(features[0, -1])
 
 
-def path_of(draft: DraftTree, node: int) -> list[int]:
+def path_of(draft: DraftTree, node: int, row: int = 0) -> list[int]:
     if node == ROOT:
         return []
-    return [*path_of(draft, int(draft.parents[0, node])), int(draft.tokens[0, node])]
+    return [*path_of(draft, int(draft.parents[row, node]), row), int(draft.tokens[row, node])]
 
 
-def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree) -> None:
+def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree, row: int = 0) -> None:
     nodes: dict[int, list[int]] = {}
     for node in range(draft.size):
-        nodes.setdefault(int(draft.parents[0, node]), []).append(node)
+        nodes.setdefault(int(draft.parents[row, node]), []).append(node)
     for parent, children in nodes.items():
-        logits = from_scratch(drafter, state.tokens[0], path_of(draft, parent))
-        tokens = draft.tokens[0, children]
+        logits = from_scratch(drafter, state.tokens[row], path_of(draft, parent, row))
+        tokens = draft.tokens[row, children]
         if draft.q is None:
             assert tokens.tolist() == logits.topk(len(children)).indices.tolist()
         else:
             assert draft.q_row is not None
             expected = state.sampling.probabilities(logits)
             for node in children:
-                torch.testing.assert_close(draft.q[0, draft.q_row[0, node]], expected, atol=5e-3, rtol=2e-2)
+                torch.testing.assert_close(draft.q[row, draft.q_row[row, node]], expected, atol=5e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -1,6 +1,8 @@
 """Hybrid: the conformance suite, a head that stays in step with what was copied, and the choice between the two."""
 
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import conformance
@@ -12,13 +14,13 @@ from test_auto import by_length
 from test_eagle import check_draft
 from test_prompt_lookup import Primed
 
-from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.base import Promised
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.drafting.retrieval import Found
+from drafters.drafting.retrieval import NOTHING, Found
 from drafters.eagle import EagleDrafter
-from drafters.hybrid import HybridDrafter, Scales, Trust
+from drafters.hybrid import HybridDrafter, Scales, Trust, _matching
 from drafters.model.cost import Costs, Curve
 from drafters.prompt_lookup import PromptLookupDrafter
 
@@ -26,7 +28,7 @@ from drafters.prompt_lookup import PromptLookupDrafter
 def hybrid(target: TargetModel, head: Drafter, lookup: Drafter | None = None, costs: Costs = AUTO_COSTS) -> Drafter:
     """One that weighs, on the machine of ``costs``."""
     drafter = HybridDrafter.from_options(target, head=head, lookup=lookup or Primed.from_options(target, gamma=5))
-    drafter._step_costs = lambda length: costs  # type: ignore[method-assign]
+    drafter._step_costs = lambda batch, length: costs  # type: ignore[method-assign]
     return drafter
 
 
@@ -52,16 +54,18 @@ class Spoilt(PromptLookupDrafter):
     """Its index holds whatever is given to it, for what the model says next: now right, now wrong."""
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        known = len(state.tokens[0])
-        answer = conformance.plain_greedy(self.target, state.tokens[0], 2)
+        known = len(state.tokens[row])
+        answer = conformance.plain_greedy(self.target, state.tokens[row], 2)
         wrong = (answer[1] + 1) % self.target.vocab_size
         drafts = ([answer[0], wrong], answer, [wrong, wrong])
         return Found(drafts[known % 3], [-1, 0], [0.5, 0.5], known % 5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (1, 0.9), (3, 0.0)])
 @pytest.mark.parametrize("make", [lambda t: eagle(t, None, "chain", depth=3), lambda t: auto_eagle(t, None, Cycling())])
-def test_the_head_takes_in_what_was_copied(make: Callable[[TargetModel], EagleDrafter], temperature: float) -> None:
+def test_the_head_takes_in_what_was_copied(
+    make: Callable[[TargetModel], EagleDrafter], rows: int, temperature: float
+) -> None:
     """Catches features of copied steps that the head misses or takes in twice: only its acceptance would suffer."""
     target = target_of("llama")
     head = make(target)
@@ -72,14 +76,17 @@ def test_the_head_takes_in_what_was_copied(make: Callable[[TargetModel], EagleDr
         draft = propose(state)
         copied.append(drafter._copied)
         if not drafter._copied and draft.size:
-            check_draft(head, state, draft)
+            for row, finished in enumerate(state.finished):
+                if not finished:
+                    check_draft(head, state, draft, row)
             checked.append(copied[-2:-1])
         return draft
 
     with mock.patch.object(drafter, "propose", forced):
         for seed in range(2):
+            prompts = [prompt(9 + 4 * row, seed) for row in range(rows)]
             options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": seed}
-            generate(target, drafter, [prompt(9, seed)], **options)  # type: ignore[arg-type]
+            generate(target, drafter, prompts, **options)  # type: ignore[arg-type]
     assert [True] in checked and [False] in checked
 
 
@@ -117,19 +124,19 @@ def test_the_choice_by_hand() -> None:
     for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
         taught(scales.trust, match, rate)
     # Against plain decoding, a row costs a quarter: 0.9 and 0.9 * 0.8 are worth it, 0.07 is not.
-    assert scales.best_part(CHAIN).tokens == [5, 6]
+    assert scales.best_parts([CHAIN], 1)[0].tokens == [5, 6]
     assert scales.promised == pytest.approx([1.0, 1 + 0.9 + 0.9 * 0.8, 1.5], rel=0.03)
     # A head whose drafts give 4 tokens in the time of 1.5 steps: then a token is worth 0.375 steps, at most.
     for number in range(1, 200):
         scales.note_head(Promised(0, 0, 0, ""), Promised(1, 4.0, 1.5, ""))
-        assert scales.best_part(CHAIN).tokens == [] or number < 9
+        assert scales.best_parts([CHAIN], 1)[0].tokens == [] or number < 9
     # A copy that is always right, of rows that cost little, is worth more than that.
     free = Scales(costs(0.01))
     for match in (3, 4, 5):
         taught(free.trust, match, 1.0)
     for _ in range(200):
         free.note_head(Promised(0, 0, 0, ""), Promised(1, 4.0, 1.5, ""))
-    assert free.best_part(CHAIN).tokens == [5, 6, 7, 8]
+    assert free.best_parts([CHAIN], 1)[0].tokens == [5, 6, 7, 8]
 
 
 def test_of_a_tree_the_likeliest_nodes() -> None:
@@ -137,10 +144,67 @@ def test_of_a_tree_the_likeliest_nodes() -> None:
     scales, tree = Scales(costs(0.3)), Found([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)
     for match, claim, rate in ((6, 0.25, 0.2), (6, 0.65, 0.9), (7, 0.75, 0.8), (8, 0.2, 0.1)):
         taught(scales.trust, match, rate, claim)
-    assert scales.best_part(tree) == Found([5, 6], [-1, 0], [0.65, 0.75], 6)
+    assert scales.best_parts([tree], 1)[0] == Found([5, 6], [-1, 0], [0.65, 0.75], 6)
     taught(scales.trust, 6, 0.9, 0.25)
     taught(scales.trust, 6, 0.1, 0.65)
-    assert scales.best_part(tree) == Found([4], [-1], [0.25], 6)
+    assert scales.best_parts([tree], 1)[0] == Found([4], [-1], [0.25], 6)
+
+
+def test_a_batch_copies_together() -> None:
+    """Catches rows without a match that count for nothing, or finished ones that count, and rows of another's part.
+
+    By hand: a node is right with 0.9, 0.8 and then hardly ever; a row of the draft costs 0.5 steps here. For one row
+    0.9 and 0.72 pay, for two of which one has found something, half as much does not.
+    """
+    scales = Scales(costs(0.5))
+    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
+        taught(scales.trust, match, rate)
+    assert scales.best_parts([CHAIN, NOTHING], 2) == [NOTHING, NOTHING]
+    both = scales.best_parts([CHAIN, CHAIN._replace(tokens=[1, 2, 3, 4])], 2)
+    assert [one.tokens for one in both] == [[5, 6], [1, 2]]
+    assert scales.promised == pytest.approx([1.0, 1 + 0.9 + 0.9 * 0.8, 2.0], rel=0.03)  # of a row
+    scales = Scales(costs(0.5))
+    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
+        taught(scales.trust, match, rate)
+    assert [one.tokens for one in scales.best_parts([NOTHING, CHAIN], 1)] == [[], [5, 6]]  # the first has finished
+    assert _matching([CHAIN, NOTHING, NOTHING], 3, 3) == [NOTHING] * 3
+    assert _matching([CHAIN, NOTHING, NOTHING], 2, 3) == [CHAIN, NOTHING, NOTHING]
+    assert _matching([CHAIN, CHAIN._replace(match=2)], 2, 3) == [CHAIN, NOTHING]
+
+
+@pytest.mark.parametrize("match", [3, "auto"])
+def test_rows_of_a_batch_come_and_go(match: int | str) -> None:
+    """Catches a row that is copied from its neighbour's text, a finished one that drafts, and a joined one for which
+    the head or the lookup still has the answer before it."""
+    target = target_of("llama")
+    prompts = [prompt(4 + 3 * n % 11, n) for n in range(7)]
+    expected = [conformance.plain_greedy(target, ids, 20) for ids in prompts]
+    eos = [expected[1][4], expected[3][9]]
+    ends = [next((place for place, token in enumerate(row) if token in eos), 19) + 1 for row in expected]
+    expected = [row[:end] for row, end in zip(expected, ends, strict=True)]
+    lookup = make_drafter("suffix", target, alpha=3.0, nodes=6)
+    head = auto_eagle(target, 0.4, costs(0.25))
+    drafter = hybrid(target, head, lookup, costs(0.25)) if match == "auto" else by_match(target, head, lookup)
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": eos}
+    waiting = deque(enumerate(prompts))
+    propose, copied = drafter.propose, []
+
+    def noted(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        copied.append(drafter._copied)  # type: ignore[attr-defined]
+        return draft
+
+    with mock.patch.object(drafter, "propose", noted):
+        for _ in range(2):  # the second time the answers are known
+            found = generate(target, drafter, prompts, **options)
+            assert conformance.rows_of(found) == expected
+        whole = len(copied)
+        next_prompt = lambda: waiting.popleft() if waiting else None  # noqa: E731
+        many = generate_many(target, drafter, next_prompt, batch=3, longest=20, **options)
+        assert [one.tokens for one in sorted(many, key=lambda one: int(str(one.key)))] == expected
+    for some in (copied[:whole], copied[whole:]):
+        assert True in some and False in some
+    assert len({*ends}) > 2
 
 
 def test_trust_is_counted_whoever_drafts() -> None:

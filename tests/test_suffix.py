@@ -23,10 +23,12 @@ class Primed(SuffixDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
-        ids = state.tokens[0][: state.prompt_lengths[0]]
-        answer = conformance.plain_greedy(self.target, ids, 40)
-        answer[6::7] = [(token + 1) % tiny.VOCAB_SIZE for token in answer[6::7]]
-        self._past = read([*ids[-1:], *answer, BETWEEN])
+        self._past = read([])
+        for text, length in zip(state.tokens, state.prompt_lengths, strict=True):
+            answer = conformance.plain_greedy(self.target, text[:length], 40)
+            answer[6::7] = [(token + 1) % tiny.VOCAB_SIZE for token in answer[6::7]]
+            for token in (text[length - 1], *answer, BETWEEN):
+                self._past.read(token)
 
 
 TestSuffix = conformance.suite(lambda t: make_drafter("suffix", t, nodes=6), remembers=True, families=("llama",))
@@ -144,7 +146,8 @@ def test_scores_are_those_of_a_scan() -> None:
         drafter.retrieve(state)
         expected, ended = reference(text)
         if not ended:  # there the text is copied on into itself
-            score = drafter._best(drafter._text, *drafter._text.end(), 99, state).score
+            text_so_far = drafter._rows[0].read
+            score = drafter._best(text_so_far, *text_so_far.end(), 99, state).score
             assert score == pytest.approx(expected)
             scores.append(round(score, 3))
     assert len(scores) > 20 and len(set(scores)) > 8
@@ -174,6 +177,25 @@ def test_what_is_remembered() -> None:
     forgetful = make_drafter("suffix", target, memory=0)
     runs = [generate(target, forgetful, [prompt(9)], max_new_tokens=20, eos_token_id=NO_EOS) for _ in range(2)]
     assert runs[0].trace.steps == runs[1].trace.steps and not forgetful.remembers
+
+
+@pytest.mark.parametrize("memory", [10, 99])
+def test_a_joined_row_leaves_an_answer_to_the_others(memory: int) -> None:
+    """Catches answers of ended rows that nobody remembers, and states of past answers from before these grew or were
+    forgotten: a match that is lost, or one that stands nowhere."""
+    drafter = SuffixDrafter.from_options(toy(), alpha=4.0, memory=memory)
+    drafter._answers, drafter._past = [7, 7, 5, 6, 8, BETWEEN], read([7, 7, 5, 6, 8, BETWEEN])
+    state = state_of([1, 2, 3])
+    state.tokens, state.prompt_lengths = [[1, 5, 6, 4, 3], [9, 2, 5, 6]], [1, 4]
+    drafter.begin(state, FeatureOutput(None))  # type: ignore[arg-type]
+    assert drafter.retrieve(state, 1).tokens == [8]
+    state.tokens[0], state.prompt_lengths[0] = [6, 4], 2
+    drafter.join(state, [0], state, FeatureOutput(None))  # type: ignore[arg-type]
+    again = drafter.retrieve(state, 1)
+    assert again.match == 2 and sorted(again.tokens) == ([3, 4, 8] if memory == 99 else [3, 4])
+    assert drafter.retrieve(state, 0).tokens == [3]
+    state.tokens[1].append(4)
+    assert drafter.retrieve(state, 1) == Found([3], [ROOT], [0.5], 3)
 
 
 @pytest.mark.parametrize("memory", [0, 40])

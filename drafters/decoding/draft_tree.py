@@ -107,6 +107,28 @@ class DraftTree:
         draft.see, draft.draws = shape.see, shape.draws
         return draft
 
+    @classmethod
+    def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> Self:
+        """Deterministic trees, each batch row's of its own shape; smaller ones are filled with padding nodes.
+
+        Args:
+            tokens, parents: of each row's nodes, in topological order.
+        """
+        sizes = [len(row) for row in tokens]
+        width = max(sizes)
+        nodes = torch.tensor([row + [0] * (width - len(row)) for row in tokens], dtype=torch.long, device=device)
+        counts = torch.tensor(sizes, device=device)[:, None]
+        valid = None if min(sizes) == width else torch.arange(width, device=device) < counts
+        if all(row == list(range(ROOT, len(row) - 1)) for row in parents):
+            return cls.chain(nodes, valid=valid)
+        if len(sizes) == 1:
+            return cls.from_parents(nodes, parents[0])
+        filled = [row + [ROOT] * (width - len(row)) for row in parents]
+        see = np.stack([see_ancestors(np.eye(width + 1, dtype=np.bool_), row, 0) for row in filled])
+        draft = cls(nodes, torch.tensor(filled, device=device), valid=valid)
+        draft.see, draft.draws = torch.from_numpy(see).to(device), (0,) * int(see.sum(2).max() - 1)
+        return draft
+
     def ancestors(self) -> Tensor:
         """``[B, N+1, N+1]`` bool over rows [root, nodes]: row i may attend to row j (its ancestors and itself)."""
         batch, n = self.tokens.shape

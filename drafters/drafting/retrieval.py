@@ -1,7 +1,7 @@
 """What drafters that copy have in common: a place where the text's end stood before, and what followed it there."""
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +30,13 @@ class Found(NamedTuple):
     claims: list[float]
     match: int
 
-    def draft(self, device: torch.device) -> DraftTree:
-        """Of all nodes."""
-        if not self.tokens:
-            return DraftTree.empty(1, device)
-        return DraftTree.from_parents(torch.tensor([self.tokens], device=device), self.parents)
-
 
 NOTHING = Found([], [], [], 0)
+
+
+def draft_of(found: Sequence[Found], device: torch.device) -> DraftTree:
+    """Of all nodes, for a batch row each."""
+    return DraftTree.of_rows([one.tokens for one in found], [one.parents for one in found], device)
 
 
 class Next(NamedTuple):
@@ -83,17 +82,25 @@ def likeliest_tree(
 class Retrieval(Drafter):
     """A drafter that copies. What it found may be asked for without drafting it; all that it knows, it reads in texts.
 
-    Deterministic, so verification takes its q as one-hot.
+    Deterministic, so verification takes its q as one-hot. Rows of a batch are looked up each by itself.
     """
 
+    max_batch = None
     follows = True
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
         """What a batch row could go on with."""
         raise NotImplementedError
 
+    def retrieve_all(self, state: DecodeState) -> list[Found]:
+        """The same of every row; a finished one goes on with nothing."""
+        return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
+
     def propose(self, state: DecodeState) -> DraftTree:
-        return self.retrieve(state).draft(self.target.device)
+        return draft_of(self.retrieve_all(state), self.target.device)
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        """The texts say it."""
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """The text says it."""
