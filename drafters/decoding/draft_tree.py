@@ -117,8 +117,10 @@ class DraftTree:
         sizes = [len(row) for row in tokens]
         width = max(sizes)
         nodes = torch.tensor([row + [0] * (width - len(row)) for row in tokens], dtype=torch.long, device=device)
-        counts = torch.tensor(sizes, device=device)[:, None]
-        valid = None if min(sizes) == width else torch.arange(width, device=device) < counts
+        valid = None
+        if min(sizes) < width:
+            counts = torch.tensor(sizes, device=device)[:, None]
+            valid = torch.arange(width, device=device) < counts
         if all(row == list(range(ROOT, len(row) - 1)) for row in parents):
             return cls.chain(nodes, valid=valid)
         if len(sizes) == 1:
