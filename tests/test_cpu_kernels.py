@@ -138,6 +138,20 @@ def test_a_row_is_multiplied_as_in_company(bits: int) -> None:
     assert (alone == together).float().mean() > 0.99  # summed in another order, then rounded to bf16
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("width", [1, 15, 16, 33, 4100])
+def test_argmax(dtype: torch.dtype, width: int) -> None:
+    """Catches the last of equal values, which would make trees and chains disagree, and values behind whole vectors."""
+    for rows in (1, 2, 5):
+        logits = torch.randn(rows, 3, width).to(dtype)
+        logits[0, 0, width // 2 :] = logits[0, 0].max()
+        logits[0, 1] = -torch.inf
+        logits[0, 2, width // 3] = torch.nan
+        logits[rows - 1, 0, width - 1] = 1e30
+        assert torch.equal(cpu_kernels.argmax(logits), logits.argmax(-1))
+        assert torch.equal(cpu_kernels.argmax(logits.transpose(0, 1)), logits.transpose(0, 1).argmax(-1))
+
+
 @pytest.fixture
 def without() -> Iterator[None]:
     """``library`` forgets what it found, before and after."""

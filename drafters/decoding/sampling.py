@@ -6,6 +6,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from ..model.cpu_kernels import argmax
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -74,8 +76,8 @@ class Sampling:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """Argmax over the last dimension; on a CPU torch is several times faster at it in float32 than in 16 bits."""
-    return (logits.float() if logits.device.type == "cpu" else logits).argmax(-1)
+    """Argmax over the last dimension, the first of several."""
+    return argmax(logits)
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:

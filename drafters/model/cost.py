@@ -24,6 +24,7 @@ from ..files import replace_json
 from ..paths import user_cache
 from ..provenance import hardware
 from ..wording import dtype_name
+from .cpu_kernels import argmax
 from .rows import CHAIN, Rows
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def forward(
     see = torch.eye(rows, dtype=torch.bool, device=target.device)[None]
     see[..., 0] = True
     placed = Rows(see, see.sum(-1) - 1) if rows > 1 and not chain else CHAIN
-    return lambda: target.lm_head(target.run(tokens, cache_behind(), placed).features).argmax(-1)
+    return lambda: argmax(target.lm_head(target.run(tokens, cache_behind(), placed).features))
 
 
 def behind(target: "TargetModel", batch: int, context: int, layers: int | None = None) -> Callable[[], "KVCache"]:
@@ -265,7 +266,7 @@ def machine_key(target: "TargetModel") -> dict[str, Any]:
 def _code() -> str:
     """A digest of the code that runs models: a faster kernel has other costs."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.[cp]*")):
+    for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

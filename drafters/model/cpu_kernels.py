@@ -1,4 +1,5 @@
-"""Kernels of our own for a CPU, where torch's waste most of what its memory could give: see cpu_kernels.cpp.
+"""Kernels of our own for a CPU, where torch's waste most of what its memory could give: see cpu_kernels.cpp
+and the headers beside it.
 
 They are compiled for the machine when they are first wanted, which takes some ten seconds, and kept in the user's cache
 folder. Without a compiler everything runs on torch's kernels, as it does with DRAFTERS_CPU_KERNELS=0 set.
@@ -56,17 +57,61 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, e
     kernel = getattr(library(), f"attend_{DTYPES[queries.dtype]}")
     assert queries.stride()[2:] == (width, 1) and keys.stride()[2:] == (width, 1) and keys.stride() == values.stride()
     out = queries.new_empty(batch, rows, heads, width)
-    bias_steps = (0, 0)
-    if bias is not None:
-        assert bias.stride(3) == 1 and bias.dtype == queries.dtype
-        bias_steps = bias.stride(0) if len(bias) > 1 else 0, bias.stride(2)
-    kernel(
+    given = _Attention(
         *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), None if bias is None else bias.data_ptr()),
-        *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1], width),
-        *(queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), *bias_steps),
-        *(scale, torch.get_num_threads()),
+        *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1]),
+        *(
+            queries.stride(0),
+            queries.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            *bias_steps(bias, queries.dtype),
+            scale,
+        ),
     )
+    kernel(ctypes.byref(given), width, torch.get_num_threads())
     return out
+
+
+def bias_steps(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
+    """From one batch row's, and from one row's, bias to the next."""
+    if bias is None:
+        return 0, 0
+    assert bias.stride(3) == 1 and bias.dtype == dtype
+    return bias.stride(0) if len(bias) > 1 else 0, bias.stride(2)
+
+
+class _Attention(ctypes.Structure):
+    """``Attention`` of cpu_attention.h."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("queries", "keys", "values", "bias", "ends", "out")]
+        + [(name, ctypes.c_int64) for name in ("batch", "rows", "key_heads", "groups", "query_batch", "query_row")]
+        + [(name, ctypes.c_int64) for name in ("key_batch", "key_head", "bias_batch", "bias_row")]
+        + [("scale", ctypes.c_float)]
+    )
+
+
+class Product(ctypes.Structure):
+    """``Product`` of cpu_products.h: tiles, and what is added to what they give."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("tiles", "scales", "bias")] + [
+        (name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")
+    ]
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """``logits.argmax(-1)``: ``[..., V]`` -> ``[...]``. On a CPU torch takes ten times as long."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    loaded = library() if logits.dtype in DTYPES and logits.shape[-1] else None
+    if loaded is None:
+        return logits.float().argmax(-1)  # in 16 bits it takes twice as long again
+    logits = logits.contiguous()
+    found = logits.new_empty(logits.shape[:-1], dtype=torch.long)
+    kernel = getattr(loaded, f"largest_{DTYPES[logits.dtype]}")
+    kernel(logits.data_ptr(), found.numel(), logits.shape[-1], found.data_ptr(), torch.get_num_threads())
+    return found
 
 
 GROUP = 32  # inputs of a tile, and of a group in int4
@@ -104,6 +149,7 @@ class Tiles:
         elif scales is not None:
             self.scales = F.pad(scales.float(), (0, -len(scales) % OUTPUTS))
         self.tiles = tiles
+        self._product = self.product()
         self.nbytes = tiles.nbytes + (self.scales.nbytes if self.scales is not None else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -112,11 +158,14 @@ class Tiles:
         out = x.new_empty(len(x), self.outputs)
         loaded = library()
         assert loaded is not None
-        loaded.multiply(
-            *(x.data_ptr(), self.tiles.data_ptr(), None if self.scales is None else self.scales.data_ptr()),
-            *(out.data_ptr(), len(x), self.inputs, self.outputs, self.bits, torch.get_num_threads()),
-        )
+        loaded.multiply(ctypes.byref(self._product), x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
         return out
+
+    def product(self, bias: Tensor | None = None) -> Product:
+        """As the kernels want it; tiles and bias must outlive it."""
+        scales = None if self.scales is None else self.scales.data_ptr()
+        added = None if bias is None else bias.data_ptr()
+        return Product(self.tiles.data_ptr(), scales, added, self.inputs, self.outputs, self.bits)
 
 
 def _in_pairs(values: Tensor, step: int) -> Tensor:
@@ -138,9 +187,12 @@ def library() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for dtype in DTYPES.values():
         kernel = getattr(loaded, f"attend_{dtype}")
-        kernel.argtypes, kernel.restype = [pointer] * 6 + [number] * 11 + [ctypes.c_float, ctypes.c_int], None
+        kernel.argtypes, kernel.restype = [pointer, number, ctypes.c_int], None
+        kernel = getattr(loaded, f"largest_{dtype}")
+        kernel.argtypes, kernel.restype = [pointer, number, number, pointer, ctypes.c_int], None
     if hasattr(loaded, "multiply"):  # the compiler knows a matrix unit
-        loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 4 + [number] * 3 + [ctypes.c_int] * 2, None
+        loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 3 + [number, ctypes.c_int], None
+        loaded.layer.argtypes, loaded.layer.restype = [pointer] * 2 + [ctypes.c_int], None
     return loaded
 
 
@@ -156,7 +208,10 @@ def _compiled() -> Path:
         raise ValueError(f"there is no compiler {name!r}; install g++, or set CXX")
     openmp = _openmp()
     age = Path(compiler).stat()
-    identity = repr((SOURCE.read_bytes(), FLAGS, compiler, age.st_size, age.st_mtime, _processor(), openmp))
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h"))]
+    identity = repr(
+        ([source.read_bytes() for source in sources], FLAGS, compiler, age.st_size, age.st_mtime, _processor(), openmp)
+    )
     folder = user_cache()
     built = folder / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if built.exists():

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 
 from drafters.choices import Quantization
 
 from . import cpu_kernels
+from .cpu_layer import cpu_layer
 from .kv_cache import KVCache
-from .linear import Product
+from .linear import Product, few
 from .loading import is_only_moved
 from .rope import Angles
 
@@ -153,7 +155,7 @@ class FusedMLP:
         if self.experts is None:
             self.gate_up = _join([mlp.gate_proj, mlp.up_proj])
             self.down = Product(mlp.down_proj.weight, mlp.down_proj.bias)
-            self.activation = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+            self.activation = F.silu if isinstance(mlp.act_fn, type(ACT2FN["silu"])) else mlp.act_fn
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``."""
@@ -178,11 +180,14 @@ class FusedLayer:
         self.products = [self.attention.heads, self.attention.out]
         if self.mlp is not None and self.mlp.experts is None:
             self.products += [self.mlp.gate_up, self.mlp.down]
+        self.whole = cpu_layer(self)
 
     def __call__(
         self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
     ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
+        if self.whole is not None and isinstance(cache, KVCache) and few(hidden):
+            return self.whole(hidden, angles, bias, cache, index)
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -196,6 +201,7 @@ class FusedLayer:
             raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
         for product in self.products:
             product.quantize(kind)
+        self.whole = cpu_layer(self)
         for module in (*layer.self_attn.children(), *layer.mlp.children()):
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.new_empty(0)

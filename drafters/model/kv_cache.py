@@ -162,7 +162,11 @@ class KVCache:
             index, dim = self._slots[layer_idx], key_states.shape[-1]
             self._all[0][layer_idx].index_copy_(0, index, key_states.reshape(-1, dim))
             self._all[1][layer_idx].index_copy_(0, index, value_states.reshape(-1, dim))
-        return self._seen[0][layer_idx], self._seen[1][layer_idx]
+        return self.seen(layer_idx)
+
+    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values up to the last of the rows that ``at`` gave slots to."""
+        return self._seen[0][layer], self._seen[1][layer]
 
     def views(self, first: int, end: int) -> Views:
         """Each layer's keys and values ``[B, kv_heads, end - first, head_dim]`` of some slots."""

@@ -28,6 +28,16 @@ STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18, 20)  # of int4, over the rang
 GROUP = 32  # inputs that share a scale in int4: with 64, or 128, a model of 135M parameters is another one
 
 
+def derived(x: Tensor) -> bool:
+    """Whether a derivative is wanted, which kernels for packed weights do not have."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def few(x: Tensor) -> bool:
+    """Whether ``x [..., inputs]`` has so few rows that kernels of our own are the faster ones."""
+    return x.numel() <= MANY * x.shape[-1] and not derived(x)
+
+
 class Product:
     """``x @ weight.T + bias``; the weights must not change afterwards.
 
@@ -43,13 +53,11 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
-        derived = x.requires_grad and torch.is_grad_enabled()  # kernels for packed weights have no derivative
-        few = not derived and x.numel() <= MANY * x.shape[-1]
-        own = self.packed if few and isinstance(self.packed, Tiles) else self.quantized
+        own = self.packed if isinstance(self.packed, Tiles) and few(x) else self.quantized
         if own is not None:
             out = own(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
-        if derived or not isinstance(self.packed, Tensor):
+        if not isinstance(self.packed, Tensor) or derived(x):
             return F.linear(x, self.weight, self.bias)
         if x.numel() == x.shape[-1] and self.weight.numel() >= LARGE:
             return self._multiply(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)

@@ -1,0 +1,106 @@
+"""Whole decoder layers on a CPU with a matrix unit, by the kernels of cpu_layer.h."""
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import cpu_kernels
+from .cpu_kernels import Product, Tiles
+from .kv_cache import KVCache
+from .rope import Angles
+
+if TYPE_CHECKING:
+    from .fused import FusedLayer
+    from .linear import Product as Linear
+
+WIDTHS = frozenset({32, 64, 96, 128})  # of a head
+
+
+class _Layer(ctypes.Structure):
+    """``Layer`` of cpu_layer.h."""
+
+    _fields_ = (
+        [(name, Product) for name in ("heads", "out", "gate_up", "down")]
+        + [(name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")]
+        + [(name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "head_eps", "scale")]
+        + [(name, ctypes.c_int64) for name in ("hidden", "query_heads", "key_heads", "width")]
+    )
+
+
+class _Forward(ctypes.Structure):
+    """``Forward`` of cpu_layer.h."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("hidden", "cos", "sin", "bias", "ends", "keys", "values", "out")
+    ] + [
+        (name, ctypes.c_int64)
+        for name in ("batch", "rows", "angle_batch", "key_batch", "key_head", "bias_batch", "bias_row")
+    ]
+
+
+class CpuLayer:
+    """A ``FusedLayer`` as one call."""
+
+    def __init__(self, layer: "FusedLayer", library: ctypes.CDLL) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        self._layer, self._run = layer, library.layer  # the weights must stay where they are
+        nothing = Product(None, None, None, 0, 0, 16)
+        heads = attention.head_norm
+        norms = [layer.attention_norm.weight, None if mlp is None else layer.mlp_norm.weight, heads]
+        self._native = _Layer(
+            *(_product(attention.heads), _product(attention.out)),
+            *((_product(mlp.gate_up), _product(mlp.down)) if mlp is not None else (nothing, nothing)),
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            layer.attention_norm.eps,
+            0.0 if mlp is None else layer.mlp_norm.eps,
+            0.0 if heads is None else attention.eps,
+            *(
+                attention.scale,
+                _product(attention.heads).inputs,
+                attention.query_heads,
+                attention.key_heads,
+                attention.head_dim,
+            ),
+        )
+        self._given = ctypes.byref(self._native)
+
+    def __call__(self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache, index: int) -> Tensor:
+        """As ``FusedLayer``; the arguments are the same."""
+        batch, rows, _ = hidden.shape
+        hidden, out = hidden.contiguous(), torch.empty_like(hidden)
+        keys, values = cache.seen(index)
+        cos, sin = angles
+        assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
+        forward = _Forward(
+            *(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(cache.ends.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            *(batch, rows, cos.stride(0) if len(cos) > 1 else 0, keys.stride(0), keys.stride(1)),
+            *cpu_kernels.bias_steps(bias, hidden.dtype),
+        )
+        self._run(self._given, ctypes.byref(forward), torch.get_num_threads())
+        return out
+
+
+def cpu_layer(layer: "FusedLayer") -> CpuLayer | None:
+    """The layer as one call; None where a part of it is not for these kernels."""
+    attention, mlp = layer.attention, layer.mlp
+    norms = [layer.attention_norm] if mlp is None else [layer.attention_norm, layer.mlp_norm]
+    if mlp is not None and (mlp.experts is not None or mlp.activation is not F.silu or norms[1].weight is None):
+        return None
+    if attention.head_dim not in WIDTHS or any(_tiles(product) is None for product in layer.products):
+        return None
+    return CpuLayer(layer, library) if (library := cpu_kernels.library()) is not None else None
+
+
+def _tiles(linear: "Linear") -> Tiles | None:
+    own = linear.packed if linear.quantized is None else linear.quantized.tiles
+    return own if isinstance(own, Tiles) else None
+
+
+def _product(linear: "Linear") -> Product:
+    tiles = _tiles(linear)
+    assert tiles is not None
+    return tiles.product(linear.bias)

@@ -1,0 +1,224 @@
+// Products with a matrix unit (AMX): a few rows against a large weight in bf16, int8 or int4.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <vector>
+
+#include "cpu_vectors.h"
+
+namespace {
+
+// A weight [outputs, inputs] and what is added to its product.
+struct Product {
+    const uint8_t *tiles;
+    const float *scales;  // [outputs, padded to 32], of int8; or null
+    const bf16 *bias;     // [outputs], or null
+    int64_t inputs, outputs, bits;
+};
+
+// A weight [outputs, inputs] is kept as tiles of 16 outputs and 32 inputs: [outputs / 32][inputs / 32][2] of them, each in
+// the order [input / 2][output][input % 2] that the matrix unit wants. `spread` makes bf16 of a tile that is kept smaller.
+constexpr int IN = 32, OUT = 32, TILE = 1024;  // inputs of a tile, outputs of a pair of them, bytes of one in bf16
+
+// Before tiles are loaded from what was just written: GCC does not know that those instructions read memory.
+inline void written() { asm volatile("" ::: "memory"); }
+
+inline __m512bh pair(__m512 low, __m512 high) { return _mm512_cvtne2ps_pbh(high, low); }
+inline __m512bh words(__m512i bits) { return (__m512bh)bits; }
+
+// Each kind of weight: bytes of a tile, and what is in row i of its 16. A row is for inputs 2i and 2i + 1.
+struct Whole {  // bf16 as it is
+    static constexpr int BYTES = TILE;
+    static __m512bh row(const uint8_t *tile, int i) { return words(_mm512_loadu_si512(tile + 64 * i)); }
+};
+
+struct Eighths {  // int8, exact in bf16: the scale of each output is for the sums
+    static constexpr int BYTES = 512;
+    static __m512bh row(const uint8_t *tile, int i) {
+        const auto *bytes = (const __m128i *)tile + 2 * i;
+        return pair(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[0])), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[1])));
+    }
+    static void spread(const uint8_t *tile, __m512bh *to) {
+        for (int i = 0; i < 16; i++) to[i] = row(tile, i);
+    }
+};
+
+struct Fourths {  // 16 scales and 16 middles (of value 8), then int4: a byte holds a value of an even row and of the next
+    static constexpr int BYTES = 320;
+    static __m512i both(const uint8_t *tile, int i) {  // rows 2i and 2i + 1
+        return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(tile + 64 + 32 * i)));
+    }
+    // The values and 128, which share an exponent in bf16, so that their bits are the last of the mantissa.
+    static __m512bh row(const uint8_t *tile, int i) {
+        const __m512i bits = i % 2 ? _mm512_srli_epi16(both(tile, i / 2), 4) : both(tile, i / 2);
+        const __m512i mask = _mm512_set1_epi16(15), exponent = _mm512_set1_epi16(0x4300);
+        return words(_mm512_ternarylogic_epi32(bits, mask, exponent, 0xea));  // bits & mask | exponent
+    }
+    static void spread(const uint8_t *tile, __m512bh *to) {
+        const Floats scale = load((const bf16 *)tile), offset = load((const bf16 *)tile + 16) - 8.0f * scale;
+        const Ints first = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, second = first + 8;
+        const Floats scales[2] = {__builtin_shuffle(scale, first), __builtin_shuffle(scale, second)};
+        const Floats offsets[2] = {__builtin_shuffle(offset, first), __builtin_shuffle(offset, second)};
+        const auto *bytes = (const __m128i *)(tile + 64);
+        for (int i = 0; i < 8; i++) {
+            Floats even[2], odd[2];
+            for (int half = 0; half < 2; half++) {
+                const Ints values = (Ints)_mm512_cvtepu8_epi32(bytes[2 * i + half]);
+                even[half] = __builtin_convertvector(values & 15, Floats) * scales[half] + offsets[half];
+                odd[half] = __builtin_convertvector(values >> 4, Floats) * scales[half] + offsets[half];
+            }
+            to[2 * i] = pair((__m512)even[0], (__m512)even[1]);
+            to[2 * i + 1] = pair((__m512)odd[0], (__m512)odd[1]);
+        }
+    }
+};
+
+// One row times 32 outputs, by products of vectors: nothing that is kept smaller has to be written out first.
+template <class Kind>
+void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const float *of_groups, float *sums) {
+    Floats total[2] = {};
+    for (int64_t step = 0; step < inputs / IN; step++)
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *tile = packed + (2 * step + half) * Kind::BYTES;
+            for (int64_t byte = 0; byte < Kind::BYTES; byte += 64)
+                _mm_prefetch(tile + 4 * Kind::BYTES + byte, _MM_HINT_T0);  // which by itself ends at each page
+            __m512 part[2] = {};
+            for (int i = 0; i < 16; i++) {
+                int32_t both;  // inputs 2i and 2i + 1
+                std::memcpy(&both, x + step * IN + 2 * i, sizeof(both));
+                part[i % 2] = _mm512_dpbf16_ps(part[i % 2], words(_mm512_set1_epi32(both)), Kind::row(tile, i));
+            }
+            const Floats sum = (Floats)part[0] + (Floats)part[1];
+            if constexpr (Kind::BYTES == Fourths::BYTES) {
+                const Floats scale = load((const bf16 *)tile), middle = load((const bf16 *)tile + 16);
+                total[half] += scale * sum + (middle - 136.0f * scale) * of_groups[step];
+            } else
+                total[half] += sum;
+        }
+    for (int half = 0; half < 2; half++) store(total[half], sums + 16 * half);
+}
+
+// Up to 32 rows (two tiles of them, from x[0] and x[1]) times 32 outputs; `first`: nobody has read the weight yet, or put it into `tiles`.
+template <class Kind, bool BOTH>
+void multiply_block(const bf16 *const *x, const uint8_t *packed, uint8_t *tiles, bool first, int64_t inputs,
+                    float (*sums)[16][OUT]) {
+    constexpr bool WHOLE = Kind::BYTES == TILE;
+    constexpr int64_t AHEAD = 2, FETCHED = 8;  // steps, tiles
+    const int64_t steps = inputs / IN;
+    const auto spread = [&](int64_t step) {
+        if constexpr (!WHOLE)
+            if (first && step < steps)
+                for (int i = 0; i < 2; i++)
+                    Kind::spread(packed + (2 * step + i) * Kind::BYTES, (__m512bh *)(tiles + (2 * step + i) * TILE));
+        written();
+    };
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t step = 0; step < AHEAD; step++) spread(step);
+    for (int64_t step = 0; step < steps; step++) {
+        if (first)  // each weight is read once: later rows find it in the cache
+            for (int64_t byte = 0; byte < 2 * Kind::BYTES; byte += 64)
+                _mm_prefetch(packed + (2 * step + FETCHED) * Kind::BYTES + byte, _MM_HINT_T0);
+        spread(step + AHEAD);
+        const uint8_t *pair = (WHOLE ? packed : tiles) + 2 * step * TILE;
+        _tile_loadd(6, pair, 64);
+        _tile_loadd(7, pair + TILE, 64);
+        _tile_loadd(4, x[0] + step * IN, inputs * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (BOTH) {
+            _tile_loadd(5, x[1] + step * IN, inputs * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], OUT * 4);
+    _tile_stored(1, sums[0][0] + 16, OUT * 4);
+    if constexpr (BOTH) {
+        _tile_stored(2, sums[1], OUT * 4);
+        _tile_stored(3, sums[1][0] + 16, OUT * 4);
+    }
+}
+
+inline Floats nearest(Floats values) {
+    bf16 rounded[LANES];
+    store(values, rounded);
+    return load(rounded);
+}
+
+// Sums of a row's 32 outputs, or fewer, scaled and rounded; each thing that is added rounds again, as an operation would.
+inline void finish(const float *sums, const float *scales, const bf16 *bias, const bf16 *residual, bf16 *to, int64_t outputs) {
+    Floats low = load(sums), high = load(sums + LANES);
+    if (scales) low *= load(scales), high *= load(scales + LANES);
+    for (const bf16 *more : {bias, residual})
+        if (more) {
+            alignas(64) bf16 added[OUT] = {};
+            std::memcpy(added, more, outputs * sizeof(bf16));
+            low = nearest(low) + load(added), high = nearest(high) + load(added + LANES);
+        }
+    const __m512bh rounded = pair((__m512)low, (__m512)high);
+    std::memcpy(to, &rounded, outputs * sizeof(bf16));
+}
+
+// Called by all threads of a team: x [rows, inputs] -> out [rows, outputs], with `residual` (not `out` itself) added.
+template <class Kind>
+void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residual, bf16 *out, int64_t rows) {
+    struct alignas(64) Config {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t width[16] = {};
+        uint8_t height[16] = {};
+    } config;
+    const int64_t inputs = product.inputs, outputs = product.outputs;
+    const int64_t steps = inputs / IN, panels = (outputs + OUT - 1) / OUT, tall = std::min<int64_t>(rows, 16);
+    for (int i = 0; i < 8; i++) config.width[i] = 64, config.height[i] = i < 6 ? tall : 16;
+    written();
+    if (rows > 1) _tile_loadconfig(&config);
+    static thread_local std::vector<uint8_t> space;
+    static thread_local std::vector<float> of_groups;  // sums of x
+    if (rows > 1 && Kind::BYTES != TILE) space.resize(2 * steps * TILE + 64);
+    if (rows == 1 && Kind::BYTES == Fourths::BYTES) {
+        of_groups.resize(steps);
+        for (int64_t i = 0; i < steps; i++)
+            of_groups[i] = reduce(load(x + i * IN) + load(x + i * IN + LANES), [](float a, float b) { return a + b; });
+    }
+    uint8_t *tiles = (uint8_t *)(((uintptr_t)space.data() + 63) / 64 * 64);
+    alignas(64) float sums[2][16][OUT];
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const uint8_t *packed = product.tiles + panel * steps * 2 * Kind::BYTES;
+        const int64_t begin = panel * OUT, wide = std::min<int64_t>(outputs - begin, OUT);
+        const auto done = [&](const float *row_sums, int64_t row) {
+            finish(row_sums, product.scales ? product.scales + begin : nullptr,
+                   product.bias ? product.bias + begin : nullptr, residual ? residual + row * outputs + begin : nullptr,
+                   out + row * outputs + begin, wide);
+        };
+        if (rows == 1) {
+            multiply_row<Kind>(x, packed, inputs, of_groups.data(), sums[0][0]);
+            done(sums[0][0], 0);
+            continue;
+        }
+        for (int64_t first = 0; first < rows; first += 32) {
+            // The last tile ends with the last row, and so may hold some rows a second time.
+            const int64_t at[2] = {std::min(first, rows - tall), std::min(first + 16, rows - tall)};
+            const bf16 *const from[2] = {x + at[0] * inputs, x + at[1] * inputs};
+            const bool both = rows - first > 16;
+            auto *block = both ? multiply_block<Kind, true> : multiply_block<Kind, false>;
+            block(from, packed, tiles, first == 0, inputs, sums);
+            for (int64_t i = 0; i < (both ? 2 : 1) * tall; i++) done(sums[i / tall][i % tall], at[i / tall] + i % tall);
+        }
+    }
+    if (rows > 1) _tile_release();
+}
+
+inline void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residual, bf16 *out, int64_t rows) {
+    auto *kernel = product.bits == 16  ? multiply_in_team<Whole>
+                   : product.bits == 8 ? multiply_in_team<Eighths>
+                                       : multiply_in_team<Fourths>;
+    kernel(product, x, residual, out, rows);
+}
+
+}  // namespace

@@ -1,0 +1,200 @@
+"""Whole layers by our kernels against the same layers by torch's operations, both measured against float32."""
+
+from typing import Any
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, rows_of
+from test_cpu_kernels import needs_tiles
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from drafters import TargetModel, generate, make_drafter
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.model.fused import FusedLayer
+from drafters.model.layers import AttentionLayer, layer_kind
+from drafters.model.rows import CHAIN, Placed, Rows
+from drafters.model.runner import Part, PartLayer
+
+pytestmark = needs_tiles
+SIZES: dict[str, Any] = {"vocab_size": 97, "intermediate_size": 160, "num_hidden_layers": 3, "initializer_range": 0.2}
+HEADS = {
+    (64, 2): {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+    (32, 3): {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
+    (96, 1): {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
+    (128, 4): {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1},
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, **HEADS[64, 2]),
+    "heads of 32": LlamaConfig(**SIZES, **HEADS[32, 3], attention_bias=True, mlp_bias=True),
+    "heads of 96": LlamaConfig(**SIZES, **HEADS[96, 1]),
+    "heads of 128": LlamaConfig(**SIZES, **HEADS[128, 4]),
+    "a window": MistralConfig(**SIZES, **HEADS[64, 2], sliding_window=24),
+    "biases": Qwen2Config(**SIZES, **HEADS[64, 2]),
+    "head norms": Qwen3Config(**SIZES, **HEADS[64, 2], head_dim=32),
+}
+
+
+def model_of(name: str, dtype: torch.dtype) -> Any:
+    """With norms and biases that are not one and zero, where leaving one out would be unseen."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+    for path, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.5, 1.5) if "norm" in path else parameter.data.normal_()
+    return model.bfloat16().to(dtype).eval()
+
+
+def random_tree(batch: int, rows: int) -> Rows:
+    """Of a root's ``rows`` descendants, each a child of one before it."""
+    generator = torch.Generator().manual_seed(rows)
+    parents = [[ROOT, *(int(torch.randint(ROOT, i, (), generator=generator)) for i in range(1, rows - 1))]] * batch
+    see = DraftTree(torch.zeros(batch, rows - 1, dtype=torch.long), torch.tensor(parents)).ancestors()
+    return Rows(see, see.sum(-1) - 1)
+
+
+def steps(target: TargetModel, context: int) -> list[Tensor]:
+    """Features, and states between layers, of chains and trees of many sizes, of two prompts and of one alone."""
+    found = []
+    lengths = [context, context // 2]
+    ids = torch.tensor([prompt(context), prompt(context, 1)])
+    cache = target.new_cache(2, context + 80)
+    target.run(ids, cache)
+    cache.commit_first(lengths)
+    for rows in (1, 2, 3, 5, 9, 17, 30):
+        new = torch.tensor([prompt(rows, 2), prompt(rows, 3)])
+        found.append(target.run(new, cache, taps=(1,)).taps[1])
+        found.append(target.run(new, cache).features)
+        if rows > 1:
+            found.append(target.run(new, cache, random_tree(2, rows)).features)
+            found.append(target.run(new[:, 1:], cache, Rows(offset=1)).features)
+    alone = target.new_cache(1, context + 80)
+    target.run(ids[:1, : context // 2], alone)
+    alone.commit_first([context // 2])
+    for rows in (1, 4, 40):
+        new = torch.tensor([prompt(rows, 4)])
+        found.append(target.run(new, alone, random_tree(1, rows) if rows > 4 else CHAIN).features)
+    short = target.new_cache(1, 50)
+    return [*found, target.run(ids[:1, :40], short).features]
+
+
+def by_torch(target: TargetModel) -> TargetModel:
+    for layer in target.layers:
+        assert layer.whole is not None
+        layer.whole = None
+    return target
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("context", [20, 300])
+def test_layers_are_as_near_to_float32_as_torch_comes(name: str, context: int) -> None:
+    """Catches angles, masks, windows, biases, norms or cache slots of another row, head or batch row; a part of a long
+    row left out; keys that were not written before they are read.
+    """
+    exact = steps(TargetModel(model_of(name, torch.float32), engine="eager"), context)
+    ours = steps(TargetModel(model_of(name, torch.bfloat16)), context)
+    torchs = steps(by_torch(TargetModel(model_of(name, torch.bfloat16))), context)
+    for wanted, found, other in zip(exact, ours, torchs, strict=True):
+        assert found.shape == other.shape and error(found, wanted) < 1.5 * error(other, wanted) + 0.004
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_layers(quantize: Any) -> None:
+    """Catches layers that go on with the weights of before, or scales that are lost on the way."""
+    ours = TargetModel(model_of("biases", torch.bfloat16), quantize=quantize)
+    torchs = by_torch(TargetModel(model_of("biases", torch.bfloat16), quantize=quantize))
+    whole = steps(TargetModel(model_of("biases", torch.bfloat16)), 20)
+    found, other = steps(ours, 20), steps(torchs, 20)
+    for one, two, unquantised in zip(found, other, whole, strict=True):
+        assert error(one, two.float()) < 0.5 * error(two, unquantised.float())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["without a first norm", "without an MLP"])
+def test_layers_of_heads(kind: str) -> None:
+    """Catches EAGLE's layer normed, and Kangaroo's adapter sent through an MLP that it does not have."""
+    model = model_of("llama", torch.bfloat16)
+    layer: Any = model.model.layers[0]
+    if kind == "without a first norm":
+        layer.input_layernorm = nn.Identity()
+    else:
+        stock, layer = layer, AttentionLayer(layer_kind(model.config)).bfloat16()
+        layer.load_state_dict(stock.state_dict(), strict=False)
+    target = TargetModel(model_of("llama", torch.bfloat16))
+    hidden = torch.randn(2, 12, 256).bfloat16()
+    found = []
+    for whole in (True, False):
+        fused = FusedLayer(layer)
+        assert fused.whole is not None
+        fused.whole = fused.whole if whole else None
+        part, cache = Part([PartLayer(fused, 0)]), target.new_cache(2, 20, 1)
+        target.runner.run(part, [hidden[:, :5]], cache)
+        cache.commit_first([5, 4])
+        found.append(target.runner.run(part, [hidden[:, 5:]], cache)[0])
+    assert error(found[0], found[1].float()) < 0.01
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("reason", ["experts", "another activation", "narrow heads"])
+def test_layers_that_are_not_for_them(reason: str) -> None:
+    """Catches a layer computed as another one, and a model that cannot be loaded any more."""
+    from transformers import MixtralConfig
+
+    config: PretrainedConfig = LlamaConfig(**SIZES, **HEADS[64, 2], hidden_act="gelu")
+    if reason == "experts":
+        config = MixtralConfig(**SIZES, **HEADS[64, 2], num_local_experts=2, num_experts_per_tok=1)
+    elif reason == "narrow heads":
+        config = LlamaConfig(**SIZES, **HEADS[64, 2], head_dim=16)
+    target = TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    assert target.engine == "fused" and all(layer.whole is None for layer in target.layers)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("context", [4, 20, 141])
+def test_what_is_not_a_number_stays_where_it_is(context: int) -> None:
+    """Catches slots beyond the last that are multiplied by zero: of a draft that overflowed and was rejected."""
+    target = TargetModel(model_of("llama", torch.bfloat16))
+    cache = target.new_cache(1, context + 60)
+    for views in cache.views(0, context + 60):
+        for view in views:
+            view.fill_(torch.nan)
+    target.run(torch.tensor([prompt(context)]), cache)
+    cache.commit_first([context])
+    for rows in (1, 5, 18):
+        assert target.run(torch.tensor([prompt(rows)]), cache).features.isfinite().all()
+        assert target.run(torch.tensor([prompt(rows + 1)]), cache, random_tree(1, rows + 1)).features.isfinite().all()
+
+
+@torch.inference_mode()
+def test_a_prompt_of_another_length_changes_nothing() -> None:
+    """Catches rows of a batch that see each other's slots, or memory of an earlier forward: what follows a prompt would
+    depend on what was decoded before it.
+    """
+    target = TargetModel(model_of("llama", torch.bfloat16))
+    drafter = make_drafter("autoregressive", target)
+    prompts = [prompt(9), prompt(140, 1), prompt(33, 2)]
+    together = rows_of(generate(target, drafter, prompts, max_new_tokens=24, eos_token_id=NO_EOS))
+    again = rows_of(generate(target, drafter, prompts[::-1], max_new_tokens=24, eos_token_id=NO_EOS))[::-1]
+    assert together == again
+
+
+@torch.inference_mode(False)
+def test_gradients_go_through_torch() -> None:
+    """Catches a head that is trained on a target's layers and gets no gradient, for the kernels have none."""
+    target = TargetModel(model_of("llama", torch.bfloat16))
+    layer, hidden = target.layers[0], torch.randn(1, 4, 256, dtype=torch.bfloat16)
+    angles = target.runner.rope(Placed(CHAIN, [0], 4, hidden.device))
+    cache = target.new_cache(1, 8).at(4)
+    cache.update = lambda keys, values, index: (keys, values)  # type: ignore[method-assign]
+    layer.few_rows = layer.attention.few_rows = 0
+    wanted = hidden.clone().requires_grad_()
+    layer(wanted, angles, None, cache, 0).float().square().sum().backward()
+    assert wanted.grad is not None and wanted.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert layer(hidden, angles, None, target.new_cache(1, 8).at(4), 0).grad_fn is None
