@@ -46,10 +46,11 @@ class CpuLayer:
 
     def __init__(self, layer: "FusedLayer", library: ctypes.CDLL) -> None:
         attention, mlp = layer.attention, layer.mlp
-        self._layer, self._run = layer, library.layer  # the weights must stay where they are
+        self._run = library.layer
         nothing = Product(None, None, None, 0, 0, 16)
         heads = attention.head_norm
-        norms = [layer.attention_norm.weight, None if mlp is None else layer.mlp_norm.weight, heads]
+        self._kept = [(_tiles(product), product.bias) for product in layer.products]  # what the kernels point to
+        norms = self._norms = [layer.attention_norm.weight, None if mlp is None else layer.mlp_norm.weight, heads]
         self._native = _Layer(
             *(_product(attention.heads), _product(attention.out)),
             *((_product(mlp.gate_up), _product(mlp.down)) if mlp is not None else (nothing, nothing)),

@@ -20,6 +20,7 @@ from drafters.wording import dtype_name
 
 from .clock import model_time
 from .ends import fetch
+from .fused import FusedLayer
 from .linear import Product
 from .runner import Part
 from .target import TargetModel
@@ -168,9 +169,10 @@ def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> 
 
     Its module keeps the weights, to be saved. The engine "eager" has no products, and stays as it is.
     """
-    layers = part.layers if part is not None else []
-    inner = [product for layer in layers for product in getattr(layer.layer, "products", ())]
-    for product in (*inner, *others):
+    for layer in part.layers if part is not None else []:
+        if isinstance(layer.layer, FusedLayer):
+            layer.layer.quantize_products(dtype)
+    for product in others:
         if isinstance(product, Product):
             product.quantize(dtype)
 

@@ -199,12 +199,16 @@ class FusedLayer:
         """
         if self.mlp is None or self.mlp.experts is not None:
             raise ValueError("a mixture of experts cannot be quantised here; leave quantize out")
-        for product in self.products:
-            product.quantize(kind)
-        self.whole = cpu_layer(self)
+        self.quantize_products(kind)
         for module in (*layer.self_attn.children(), *layer.mlp.children()):
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.new_empty(0)
+
+    def quantize_products(self, kind: Quantization) -> None:
+        """Read the projections in ``kind``; the stock layer keeps its weights."""
+        for product in self.products:
+            product.quantize(kind)
+        self.whole = cpu_layer(self)
 
 
 def _join(linears: list[nn.Linear]) -> Product:
