@@ -3,9 +3,10 @@
     python -m eval.roofline --shape llama-7b [key=value ...]
 
 Plain decoding reads every weight once a token: no decoding of one row can be faster than those bytes at the measured
-bandwidth. Beside that floor stand plain decoding here, stock ``generate``, the cost of verifying several rows, and the
-steps of EAGLE and Kangaroo. Untrained heads are never accepted, so acceptance is REPLAYED from a profile
-(drafters/replay.py), and every figure that depends on it says so. Methods alternate within the run; medians count.
+bandwidth (reading's or copying's, the larger). Beside that floor stand plain decoding here, stock ``generate``, the
+cost of verifying several rows, and the steps of EAGLE and Kangaroo. Untrained heads are never accepted, so acceptance
+is REPLAYED from a profile (drafters/replay.py), and every figure that depends on it says so. Methods alternate within
+the run; medians count.
 
 Writes docs/results/<machine>/roofline-<shape>.json and .md.
 """

@@ -50,8 +50,9 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
 def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], None]) -> dict[str, Any]:
     """All figures, in seconds and bytes."""
     methods = parts.methods(target, config)  # first: a profile that cannot give its tau is found before minutes pass
-    about("copy bandwidth")
-    bandwidth = parts.copy_bandwidth(target.device)
+    about("bandwidth")
+    bandwidths = {"copy": parts.copy_bandwidth(target.device), "read": parts.read_bandwidth(target.device)}
+    bandwidth = max(bandwidths.values())
     size = parts.bytes_per_step(target, config.context)
     about("verification by rows")
     by_rows = parts.verification_seconds(target, config.context, config.rows, config.rounds, config.seed)
@@ -66,6 +67,7 @@ def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], 
     rows = [{"method": name, **median_of(taken)} for name, taken in samples.items()]
     return {
         "bandwidth_bytes_per_second": bandwidth,
+        "bandwidths": bandwidths,
         "bytes_per_step": size,
         "floor_seconds": sum(size.values()) / bandwidth,
         "verification_seconds": by_rows,
@@ -93,6 +95,7 @@ def markdown(found: dict[str, Any]) -> str:
     """The page."""
     facts, size = found["environment"], found["bytes_per_step"]
     total, bandwidth = sum(size.values()), found["bandwidth_bytes_per_second"]
+    kinds = ", ".join(f"{name} {size_text(value)}/s" for name, value in found["bandwidths"].items())
     lines = [
         f"# Roofline of {facts['shape']}: REPLAY",
         "",
@@ -105,7 +108,7 @@ def markdown(found: dict[str, Any]) -> str:
         software_line(facts),
         f"- `{shlex.join(facts['argv'])}`",
         "",
-        f"Copy bandwidth {size_text(bandwidth)}/s; a step reads {size_text(size['weights'])} of weights and "
+        f"Bandwidth {size_text(bandwidth)}/s ({kinds}); a step reads {size_text(size['weights'])} of weights and "
         f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",
         "",
     ]

@@ -1,6 +1,7 @@
 """python -m eval.roofline: a whole run at a tiny shape, the arithmetic of its ratios, and what it refuses."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from programs import status
 from drafters.model import loading
 from eval import roofline
 from eval.rooflines import shapes
-from eval.rooflines.parts import add_ratios, copy_bandwidth, scaled
+from eval.rooflines.parts import add_ratios, copy_bandwidth, read_bandwidth, scaled
 
 SMALL = ["context=24", "new_tokens=12", "rounds=1", "rows=[1,3]", "dtype=float32", "threads=1"]
 
@@ -78,9 +79,10 @@ def test_profiles_are_scaled_to_a_tau(tau: float) -> None:
         scaled([0.5], 3, 4.5)
 
 
-def test_bandwidth_is_a_copys() -> None:
+@pytest.mark.parametrize("measure", [copy_bandwidth, read_bandwidth])
+def test_bandwidth(measure: Callable[..., float]) -> None:
     """Catches bytes counted in elements, or one direction only: no memory here moves under 0.1 or over 5,000 GB/s."""
-    assert 1e8 < copy_bandwidth(torch.device("cpu"), tries=3) < 5e12
+    assert 1e8 < measure(torch.device("cpu"), tries=3) < 5e12
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,9 @@ class Paying:
             first = seconds = self.costs.draft.at(count)
             further = [nodes[index].chance * self._child[min(levels, DEPTHS - 1)] for index in likely[:count]]
             for depth in range(levels + 1, self.depth + 1):
-                gain = self._value(sorted(chances + further, reverse=True))[0] - known - seconds
-                best = max(best, (gain, count, first))
+                if sum(further) * self._worth - seconds > best[0]:  # else not even if their rows cost nothing
+                    gain = self._value(sorted(chances + further, reverse=True))[0] - known - seconds
+                    best = max(best, (gain, count, first))
                 further.append(further[-1 if depth > levels + 1 else 0] * self._child[min(depth, DEPTHS - 1)])
                 seconds += self._pass
         return best[1], best[2]

@@ -78,7 +78,7 @@ def bias_steps(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
     if bias is None:
         return 0, 0
     assert bias.stride(3) == 1 and bias.dtype == dtype
-    return bias.stride(0) if len(bias) > 1 else 0, bias.stride(2)
+    return bias.stride(0) if bias.shape[0] > 1 else 0, bias.stride(2)
 
 
 class _Attention(ctypes.Structure):
@@ -155,10 +155,10 @@ class Tiles:
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` in bf16, contiguous -> ``[rows, outputs]``."""
         assert x.shape[1] == self.inputs and x.dtype == torch.bfloat16 and x.is_contiguous()
-        out = x.new_empty(len(x), self.outputs)
+        out = x.new_empty(x.shape[0], self.outputs)
         loaded = library()
         assert loaded is not None
-        loaded.multiply(ctypes.byref(self._product), x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
+        loaded.multiply(ctypes.byref(self._product), x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
         return out
 
     def product(self, bias: Tensor | None = None) -> Product:

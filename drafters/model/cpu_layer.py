@@ -78,7 +78,7 @@ class CpuLayer:
         forward = _Forward(
             *(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), None if bias is None else bias.data_ptr()),
             *(cache.ends.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-            *(batch, rows, cos.stride(0) if len(cos) > 1 else 0, keys.stride(0), keys.stride(1)),
+            *(batch, rows, cos.stride(0) if cos.shape[0] > 1 else 0, keys.stride(0), keys.stride(1)),
             *cpu_kernels.bias_steps(bias, hidden.dtype),
         )
         self._run(self._given, ctypes.byref(forward), torch.get_num_threads())

@@ -28,14 +28,24 @@ def copy_bandwidth(device: torch.device, tries: int = 9) -> float:
     """Bytes a second read and written by a large copy, median of ``tries``."""
     source = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
     target = torch.empty_like(source)
+    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, tries)
+
+
+def read_bandwidth(device: torch.device, tries: int = 9) -> float:
+    """Bytes a second read by a large sum, by all threads, median of ``tries``: decoding hardly writes."""
+    source = torch.ones(COPIED.get(device.type, COPIED["cpu"]) // 4, device=device)
+    return source.nbytes / _median_seconds(source.sum, device, tries)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device, tries: int) -> float:
     taken = []
     for index in range(tries + 2):
         start = time.perf_counter()
-        target.copy_(source)
+        run()
         wait(device)
         if index >= 2:
             taken.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(taken)
+    return statistics.median(taken)
 
 
 def bytes_per_step(target: TargetModel, context: int) -> dict[str, int]:
