@@ -7,7 +7,15 @@ import torch
 from conformance import NO_EOS, prompt, rows_of
 from test_cpu_kernels import needs_tiles
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
@@ -158,12 +166,18 @@ def test_a_head_read_in_int8() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("reason", ["experts", "another activation", "narrow heads"])
+@pytest.mark.parametrize("reason", ["experts", "another activation", "narrow heads", "norms in float32"])
 def test_layers_that_are_not_for_them(reason: str) -> None:
-    """Catches a layer computed as another one, and a model that cannot be loaded any more."""
-    from transformers import MixtralConfig
-
-    config: PretrainedConfig = LlamaConfig(**SIZES, **HEADS[64, 2], hidden_act="gelu")
+    """Catches a layer computed as another one, float32 read as pairs of bf16, a model that cannot be loaded."""
+    config: PretrainedConfig = LlamaConfig(**SIZES, **HEADS[64, 2])
+    if reason == "norms in float32":
+        layer: Any = model_of("llama", torch.bfloat16).model.layers[0]
+        assert FusedLayer(layer).whole is not None
+        layer.post_attention_layernorm.float()
+        assert FusedLayer(layer).whole is None
+        return
+    if reason == "another activation":
+        config.hidden_act = "gelu"
     if reason == "experts":
         config = MixtralConfig(**SIZES, **HEADS[64, 2], num_local_experts=2, num_experts_per_tok=1)
     elif reason == "narrow heads":

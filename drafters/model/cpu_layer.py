@@ -74,6 +74,7 @@ class CpuLayer:
         hidden, out = hidden.contiguous(), torch.empty_like(hidden)
         keys, values = cache.seen(index)
         cos, sin = angles
+        assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
         assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
         forward = _Forward(
             *(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), None if bias is None else bias.data_ptr()),
@@ -92,6 +93,9 @@ def cpu_layer(layer: "FusedLayer") -> CpuLayer | None:
     if mlp is not None and (mlp.experts is not None or mlp.activation is not F.silu or norms[1].weight is None):
         return None
     if attention.head_dim not in WIDTHS or any(_tiles(product) is None for product in layer.products):
+        return None
+    others = [*(norm.weight for norm in norms), attention.head_norm, *(product.bias for product in layer.products)]
+    if any(other is not None and other.dtype != torch.bfloat16 for other in others):
         return None
     return CpuLayer(layer, library) if (library := cpu_kernels.library()) is not None else None
 
