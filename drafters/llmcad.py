@@ -18,8 +18,8 @@ from torch import Tensor
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import ROOT, DraftTree, see_ancestors, to_device
 from .decoding.loop import DecodeState
-from .decoding.sampling import most_likely
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
+from .model.cpu_kernels import most_likely
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 

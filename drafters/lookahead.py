@@ -11,10 +11,10 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
-from .decoding.sampling import most_likely
 from .drafting.phrase_pool import PhraseWindow
 from .drafting.pool_file import first_pool, save_pool
 from .drafting.trie import Trie
+from .model.cpu_kernels import most_likely
 from .model.target import FeatureOutput, TargetModel
 
 

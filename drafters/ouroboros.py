@@ -9,11 +9,11 @@ from torch import Tensor
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
-from .decoding.sampling import most_likely
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .drafting.phrase_pool import PhraseWindow
 from .drafting.pool_file import first_pool, save_pool
 from .drafting.trie import Trie
+from .model.cpu_kernels import most_likely
 from .model.rows import Rows
 from .model.target import FeatureOutput, TargetModel
 

@@ -16,8 +16,9 @@ from .config import Config
 from .decoding.acceptance import Rule, Verdict, verdict_of
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
-from .decoding.sampling import Sampling, most_likely
+from .decoding.sampling import Sampling
 from .methods import inner_drafter
+from .model.cpu_kernels import most_likely
 from .model.target import FeatureOutput, TargetModel
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from programs import status
 from test_eval_metrics import PROMPTS, placed, trace_of
-from test_eval_prompts import sharegpt, tiny_tokenizer, write
+from test_eval_prompts import sharegpt, write, write_target
 from test_eval_resume import decoded, journalled, killed_after, report
 from tiny import build
 from transformers import PreTrainedModel
@@ -33,13 +33,12 @@ def config(
     tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> dict[str, Any]:
     """Batches of 1 and 2 over prompts of unequal length; a draft model, what remembers, and what decodes one row."""
-    tiny_model("llama").save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = write_target(tmp_path, tiny_model("llama"))
     texts = [" ".join(f"w{n}" for n in range(1, 3 + 4 * i % 7)) + f" w{20 + i}" for i in range(6)]
     prompts = write(tmp_path / "prompts.jsonl", [sharegpt(text, "w1") for text in texts])
     draft = str(tiny_checkpoint("llama", 1))
     return {
-        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "target": {"path": target, "dtype": "float32", "device": "cpu"},
         "prompts": {"file": str(prompts), "count": 4},
         "drafters": [
             {"label": "lookup", "drafter": "prompt_lookup", "gamma": 4},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.prompts import Prompt, PromptsConfig, PromptSet, in_turns, load_prompts, render_up_to
 
@@ -25,6 +25,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     fast.chat_template = TEMPLATE
     return fast
+
+
+def write_target(folder: Path, model: PreTrainedModel) -> str:
+    """``target`` in the folder, with a tokenizer beside the model."""
+    target = str(folder / "target")
+    model.save_pretrained(target)
+    tiny_tokenizer().save_pretrained(target)
+    return target
 
 
 def sharegpt(*texts: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import yaml
 from conformance import prompt
 from programs import status
-from test_eval_prompts import sharegpt, tiny_tokenizer, write
+from test_eval_prompts import sharegpt, write, write_target
 from transformers import PreTrainedModel
 
 import eval.speed
@@ -38,11 +38,10 @@ def test_a_report_carries_it(tiny_model: Callable[..., PreTrainedModel], tmp_pat
     """Catches speeds of a quantised target without a word about how far it is from the model; and the cost of the
     quantised target against itself, which is none.
     """
-    tiny_model("llama").save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = write_target(tmp_path, tiny_model("llama"))
     records = [sharegpt(f"w{i} w2 w7", "w1") for i in range(4)]
     config = {
-        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "target": {"path": target, "dtype": "float32", "device": "cpu"},
         "prompts": {"file": str(write(tmp_path / "prompts.jsonl", records)), "count": 2},
         "drafters": [{"drafter": "autoregressive"}],
         "max_new_tokens": 5,

@@ -15,7 +15,7 @@ import pytest
 import tiny_run
 import yaml
 from programs import status
-from test_eval_prompts import sharegpt, tiny_tokenizer, write
+from test_eval_prompts import sharegpt, write, write_target
 from transformers import PreTrainedModel
 
 import eval.speed
@@ -49,13 +49,12 @@ def config(
     tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> dict[str, Any]:
     """Plain decoding, a draft model and Ouroboros, which remembers, at two temperatures."""
-    tiny_model("llama").save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = write_target(tmp_path, tiny_model("llama"))
     # Prompts with much in common, so that a pool of phrases serves the next one.
     prompts = write(tmp_path / "prompts.jsonl", [sharegpt(f"w1 w2 w3 w{10 + i}", "w1") for i in range(PROMPTS + 1)])
     draft = str(tiny_checkpoint("llama", 1))
     return {
-        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "target": {"path": target, "dtype": "float32", "device": "cpu"},
         "prompts": {"file": str(prompts), "count": PROMPTS},
         "drafters": [
             {"label": "draft model", "drafter": "speculative", "draft_model": draft, "gamma": 2},

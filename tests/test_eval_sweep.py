@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from programs import status
-from test_eval_prompts import questions, tiny_tokenizer, write
+from test_eval_prompts import questions, write, write_target
 from transformers import PreTrainedModel
 
 import eval.sweep
@@ -23,12 +23,11 @@ def config(
     tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> dict[str, Any]:
     """A sweep over max_new_tokens with one drafter."""
-    tiny_model("llama").save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = write_target(tmp_path, tiny_model("llama"))
     prompts = write(tmp_path / "prompts.jsonl", questions("a", "b", count=4))
     draft = str(tiny_checkpoint("llama", 1))
     return {
-        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "target": {"path": target, "dtype": "float32", "device": "cpu"},
         "prompts": {"file": str(prompts), "per_category": 2},
         "drafters": [{"label": "S", "drafter": "speculative", "draft_model": draft, "gamma": 2}],
         "out": str(tmp_path / "out"),

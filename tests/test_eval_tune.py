@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from programs import status
-from test_eval_prompts import questions, tiny_tokenizer, write
+from test_eval_prompts import questions, write, write_target
 from transformers import PreTrainedModel
 
 import eval.tune
@@ -22,12 +22,11 @@ def config(
     tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> dict[str, Any]:
     """A search of two knobs of Ouroboros."""
-    tiny_model("llama").save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    target = write_target(tmp_path, tiny_model("llama"))
     prompts = write(tmp_path / "prompts.jsonl", questions("a", "b", count=4))
     entry = {"label": "O", "drafter": "ouroboros", "draft_model": str(tiny_checkpoint("llama", 1)), "k": 2}
     return {
-        "target": {"path": str(tmp_path / "target"), "dtype": "float32", "device": "cpu"},
+        "target": {"path": target, "dtype": "float32", "device": "cpu"},
         "prompts": {"file": str(prompts), "count": 2},
         "drafters": [entry],
         "out": str(tmp_path / "out"),

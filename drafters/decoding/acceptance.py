@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..model.cpu_kernels import most_likely
 from .draft_tree import ROOT, DraftTree
-from .sampling import Sampling, draw, most_likely, residual, without
+from .sampling import Sampling, draw, residual, without
 
 TINY = torch.finfo(torch.float32).tiny
 FEW_ROWS = 4  # up to this batch a CPU is faster row by row

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from ..model.cpu_kernels import argmax
+from ..model.cpu_kernels import most_likely
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,6 @@ class Sampling:
         if q is not None:
             q.append(probabilities)
         return draw(probabilities, generator)
-
-
-def most_likely(logits: Tensor) -> Tensor:
-    """Argmax over the last dimension, the first of several."""
-    return argmax(logits)
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:

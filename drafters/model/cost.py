@@ -24,7 +24,7 @@ from ..files import replace_json
 from ..paths import user_cache
 from ..provenance import hardware
 from ..wording import dtype_name
-from .cpu_kernels import argmax
+from .cpu_kernels import most_likely
 from .rows import CHAIN, Rows
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; th
 CHAINED, DRAFTED = (2, 4, 8), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
 MOST_ROWS = 128
 CONTEXT, LONGER = 256, 64  # rows that the measured ones attend to, at first, and how many more in the end
-LONG, FAR = (
-    512,
-    4096,
-)  # longer contexts go by the line through a second one, in a cache of so many rows (of all prompts)
+LONG = 512  # tokens; longer contexts go by the line through a second one...
+FAR = 4096  # ...in a cache of so many rows, of all prompts
 SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
 SECONDS, ROUNDS = 4.0, 7  # rounds are measured until either is over
 BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
@@ -191,7 +189,7 @@ def forward(
     see = torch.eye(rows, dtype=torch.bool, device=target.device)[None]
     see[..., 0] = True
     placed = Rows(see, see.sum(-1) - 1) if rows > 1 and not chain else CHAIN
-    return lambda: argmax(target.lm_head(target.run(tokens, cache_behind(), placed).features))
+    return lambda: most_likely(target.lm_head(target.run(tokens, cache_behind(), placed).features))
 
 
 def behind(target: "TargetModel", batch: int, context: int, layers: int | None = None) -> Callable[[], "KVCache"]:

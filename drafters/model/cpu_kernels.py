@@ -100,7 +100,7 @@ class Product(ctypes.Structure):
     ]
 
 
-def argmax(logits: Tensor) -> Tensor:
+def most_likely(logits: Tensor) -> Tensor:
     """``logits.argmax(-1)``: ``[..., V]`` -> ``[...]``. On a CPU torch takes ten times as long."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)

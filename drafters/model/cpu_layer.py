@@ -47,24 +47,20 @@ class CpuLayer:
     def __init__(self, layer: "FusedLayer", library: ctypes.CDLL) -> None:
         attention, mlp = layer.attention, layer.mlp
         self._run = library.layer
+        self._kept = [(_tiles(product), product.bias) for product in layer.products]  # what the kernels point to
+        products = [tiles.product(bias) for tiles, bias in self._kept if tiles is not None]
         nothing = Product(None, None, None, 0, 0, 16)
         heads = attention.head_norm
-        self._kept = [(_tiles(product), product.bias) for product in layer.products]  # what the kernels point to
         norms = self._norms = [layer.attention_norm.weight, None if mlp is None else layer.mlp_norm.weight, heads]
         self._native = _Layer(
-            *(_product(attention.heads), _product(attention.out)),
-            *((_product(mlp.gate_up), _product(mlp.down)) if mlp is not None else (nothing, nothing)),
+            *products,
+            *[nothing] * (4 - len(products)),
             *(None if norm is None else norm.data_ptr() for norm in norms),
             layer.attention_norm.eps,
             0.0 if mlp is None else layer.mlp_norm.eps,
             0.0 if heads is None else attention.eps,
-            *(
-                attention.scale,
-                _product(attention.heads).inputs,
-                attention.query_heads,
-                attention.key_heads,
-                attention.head_dim,
-            ),
+            *(attention.scale, products[0].inputs),
+            *(attention.query_heads, attention.key_heads, attention.head_dim),
         )
         self._given = ctypes.byref(self._native)
 
@@ -103,9 +99,3 @@ def cpu_layer(layer: "FusedLayer") -> CpuLayer | None:
 def _tiles(linear: "Linear") -> Tiles | None:
     own = linear.packed if linear.quantized is None else linear.quantized.tiles
     return own if isinstance(own, Tiles) else None
-
-
-def _product(linear: "Linear") -> Product:
-    tiles = _tiles(linear)
-    assert tiles is not None
-    return tiles.product(linear.bias)

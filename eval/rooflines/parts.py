@@ -11,9 +11,9 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.decoding.sampling import most_likely
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.model.cpu_kernels import most_likely
 from drafters.model.kv_cache import cache_bytes
 from drafters.replay import ReplayDrafter
 
