@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from . import checkpoint
+from . import checkpoint, head_adapter
 from .config import Config, validate
 from .decoding.acceptance import Rule, Verdict, rule_for
 from .decoding.call import check_loaded
@@ -138,14 +138,17 @@ class LearnedDrafter(Drafter):
         raise NotImplementedError
 
     @classmethod
-    def from_checkpoint(cls, target: TargetModel, path: str, revision: str | None = None, **options: Any) -> Self:
-        """Load a trained drafter from a folder or a Hub repository, strictly.
+    def from_checkpoint(
+        cls, target: TargetModel, path: str, revision: str | None = None, adapter: str | None = None, **options: Any
+    ) -> Self:
+        """Load a trained drafter from a folder or a Hub repository, strictly; ``adapter``: with that LoRA merged.
 
         Raises:
-            ValueError: nothing loadable there, another method's checkpoint, one of another target, or wrong options.
+            ValueError: nothing loadable there, another method's checkpoint, one of another target, wrong options, or an
+                adapter of another drafter.
         """
         check_loaded(target)
-        config, state = checkpoint.load_checkpoint(path, revision=revision)
+        config, state = head_adapter.load_head(path, revision, adapter)
         if config["drafter_type"] != cls.name:
             raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
         checkpoint.check_target(config, target)

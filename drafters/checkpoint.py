@@ -1,5 +1,7 @@
 """Drafters on disk and on the Hub: ``config.json`` and ``model.safetensors``, strict both ways, nothing pickled.
 
+An adapter of a trained drafter (``head_adapter.py``) has peft's two files in the place of ``model.safetensors``.
+
 ``config.json`` says what the drafter is, which target it was trained for and how; see ``CheckpointConfig``. Loading
 never guesses: another format version, a missing or unexpected weight, a weight of another shape, a NaN, or a drafter of
 another target is a ``ValueError`` that names both sides and the fix.
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 CARD_FILE = "README.md"
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
@@ -64,6 +67,28 @@ class CheckpointConfig(Config):
     drafter: dict[str, Any] = {}
     target: TargetIdentity
     training: dict[str, Any] = {}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What lies beside ``config.json``, the weights last."""
+        return (WEIGHTS_FILE,)
+
+
+class BaseHead(Config):
+    """The trained drafter that an adapter is for: a folder or Hub repository, and enough to refuse any other."""
+
+    name: str
+    fingerprint: str
+
+
+class AdapterConfig(CheckpointConfig):
+    """Schema of an adapter's ``config.json``; ``drafter`` has what differs from the base's."""
+
+    base: BaseHead
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 
 
 def make_config(
@@ -104,6 +129,8 @@ def save_checkpoint(
     """
     folder = Path(folder)
     checked = parse_config(dict(config), source=f"the config to be saved in {folder}")
+    if isinstance(checked, AdapterConfig):
+        raise ValueError(f"{folder} has the config of an adapter of {checked.base.name!r}; name the head itself")
     state = module.state_dict() if isinstance(module, nn.Module) else module
     weights = {name: _portable(value, dtype) for name, value in state.items()}
     _check_finite(weights, source=f"the module to be saved in {folder}")
@@ -124,14 +151,15 @@ def load_checkpoint(
     """Read a checkpoint from a local folder or, if there is no such folder, from a Hub repository ``user/name``.
 
     Returns:
-        the content of ``config.json`` (as ``CheckpointConfig`` describes it) and the weights by name, on the CPU.
+        the content of ``config.json`` (as ``CheckpointConfig`` describes it) and the weights by name, on the CPU; of an
+        adapter as ``AdapterConfig`` describes it, and the adapter's own: see ``head_adapter.load_head``.
 
     Raises:
         ValueError: nothing is found under that name, or what is found is not a complete checkpoint of this format.
     """
     folder = _folder(path_or_repo, revision, token)
     config = read_config(folder, source=str(path_or_repo))
-    return config.model_dump(), _read_weights(folder, source=str(path_or_repo))
+    return config.model_dump(), _read_weights(folder, config.files[-1], source=str(path_or_repo))
 
 
 def drafter_type(path_or_repo: str | Path, revision: str | None = None) -> str:
@@ -174,7 +202,7 @@ def parse_config(data: Any, source: str) -> CheckpointConfig:
             f"{source} has format_version {version!r}, this version reads {FORMAT_VERSION}; "
             "update the toolkit, or train the drafter again"
         )
-    return validate(CheckpointConfig, data, source=source)
+    return validate(AdapterConfig if "base" in data else CheckpointConfig, data, source=source)
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "the checkpoint") -> None:
@@ -295,16 +323,17 @@ def _upload(
         look_up(repo_id, token=token)
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True)
-    operations = [CommitOperationAdd(name, str(folder / name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
-    operations.append(CommitOperationAdd(CARD_FILE, card))
+    *others, weights = (CONFIG_FILE, *read_config(folder).files)
+    operations = [CommitOperationAdd(CARD_FILE, card)]
+    operations += [CommitOperationAdd(name, str(folder / name)) for name in (*others, weights)]
     try:
         api.create_commit(repo.repo_id, operations, commit_message=message)
     except Exception as error:
         if "xet" not in str(error).lower():
             raise
         # A server without Xet storage. A file that is handed over open goes the plain way.
-        with (folder / WEIGHTS_FILE).open("rb") as opened:
-            operations[1] = CommitOperationAdd(WEIGHTS_FILE, opened)
+        with (folder / weights).open("rb") as opened:
+            operations[-1] = CommitOperationAdd(weights, opened)
             api.create_commit(repo.repo_id, operations, commit_message=message)
     return str(repo)
 
@@ -316,7 +345,7 @@ def _download(repo_id: str, revision: str | None, token: str | bool | None) -> P
         raise ValueError(f"{looked}, and the name is not a Hub repository like 'user/my-drafter'")
     try:
         look_up(repo_id, revision, token)
-        files = [CONFIG_FILE, WEIGHTS_FILE, CARD_FILE]
+        files = [CONFIG_FILE, WEIGHTS_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CARD_FILE]
         folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=files))
     except RevisionNotFoundError:
         raise ValueError(f"the Hub repository {repo_id!r} has no revision {revision!r}") from None
@@ -332,31 +361,31 @@ def _download(repo_id: str, revision: str | None, token: str | bool | None) -> P
         ) from None
     except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(f"{looked}, and the Hub answers: {_one_line(error)}") from None
-    if not (folder / WEIGHTS_FILE).is_file():
+    if not any((folder / name).is_file() for name in (WEIGHTS_FILE, ADAPTER_WEIGHTS_FILE)):
         names = HfApi(token=token).list_repo_files(repo_id, revision=revision)
         raise ValueError(_no_weights(repo_id, names))
     return folder
 
 
-def _read_weights(folder: Path, source: str) -> dict[str, Tensor]:
-    path = folder / WEIGHTS_FILE
+def _read_weights(folder: Path, name: str, source: str) -> dict[str, Tensor]:
+    path = folder / name
     if not path.is_file():
-        raise ValueError(_no_weights(source, [entry.name for entry in folder.iterdir()]))
+        raise ValueError(_no_weights(source, [entry.name for entry in folder.iterdir()], name))
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{source}: {WEIGHTS_FILE} cannot be read ({error}); it may be cut off") from None
+        raise ValueError(f"{source}: {name} cannot be read ({error}); it may be cut off") from None
 
 
-def _no_weights(source: str, names: list[str]) -> str:
-    """The message for a checkpoint without ``model.safetensors`` among its files ``names``."""
+def _no_weights(source: str, names: list[str], wanted: str = WEIGHTS_FILE) -> str:
+    """The message for a checkpoint without ``wanted`` among its files ``names``."""
     pickled = sorted(set(names).intersection(_PICKLED_FILES))
     if not pickled:
-        return f"{source} holds no {WEIGHTS_FILE}; found: {', '.join(sorted(names)) or 'nothing'}"
+        return f"{source} holds no {wanted}; found: {', '.join(sorted(names)) or 'nothing'}"
     return (
-        f"{source} holds {pickled[0]} but no {WEIGHTS_FILE}. Pickled weights can run code and are not read; if you "
+        f"{source} holds {pickled[0]} but no {wanted}. Pickled weights can run code and are not read; if you "
         f"trust the file, convert it: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), "
-        f"{WEIGHTS_FILE!r})"
+        f"{wanted!r})"
     )
 
 

@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 from .base import LearnedDrafter, Promised
 from .choices import SHIFTED, UNSHIFTED, HeadInputs
 from .decoding.acceptance import Verdict
+from .decoding.cost import Costs, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Probability, Way
-from .drafting.paying import FRONTIER, Paying
+from .drafting.paying import COMMON, FRONTIER, Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
-from .model.cost import Costs, Run, behind, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
@@ -208,7 +208,7 @@ class EagleDrafter(LearnedDrafter):
 
     def _grower(self, state: DecodeState) -> Paying | None:
         """What grows the drafts of these prompts, if anything does."""
-        if self.auto is None or not (self._may_grow and state.batch == 1 and state.sampling.greedy):
+        if self.auto is None or not self._grows(state.batch, state.sampling):
             return None
         costs = self.auto.costs(1, state.sampling, state.length)
         if self.paying is None:
@@ -216,6 +216,9 @@ class EagleDrafter(LearnedDrafter):
         elif costs is not self.paying.costs:
             self.paying.reckon(costs)
         return self.paying
+
+    def _grows(self, batch: int, sampling: Sampling) -> bool:
+        return self._may_grow and batch == 1 and sampling.greedy
 
     def promised(self) -> Promised | None:
         if self.auto is None:
@@ -313,9 +316,9 @@ class EagleDrafter(LearnedDrafter):
         """``_extend`` by nodes of a tree that grows of places among the LM head's logits."""
         return self._extend(features, self.lm_head.tokens(places), rows)
 
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
+    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN, cache: KVCache | None = None) -> Tensor:
         """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``, unshifted with the rows' embeddings."""
-        predicted = self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
+        predicted = self.target.runner.run(self._head, [features, tokens], cache or self._cache, rows)[0]
         if self.inputs != UNSHIFTED:
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
@@ -323,29 +326,44 @@ class EagleDrafter(LearnedDrafter):
     def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
         """Of batches of this size, behind so many tokens."""
         target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
-        plan = tree_plan(((0,),), target.device)
+        plan, grows = tree_plan(((0,),), target.device), self._grows(batch, sampling)
+        paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
 
         def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
             cache_behind = behind(target, batch, context, layers=1)
 
-            def draft_pass(rows: int, first: bool = False) -> Run:
-                features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
-                tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
+            def extend(features: Tensor, places: Tensor, rows: Rows = CHAIN) -> Tensor:
+                return self._extend(features, head.tokens(places), rows, cache_behind())
+
+            def begin() -> object:
+                features, places = inputs(2)
+                predicted = extend(features, places)[:, -1:]
+                if grows:
+                    draft = paying.grow(predicted, extend, head, 1)
+                    paying.learn([0], [0])
+                else:
+                    draft = grow_static(predicted, extend, head, plan, sampling, generator)
+                return head.tokens(draft.tokens), draft.q is None or head.spread(draft.q), draft.ancestors()
+
+            def go_on(rows: int) -> Run:
+                features, places = inputs(rows)
 
                 def once() -> object:
-                    predicted = target.runner.run(self._head, [features, tokens], cache_behind())[0]
-                    if first:
-                        draft = grow_static(predicted[:, -1:], self._extend_tree, head, plan, sampling, generator)
-                        return draft.q is None or head.spread(draft.q), draft.ancestors()
+                    if grows:
+                        return paying.rehearse(features[:, :1], extend, head, rows)
+                    predicted = extend(features, places)
                     return children_of(head(predicted), min(2, head.width), sampling, generator)
 
                 return once
 
-            return draft_pass(2, first=True), draft_pass
+            return begin, go_on
 
-        name = {"method": self.name, "greedy": sampling.greedy} | head.options()
-        name |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
-        return step_costs(target, name, batch, length, drafting)
+        def inputs(rows: int) -> tuple[Tensor, Tensor]:
+            features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
+            return features, torch.zeros(batch, rows, dtype=torch.long, device=target.device)
+
+        name = {"method": self.name} | head.options() | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
+        return step_costs(target, name, batch, sampling, length, drafting)
 
 
 def _of_step(output: FeatureOutput, verdict: Verdict) -> tuple[Tensor, list[int]]:

@@ -32,15 +32,16 @@ def export(checkpoint: str, engine: str, out: Path, target: str | None = None) -
         ValueError: an unknown engine, a checkpoint that it cannot load, another target, or a folder that holds files.
         OSError: the disk is full, say.
     """
-    from drafters.checkpoint import WEIGHTS_FILE, load_checkpoint, load_state
+    from drafters.checkpoint import WEIGHTS_FILE, load_state
     from drafters.choices import SHIFTED
     from drafters.eagle import EagleHead
+    from drafters.head_adapter import load_head
     from drafters.model.draft_head import DRAFT_IDS
     from drafters.model.ends import load_frozen_ends
     from drafters.model.files import load_config_only
 
     check(engine, out)
-    config, weights = load_checkpoint(checkpoint)
+    config, weights = load_head(checkpoint)
     trained = config["target"]
     if config["drafter_type"] != "eagle":
         raise ValueError(

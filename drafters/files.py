@@ -4,8 +4,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,31 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def replacing_files(folder: Path, last: Sequence[str]) -> Iterator[Path]:
+    """Write files into the folder given and at the end they take the places of those in ``folder``, ``last`` the last,
+    without which it is not whole: a process killed on the way leaves the old files, the new ones, or none of ``last``.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    temporary = folder / ".export"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    files = sorted(temporary.iterdir(), key=lambda file: last.index(file.name) if file.name in last else -1)
+    mode = files[-1].stat().st_mode
+    for file in files:
+        keep_mode(file, mode)
+        sync(file)
+    for name in reversed(last):
+        (folder / name).unlink(missing_ok=True)
+    for file in files:
+        file.replace(folder / file.name)
+    sync(folder)
+    temporary.rmdir()
 
 
 def replace_text(path: Path, text: str) -> None:

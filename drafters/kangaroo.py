@@ -30,6 +30,7 @@ class KangarooAdapter(nn.Module):
 
     Args:
         ffn: a whole decoder layer of the target's kind, its MLP included (Table 2; the paper finds it too heavy).
+        own_lm_head: an LM head of its own behind it, in the place of the target's (Table 2; the paper's does without).
 
     Raises:
         ValueError: no adapter can be made of the target's kind of layers.
@@ -37,7 +38,7 @@ class KangarooAdapter(nn.Module):
 
     inputs = 1  # hidden states that it takes
 
-    def __init__(self, target_config: PretrainedConfig, ffn: bool = False) -> None:
+    def __init__(self, target_config: PretrainedConfig, ffn: bool = False, own_lm_head: bool = False) -> None:
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
@@ -48,6 +49,8 @@ class KangarooAdapter(nn.Module):
         for weights in layer.parameters():
             if weights.dim() == 2:
                 nn.init.normal_(weights, std=config.initializer_range)
+        if own_lm_head:
+            self.lm_head = nn.Linear(config.hidden_size, target_config.vocab_size, bias=False)
         check_head(self, config)
 
     def forward(
@@ -74,11 +77,13 @@ class KangarooOptions(DraftHeadOptions):
     ``confidence``: how sure it is: the probability of its first choice (the paper's), or ``exp(-entropy)`` of its
     distribution, which is the same for n tokens that are equally likely. ``paths``: draft a tree, each node as the
     ranks of its ancestors and itself among their siblings, for example ``[[0], [1], [0, 0]]``; it goes on as long as
-    its likeliest path does. None: a chain. ``max_draft_tokens``: the most levels. ``ffn``: see ``KangarooAdapter``.
+    its likeliest path does. None: a chain. ``max_draft_tokens``: the most levels. ``ffn``, ``own_lm_head``: see
+    ``KangarooAdapter``.
     """
 
     exit_layer: int = Field(ge=1)
     ffn: bool = False
+    own_lm_head: bool = False
     eta: float = Field(default=0.4, ge=0.0, lt=1.0)
     confidence: Literal["top1", "entropy"] = "top1"
     max_draft_tokens: int = Field(default=6, ge=1)
@@ -97,7 +102,8 @@ class KangarooDrafter(LearnedDrafter):
 
     def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
         super().__init__(target, module, options)
-        self.exit_layer, self.ffn, self.eta = options.exit_layer, options.ffn, options.eta
+        self.exit_layer, self.eta = options.exit_layer, options.eta
+        self.ffn, self.own_lm_head = options.ffn, options.own_lm_head
         self.confidence, self.max_draft_tokens, self.paths = options.confidence, options.max_draft_tokens, options.paths
         if self.exit_layer >= target.num_layers:
             raise ValueError(
@@ -112,7 +118,7 @@ class KangarooDrafter(LearnedDrafter):
         self.max_draft, self.taps = self.plan.size, (self.exit_layer,)
         adapter: Any = self.module
         self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
-        self.lm_head = self.draft_head(options)
+        self.lm_head = self.draft_head(options, getattr(adapter, "lm_head", None))
         if options.draft_dtype is not None:
             quantize_layers(self._adapter, options.draft_dtype)
         self._cache = KVCache.nothing()
@@ -121,12 +127,13 @@ class KangarooDrafter(LearnedDrafter):
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        return KangarooAdapter(target_config, drafter_config.get("ffn", False))
+        parts = {key: drafter_config.get(key, False) for key in ("ffn", "own_lm_head")}
+        return KangarooAdapter(target_config, **parts)
 
     def drafter_config(self) -> dict[str, Any]:
         options: dict[str, Any] = {"exit_layer": self.exit_layer, "eta": self.eta}
         options |= {"max_draft_tokens": self.max_draft_tokens} | ({"paths": self.paths} if self.paths else {})
-        options |= {"ffn": True} if self.ffn else {}
+        options |= ({"ffn": True} if self.ffn else {}) | ({"own_lm_head": True} if self.own_lm_head else {})
         options |= {} if self.confidence == "top1" else {"confidence": self.confidence}
         return options | self.lm_head.options()
 

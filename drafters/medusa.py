@@ -21,13 +21,13 @@ from transformers import PretrainedConfig
 from .base import LearnedDrafter, Promised
 from .config import validate
 from .decoding.acceptance import TINY, Rule, Verdict, collect
+from .decoding.cost import Costs, Curve, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of
 from .decoding.sampling import Sampling
 from .drafting.auto import Chooser, Path, Probability, Rates, Table, Way, likeliest
 from .drafting.tree_plan import TreePlan, children_of, tree_plan
 from .model.clock import model_time
-from .model.cost import Costs, Curve, step_costs
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.target import FeatureOutput, TargetModel
 
@@ -278,8 +278,8 @@ class MedusaDrafter(LearnedDrafter):
             return partial(self._draft, feature, tree_plan(chain, target.device), sampling, generator)
 
         shape = {key: getattr(self.given, key) for key in ("heads", "layers", "own_lm_heads", "accept")}
-        name = {"method": self.name, "greedy": sampling.greedy} | shape | self.lm_heads[0].options()
-        costs = step_costs(target, name, batch, length, lambda context: (draft_pass(1), draft_pass))
+        name = {"method": self.name} | shape | self.lm_heads[0].options()
+        costs = step_costs(target, name, batch, sampling, length, lambda context: (draft_pass(1), draft_pass))
         more = (costs.draft.at(self.heads) - costs.draft.at(1)) / max(self.heads - 1, 1)
         return costs._replace(draft=Curve((1,), (more,)))
 

@@ -41,7 +41,8 @@ def drafter_class(name: str) -> type["Drafter"]:
 
 
 def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
-    """A drafter by its method's name and options, as configs give them. Learned ones take ``checkpoint=``.
+    """A drafter by its method's name and options, as configs give them. Learned ones take ``checkpoint=``, which may be
+    an adapter's folder, or ``checkpoint=`` and ``adapter=``.
 
     A draft model may also be a loaded ``TargetModel``, so that several drafters share one.
 
@@ -81,6 +82,8 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
 
 def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
     """Load a trained drafter from a folder or a Hub repository; ``options`` override its saved decoding options.
+
+    ``adapter=``: a folder or Hub repository with a LoRA for it. ``path`` may also be that, and names its drafter then.
 
     Raises:
         ValueError: nothing loadable there, unsafe or incomplete weights, or a drafter of another target.

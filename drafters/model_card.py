@@ -32,9 +32,10 @@ def model_card(
         license: an identifier of the Hub, or None to name none.
         figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out"), or None.
     """
-    kind, target = config["drafter_type"], config["target"]
+    kind, target, base = config["drafter_type"], config["target"], config.get("base")
+    base_name = _shown(base["name"]) if base else None
     on_hub = is_hub_id(target["name"])
-    target_name = target["name"] if on_hub else Path(target["name"]).name  # a local path is nobody else's business
+    target_name = _shown(target["name"])
     front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind]}
     if license:
         front["license"] = license
@@ -45,8 +46,9 @@ def model_card(
         f"---\n{yaml.safe_dump(front, sort_keys=True)}---",
         f"# {repo_id.split('/')[-1]}",
         f"A drafter for speculative decoding: {_KNOWN.get(kind, kind)} with {parameters:,} weights, trained for the "
-        f"target `{target_name}`. It works with that target only.",
-        "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id),
+        f"target `{target_name}`. It works with that target only."
+        + (f" A LoRA on the drafter `{base_name}`, merged into it when it is loaded." if base_name else ""),
+        "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id, base_name),
         "## Target\n\n" + _table({**target, "name": target_name}),
     ]
     more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": figures}
@@ -59,7 +61,13 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def _usage(target_name: str, revision: str | None, repo_id: str) -> str:
+def _shown(name: str) -> str:
+    """A local path is nobody else's business."""
+    return name if is_hub_id(name) else Path(name).name
+
+
+def _usage(target_name: str, revision: str | None, repo_id: str, base_name: str | None) -> str:
+    drafter = f"{base_name!r}, target, adapter={repo_id!r}" if base_name else f"{repo_id!r}, target"
     pinned = f", revision={revision!r}" if revision else ""
     return "\n".join(
         [
@@ -69,7 +77,7 @@ def _usage(target_name: str, revision: str | None, repo_id: str) -> str:
             "",
             f"tokenizer = AutoTokenizer.from_pretrained({target_name!r}{pinned})",
             f'target = TargetModel.from_pretrained({target_name!r}, dtype="bfloat16"{pinned})',
-            f"drafter = load_drafter({repo_id!r}, target)",
+            f"drafter = load_drafter({drafter})",
             'input_ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
             "result = generate(target, drafter, input_ids, max_new_tokens=128)",
             "print(tokenizer.decode(result.tokens[0]))",

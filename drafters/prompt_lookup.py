@@ -2,30 +2,26 @@
 
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 
-from .base import Promised
 from .config import Config
-from .decoding.acceptance import Verdict
-from .decoding.draft_tree import ROOT, DraftTree
-from .decoding.loop import DecodeState, padded
-from .decoding.sampling import Sampling
-from .drafting.auto import Chooser
+from .decoding.draft_tree import ROOT
+from .decoding.loop import DecodeState
 from .drafting.retrieval import Found, Retrieval
-from .model.cost import Costs, step_costs
+from .drafting.weighing import Weighing
 from .model.target import FeatureOutput, TargetModel
 
 LONGEST = 16  # tokens that gamma: auto drafts
 
 
 class PromptLookupOptions(Config):
-    """``gamma``: most tokens a draft; auto: at most 16, as many as pay on this machine by what is accepted.
-    ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for.
+    """``gamma``: most tokens a draft; auto: at most 16, as many as pay on this machine by how often copies after such a
+    match are right.
+    ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for; by default 3 (auto: 8) and 1.
     """
 
     gamma: Annotated[int, Field(ge=1)] | Literal["auto"] = 10
-    max_ngram: int = Field(3, ge=1, le=32)
+    max_ngram: int | None = Field(None, ge=1, le=32)
     min_ngram: int = Field(1, ge=1, le=32)
 
 
@@ -42,10 +38,11 @@ class PromptLookupDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
         super().__init__(target, options)
-        self.auto = Chooser(self._step_costs, LONGEST, LONGEST, 1) if options.gamma == "auto" else None
+        auto = options.gamma == "auto"
+        self.weighing = Weighing(target) if auto else None
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
-        self.remembers = self.auto is not None
-        self.max_ngram, self.min_ngram = options.max_ngram, options.min_ngram
+        self.remembers = auto
+        self.max_ngram, self.min_ngram = options.max_ngram or (8 if auto else 3), options.min_ngram
         if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}: nothing lies between; swap them?"
@@ -53,54 +50,21 @@ class PromptLookupDrafter(Retrieval):
         self._rows: list[NgramIndex] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
         self._rows = [NgramIndex(self.min_ngram, self.max_ngram) for _ in range(state.batch)]
         for index, tokens in zip(self._rows, state.tokens, strict=True):
             index.read(tokens)
-        if self.auto is not None:
-            self.auto.begin(state.batch, state.sampling, state.longest)
-
-    def promised(self) -> Promised | None:
-        return self.auto.promised() if self.auto is not None else None
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         for row in rows:
             self._rows[row] = NgramIndex(self.min_ngram, self.max_ngram)
 
-    def propose(self, state: DecodeState) -> DraftTree:
-        drafts = [self._continuation(state, row) for row in range(state.batch)]
-        width = max(map(len, drafts))
-        if self.auto is not None:
-            width = self.auto.chain(state.batch, state.sampling, state.length, width)
-            drafts = [draft[:width] for draft in drafts]
-            self._drafted = [len(draft) for draft in drafts]
-        if width == 0:
-            return DraftTree.empty(state.batch, self.target.device)
-        valid = None
-        if any(len(draft) < width for draft in drafts):
-            valid = torch.tensor(
-                [[node < len(draft) for node in range(width)] for draft in drafts], device=self.target.device
-            )
-        return DraftTree.chain(padded(drafts, self.target.device), valid=valid)
-
-    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        for row, path in enumerate(verdict.rows):
-            if self.auto is not None and draft.size and not state.finished[row]:  # else cut short
-                self.auto.learn_chain(self._drafted[row], len(path) - 1)
-
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        tokens = self._continuation(state, row)
-        match = self._rows[row].latest()[0] if tokens else 0
-        return Found(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
-
-    def _continuation(self, state: DecodeState, row: int) -> list[int]:
         index = self._rows[row]
         index.read(state.tokens[row])
-        longest = 0 if state.finished[row] else min(self.gamma, state.room(row) - 1)
-        return index.continuation(longest, state.eos)
-
-    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
-        """Of batches of this size, behind so many tokens; looking up takes no time worth mentioning."""
-        return step_costs(self.target, {"method": self.name}, batch, length)
+        tokens = index.continuation(min(self.gamma, state.room(row) - 1), state.eos)
+        match = index.latest()[0] if tokens else 0
+        return Found(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         for index in self._rows:

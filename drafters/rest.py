@@ -3,6 +3,7 @@ of other texts, as a tree of what is frequent there. Untrained; ``python -m data
 """
 
 from collections import defaultdict
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,12 +11,16 @@ from .config import Config
 from .decoding.loop import DecodeState
 from .drafting.datastore import load_datastore
 from .drafting.retrieval import NOTHING, Found, Next, Retrieval, likeliest_tree
+from .drafting.weighing import Weighing
 from .model.target import TargetModel
+
+MOST_NODES = 64
 
 
 class RestOptions(Config):
     """``datastore``: the file. ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for, by default
-    the paper's. ``depth``: most tokens of a continuation. ``nodes``: the tree is of so many, the most frequent.
+    the paper's. ``depth``: most tokens of a continuation. ``nodes``: the tree is of so many, the most frequent;
+    auto: of at most 64, as many as pay on this machine by how often copies after such a match are right.
     ``places``: where the match stands at more places, so many of them, evenly spread, are looked at.
     """
 
@@ -23,7 +28,7 @@ class RestOptions(Config):
     max_ngram: int = Field(16, ge=1, le=32)
     min_ngram: int = Field(2, ge=1, le=32)
     depth: int = Field(10, ge=1)
-    nodes: int = Field(64, ge=1)
+    nodes: Annotated[int, Field(ge=1)] | Literal["auto"] = MOST_NODES
     places: int = Field(64, ge=1)
 
 
@@ -39,7 +44,10 @@ class RestDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: RestOptions) -> None:
         super().__init__(target, options)
-        self.depth, self.nodes, self.places = options.depth, options.nodes, options.places
+        self.depth, self.places = options.depth, options.places
+        self.weighing = Weighing(target) if options.nodes == "auto" else None
+        self.nodes = MOST_NODES if options.nodes == "auto" else options.nodes
+        self.remembers = self.weighing is not None
         self.max_draft, self.sizes = self.nodes, (options.min_ngram, options.max_ngram)
         if options.min_ngram > options.max_ngram:
             raise ValueError(

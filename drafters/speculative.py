@@ -9,12 +9,12 @@ from torch import Tensor
 
 from .base import Promised
 from .decoding.acceptance import Verdict
+from .decoding.cost import Costs, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import Chooser
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
-from .model.cost import Costs, Run, behind, step_costs
 from .model.target import FeatureOutput, TargetModel
 
 LONGEST = 12  # tokens that gamma: auto drafts
@@ -110,5 +110,5 @@ class SpeculativeDrafter(DraftModelDrafter):
 
             return once, lambda rows: once
 
-        name = {"method": self.name, "draft_model": model.fingerprint(), "greedy": sampling.greedy}
-        return step_costs(self.target, name | self.lm_head.options(), batch, length, drafting)
+        name = {"method": self.name, "draft_model": model.fingerprint()} | self.lm_head.options()
+        return step_costs(self.target, name, batch, sampling, length, drafting)

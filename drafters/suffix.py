@@ -2,7 +2,7 @@
 a tree of the likeliest tokens by how often they did; the longer the match, the larger the tree. Untrained.
 """
 
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -10,18 +10,22 @@ from .config import Config
 from .decoding.loop import DecodeState
 from .drafting.retrieval import BETWEEN, NOTHING, Found, Next, Retrieval, likeliest_tree
 from .drafting.suffix_automaton import SuffixAutomaton
+from .drafting.weighing import Weighing
 from .model.target import FeatureOutput, TargetModel
+
+MOST_NODES = 24
 
 
 class SuffixOptions(Config):
-    """``alpha``: nodes of a draft for each token of the match; ``nodes``: at most so many.
+    """``alpha``: nodes of a draft for each token of the match; ``nodes``: at most so many; auto: at most
+    24, as many as pay on this machine by how often copies after such a match are right.
     ``chance``: a node that follows less often than that, its ancestors' shares included, is not drafted.
     ``memory``: tokens of past answers that are remembered, about 0.6 kB each; when there are more, the older half is
     forgotten. 0: none.
     """
 
     alpha: float = Field(2.0, gt=0.0)
-    nodes: int = Field(24, ge=1)
+    nodes: Annotated[int, Field(ge=1)] | Literal["auto"] = MOST_NODES
     chance: float = Field(0.1, ge=0.0, lt=1.0)
     memory: int = Field(32768, ge=0)
 
@@ -59,13 +63,16 @@ class SuffixDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: SuffixOptions) -> None:
         super().__init__(target, options)
-        self.alpha, self.nodes, self.chance, self.memory = options.alpha, options.nodes, options.chance, options.memory
-        self.max_draft, self.remembers = self.nodes, self.memory > 0
+        self.alpha, self.chance, self.memory = options.alpha, options.chance, options.memory
+        self.weighing = Weighing(target) if options.nodes == "auto" else None
+        self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes
+        self.remembers = self.memory > 0 or self.weighing is not None
         self._answers: list[int] = []  # past ones, with BETWEEN after each
         self._past = SuffixAutomaton()
         self._rows: list[_Row] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
         for row in self._rows:
             self._remember(row.tokens[row.prompt :])
         self._rows = [_Row(*row) for row in zip(state.tokens, state.prompt_lengths, strict=True)]

@@ -15,7 +15,7 @@ from drafters.wording import shortened
 
 # Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
 DRAFT_MODELS = ("draft_model", "draft_models")
-FOLDERS = ("checkpoint", *DRAFT_MODELS)
+FOLDERS = ("checkpoint", "adapter", *DRAFT_MODELS)
 FILES = ("pool", "datastore")
 STOCK = "stock generate"
 
@@ -40,7 +40,7 @@ Odd = Annotated[int, Field(ge=1), AfterValidator(_check_odd)]
 class DrafterEntry(Config):
     """One row of the report, or one for each combination of a ``grid``.
 
-    Every other key is an option of the drafter; learned ones take ``checkpoint``.
+    Every other key is an option of the drafter; learned ones take ``checkpoint`` and ``adapter``.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())

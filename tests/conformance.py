@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
-from drafters.decoding import loop
+from drafters.decoding import cost, loop
 from drafters.decoding.loop import DecodeState
 
 Make = Callable[[TargetModel], Drafter]
@@ -41,18 +41,34 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, tiny.VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
-@lru_cache(maxsize=256)
-def _greedy(target: TargetModel, ids: tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
-    tokens = list(ids)
-    with torch.inference_mode():
-        for _ in range(new_tokens):
-            tokens.append(int(target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tuple(tokens[len(ids) :])
+@lru_cache(maxsize=4096)
+def _greedy(target: TargetModel, ids: tuple[int, ...]) -> list[int]:
+    """What is known of a prompt's continuation: whoever asks for more than is there adds it."""
+    return []
 
 
 def plain_greedy(target: TargetModel, ids: list[int], new_tokens: int) -> list[int]:
     """The argmax continuation by whole forwards of the stock model: no cache, no loop of ours."""
-    return list(_greedy(target, tuple(ids), new_tokens))
+    known = _greedy(target, tuple(ids))
+    with torch.inference_mode():
+        while len(known) < new_tokens:
+            logits = target.model(torch.tensor([[*ids, *known]]), use_cache=False).logits
+            known.append(int(logits[0, -1].argmax()))
+    return known[:new_tokens]
+
+
+@lru_cache(maxsize=256)
+def stock_generate(target: TargetModel, ids: tuple[int, ...], new_tokens: int) -> list[int]:
+    """What transformers' ``generate`` makes of a prompt, with the EOS of the generation config."""
+    given = torch.tensor([ids])
+    options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(given)}
+    return target.model.generate(given, max_new_tokens=new_tokens, **options)[0, len(ids) :].tolist()
+
+
+@lru_cache(maxsize=32)
+def in_bfloat16(target: TargetModel) -> TargetModel:
+    """The target in bfloat16, shared by every suite on it."""
+    return TargetModel(copy.deepcopy(target.model).to(torch.bfloat16), name="tiny-bf16")
 
 
 def rows_of(result: GenerateResult) -> list[list[int]]:
@@ -77,13 +93,17 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
             known_ids = torch.tensor([tokens[:known]], device=state.target.device)
             state.target.model(known_ids, past_key_values=fresh, use_cache=True)
             keys, values = state.cache.views(0, known)
-            for layer in range(state.target.num_layers):
-                for ours, theirs in ((keys, fresh.layers[layer].keys), (values, fresh.layers[layer].values)):
-                    found = ours[layer][row]
-                    torch.testing.assert_close(found, theirs[0], atol=tolerance, rtol=tolerance)
+            for ours, kind in ((keys, "keys"), (values, "values")):  # layers in one comparison, which costs as one
+                found = torch.stack([ours[layer][row] for layer in range(state.target.num_layers)])
+                theirs = torch.stack([getattr(layer, kind)[0] for layer in fresh.layers])
+                torch.testing.assert_close(found, theirs, atol=tolerance, rtol=tolerance)
         return steps
 
-    with mock.patch.object(loop, "_commit", check):
+    def measured(*given: Any) -> Any:  # its steps are over a cache of zeros
+        with mock.patch.object(loop, "_commit", commit):
+            return loop.step(*given)
+
+    with mock.patch.object(loop, "_commit", check), mock.patch.object(cost, "step", measured):
         yield seen
 
 
@@ -154,9 +174,9 @@ class Conformance:
         if not drafter.lossless:
             pytest.skip("lossy: need not equal stock generate")
         for seed in range(2):
-            ids = torch.tensor([prompt(9, seed)])
-            stock = target.model.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
-            assert generate(target, drafter, ids, max_new_tokens=20).tokens.tolist() == stock[:, 9:].tolist()
+            ids = prompt(9, seed)
+            stock = stock_generate(target, tuple(ids), 20)
+            assert generate(target, drafter, [ids], max_new_tokens=20).tokens.tolist() == [stock]
 
     def test_eos_at_every_index(self) -> None:
         """Catches tokens kept, counted or streamed after an EOS inside a draft, at its end, or on the bonus."""
@@ -164,7 +184,7 @@ class Conformance:
         drafter, ids = self.make(target), prompt(9)
         free = rows_of(self.run(target, ids, drafter))[0]
         expected = self.expected(target, drafter, ids, 16)
-        for eos in dict.fromkeys(free):
+        for eos in dict.fromkeys(free[: self.longest_draft + 5]):  # as many as end a whole draft, and some
             streamed: list[int] = []
             result = self.run(
                 target, ids, drafter, eos_token_id=eos, on_tokens=lambda row, new, into=streamed: into.extend(new)
@@ -181,7 +201,7 @@ class Conformance:
         drafter, ids = self.make(target), prompt(7)
         expected = self.expected(target, drafter, ids, self.longest_draft + 4)
         for limit in range(1, self.longest_draft + 4):
-            for temperature in (0.0, 1.0):
+            for temperature in (0.0, 1.0) if limit < 4 else (0.0,):  # a limit cuts both alike
                 result = self.run(target, ids, drafter, max_new_tokens=limit, temperature=temperature)
                 assert result.lengths == [limit] and result.tokens.shape == (1, limit)
                 assert 1 + result.trace.decoded_tokens == limit
@@ -197,8 +217,7 @@ class Conformance:
         with pytest.raises(ValueError, match=str(target.max_context)):
             self.run(target, ids, drafter, max_new_tokens=9)
 
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+    @pytest.mark.parametrize(("family", "temperature"), [("llama", 0.0), ("mistral-sliding", 0.0), ("llama", 1.0)])
     def test_cache_equals_fresh_prefill(self, family: str, temperature: float) -> None:
         """Catches rejected rows left in the cache, accepted ones at the wrong slot, keys at a wrong position."""
         target = self.target(family)
@@ -214,7 +233,8 @@ class Conformance:
         assert used.remembers == self.remembers  # a speed test that goes on after a kill relies on it
         for seed, temperature in ((0, 0.0), (1, 0.0), (2, 1.0), (0, 0.0)):
             ids = prompt(8 + 3 * seed, seed)
-            again, fresh = (self.run(target, ids, d, temperature=temperature) for d in (used, self.make(target)))
+            options = {"temperature": temperature, "max_new_tokens": 12}
+            again, fresh = (self.run(target, ids, d, **options) for d in (used, self.make(target)))
             if self.remembers and temperature > 0:
                 continue
             assert again.tokens.tolist() == fresh.tokens.tolist()
@@ -224,12 +244,11 @@ class Conformance:
         """Catches random numbers from outside the generator (same seed differs) and a seed that is ignored."""
         target = self.target()
         for options in ({}, {"top_k": 20, "top_p": 0.9}):
-            runs = [
-                rows_of(self.run(target, prompt(6), temperature=1.0, seed=seed, **options))[0] for seed in (5, 5, 6, 7)
-            ]
-            assert runs[0] == runs[1]
-            assert runs[0] != runs[2] or runs[0] != runs[3]
-            assert all(len(run) == 16 and min(run) >= 0 and max(run) < target.vocab_size for run in runs)
+            options |= {"temperature": 1.0, "max_new_tokens": 10}
+            first, *others = (rows_of(self.run(target, prompt(6), seed=seed, **options))[0] for seed in (5, 5, 6))
+            assert first == others[0]
+            assert first != others[1] or first != rows_of(self.run(target, prompt(6), seed=7, **options))[0]
+            assert all(len(run) == 10 and min(run) >= 0 and max(run) < target.vocab_size for run in (first, *others))
 
     def test_sampled_run_stops_at_eos(self) -> None:
         """Catches a stop rule that only the greedy path has, or that knows one EOS of several."""
@@ -237,6 +256,8 @@ class Conformance:
         eos = list(range(0, target.vocab_size, 6))
         lengths = set()
         for seed in range(8):
+            if seed > 4 and len(lengths) > 1:
+                break
             tokens = rows_of(self.run(target, prompt(6), temperature=1.0, seed=seed, eos_token_id=eos))[0]
             lengths.add(len(tokens))
             assert not set(eos) & set(tokens[:-1])
@@ -258,7 +279,7 @@ class Conformance:
         drafter = self.make(target)
         tokens = rows_of(self.run(target, [5], drafter))[0]
         assert tokens == (self.expected(target, drafter, [5], 16) or tokens) and len(tokens) == 16
-        assert self.run(target, [5], drafter, temperature=1.0).lengths == [16]
+        assert self.run(target, [5], drafter, temperature=1.0, max_new_tokens=8).lengths == [8]
 
     def test_batch(self) -> None:
         """Catches garbage above a drafter's batch, and rows that see each other's or padding's keys."""
@@ -282,8 +303,7 @@ class Conformance:
 
     def test_bfloat16(self) -> None:
         """Catches float32 probabilities or features meeting bfloat16 weights: a dtype error on every real model."""
-        model = copy.deepcopy(self.target().model).to(torch.bfloat16)
-        target = TargetModel(model, name="tiny-bf16")
+        target = in_bfloat16(self.target())
         for temperature in (0.0, 1.0):
             assert self.run(target, prompt(6), temperature=temperature, max_new_tokens=10).lengths == [10]
 

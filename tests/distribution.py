@@ -36,15 +36,16 @@ def toy(seed: int = 0, layers: int = 2) -> TargetModel:
 def deviation(drafter: Drafter, options: dict[str, Any], tokens: int = 0) -> float:
     """How many standard deviations the chi-square statistic of about ``tokens`` samples lies above its mean.
 
-    By default 20,000 where rows can be batched, which costs little, else 3,000.
+    By default 8,000 where rows can be batched, which costs little, else 1,200: enough to see the wrong rules that
+    ``test_the_measurement_sees...`` puts in. Of a bias the statistic grows as the samples do.
     """
     rows, places, deep, steps = [], [], 0, 0
-    for result in _texts(drafter, options, tokens or (20_000 if drafter.max_batch is None else 3_000)):
+    for result in _texts(drafter, options, tokens or (8_000 if drafter.max_batch is None else 1_200)):
         rows.append(result.tokens)
         places.append(_places(result))
         deep += sum(step.accepted >= 2 for step in result.trace.steps)
         steps += len(result.trace.steps)
-    assert deep > max(50, steps / 200) or drafter.max_draft == 0, f"2 and more accepted in {deep} of {steps} steps"
+    assert deep > max(15, steps / 200) or drafter.max_draft == 0, f"2 and more accepted in {deep} of {steps} steps"
     return _statistic(drafter.target, Sampling(**options), torch.cat(rows), torch.cat(places))
 
 

@@ -1,15 +1,17 @@
 """Rigs that make random weights accept drafts: without them every draft is rejected and half the loop is never run."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import tiny
 import torch
 from transformers import PreTrainedModel
 
 from drafters import FeatureOutput, TargetModel
+from drafters.choices import HeadInputs
+from drafters.decoding.cost import Costs, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
@@ -17,7 +19,6 @@ from drafters.drafting.auto import Chooser, Shape
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
-from drafters.model.cost import Costs, Curve
 from drafters.model.rows import CHAIN, Rows
 
 EXIT_LAYER = 2
@@ -37,18 +38,33 @@ def perturbed(target: TargetModel, noise: float, seed: int = 0) -> TargetModel:
     return TargetModel(model, name="perturbed")
 
 
+Texts = dict[tuple[int, ...], torch.Tensor]
+_read: WeakKeyDictionary[TargetModel, Texts] = WeakKeyDictionary()
+
+
+def features_after(target: TargetModel, texts: Sequence[Sequence[int]]) -> Texts:
+    """``[H]`` features of ``target`` after each text, by text; those asked for now are in it.
+
+    The same texts are asked for over and over, as drafts, when committed, by other rows and by other drafters, whose
+    oracles took most of their tests' time: the target reads each one once.
+    """
+    known = _read.setdefault(target, {})
+    new = [text for text in dict.fromkeys(map(tuple, texts)) if text not in known]
+    if new:
+        longest = max(map(len, new))
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in new], device=target.device)
+        states = target.features(ids).features
+        known.update({text: row[len(text) - 1].clone() for text, row in zip(new, states, strict=True)})
+    return known
+
+
 class OracleEagle(EagleDrafter):
     """EAGLE whose predicted features are the target's own plus ``noise`` (relative): full or partial acceptance.
 
     The head still runs, so its cache, masks and positions are exercised as usual; only what it predicts is replaced.
-    The same text is asked for over and over, as a draft, when committed and by other rows: the target reads it once.
     """
 
     noise = 0.0
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._read: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._phase = "prompt"
@@ -85,27 +101,29 @@ class OracleEagle(EagleDrafter):
 
     def _truths(self, texts: list[list[list[int]]]) -> torch.Tensor:
         """``[B, N, H]`` features after each row's N texts, which are of one length, with noise by that."""
-        new = list(dict.fromkeys(tuple(text) for row in texts for text in row if tuple(text) not in self._read))
-        if new:
-            longest = max(map(len, new))
-            ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in new], device=self.target.device)
-            states = self.target.features(ids).features
-            self._read |= {text: row[len(text) - 1].clone() for text, row in zip(new, states, strict=True)}
+        read = features_after(self.target, [text for row in texts for text in row])
         found = []
         for row in texts:
-            true = torch.stack([self._read[tuple(text)] for text in row])
+            true = torch.stack([read[tuple(text)] for text in row])
             generator = torch.Generator().manual_seed(len(row[0]))
             scale = self.noise * true.float().pow(2).mean().sqrt()
             found.append(true + (torch.randn(true.shape[-1], generator=generator).to(scale) * scale).to(true.dtype))
         return torch.stack(found)
 
 
+@lru_cache(maxsize=64)
+def _head(target: TargetModel, inputs: HeadInputs) -> EagleHead:
+    """A random head: building one takes as long as some steps, so tests get copies."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return EagleHead(target.config, inputs)
+
+
 def eagle(target: TargetModel, noise: float | None, tree: str, **options: object) -> EagleDrafter:
     """An EAGLE drafter with a random head; ``noise`` makes it an oracle, None leaves the head as it is."""
-    torch.manual_seed(1)
     kind = EagleDrafter if noise is None else OracleEagle
     chosen = EagleOptions(tree=tree, **options)  # type: ignore[arg-type]
-    drafter = kind(target, EagleHead(target.config, chosen.inputs), chosen)
+    drafter = kind(target, copy.deepcopy(_head(target, chosen.inputs)), chosen)
     if isinstance(drafter, OracleEagle):
         drafter.noise = noise or 0.0
     return drafter
@@ -124,8 +142,7 @@ class OracleMedusa(MedusaDrafter):
         states = super()._states(feature)  # the heads still run
         for row, tokens in enumerate(self._committed):
             for head in range(self.heads):
-                ids = torch.tensor([tokens], device=feature.device)
-                true = self.target.features(ids).features[0, -1]
+                true = features_after(self.target, [tokens])[tuple(tokens)]
                 generator = torch.Generator().manual_seed(len(tokens))
                 scale = self.noise * true.float().pow(2).mean().sqrt()
                 states[row, head] = true + (torch.randn(true.shape, generator=generator).to(scale) * scale).to(true)
@@ -149,6 +166,7 @@ def medusa(
     return drafter
 
 
+@lru_cache(maxsize=8)
 def quiet_depths(scale: float) -> Callable[[str], PreTrainedModel]:
     """family -> a model whose layers from EXIT_LAYER on add but ``scale`` times what they would."""
 
@@ -166,10 +184,12 @@ def quiet_depths(scale: float) -> Callable[[str], PreTrainedModel]:
 def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDrafter:
     """A Kangaroo drafter; ``rigged``: the adapter passes exit states to the target's own final norm."""
     torch.manual_seed(2)
-    module = KangarooAdapter(target.config)
+    module = KangarooAdapter(target.config, own_lm_head=bool(options.get("own_lm_head")))
     if rigged:
         module.layers[0].self_attn.o_proj.weight.data.zero_()  # type: ignore[union-attr, operator]
         module.norm.weight.data.copy_(target.body.norm.weight)
+        if options.get("own_lm_head"):
+            module.lm_head.weight.data.copy_(target.model.get_output_embeddings().weight)
     return KangarooDrafter(target, module, KangarooOptions(exit_layer=EXIT_LAYER, **options))  # type: ignore[arg-type]
 
 

@@ -15,14 +15,14 @@ from rigged import AUTO_COSTS, Cycling, auto_eagle, medusa, perturbed
 from test_eagle import from_scratch
 
 from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.decoding import cost
+from drafters.decoding.cost import Costs, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
 from drafters.drafting import auto
 from drafters.drafting.auto import Chooser, Rates, Shape, best_shape, likeliest, promise
 from drafters.eagle import EagleOptions
-from drafters.model import cost
-from drafters.model.cost import Costs, Curve
 from eval.figures import metrics
 from eval.measure.runner import Limits, Run, drafter_method
 
@@ -203,7 +203,7 @@ def test_the_length_of_the_text_counts() -> None:
     assert chooser.costs(1, GREEDY, 2048) is chooser.costs(1, GREEDY, 2200)
 
 
-@pytest.mark.parametrize("kind", ["grows", "tree", "speculative", "prompt_lookup", "medusa", "hybrid"])
+@pytest.mark.parametrize("kind", ["grows", "tree", "speculative", "prompt_lookup", "suffix", "medusa", "hybrid"])
 def test_a_text_that_grows_long_is_drafted_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a method that stays with the costs of the prompt's length, or that measures while it decodes."""
     monkeypatch.setattr(cost, "LONG", 40)
@@ -217,22 +217,24 @@ def test_a_text_that_grows_long_is_drafted_less(kind: str, monkeypatch: pytest.M
         "grows": lambda: auto_eagle(target, 0.0),
         "tree": lambda: auto_eagle(target, 0.0),
         "speculative": lambda: by_length("speculative", target, draft_model=perturbed(target, 0.0)),
-        "prompt_lookup": lambda: by_length("prompt_lookup", target),
+        "prompt_lookup": lambda: make_drafter("prompt_lookup", target, gamma="auto"),
+        "suffix": lambda: make_drafter("suffix", target, nodes="auto"),
         "medusa": lambda: medusa(target, 0.0, "auto"),
         "hybrid": lambda: make_drafter("hybrid", target, head=auto_eagle(target, 0.0)),
     }[kind]()
     drafter._may_grow = kind == "grows"
+    if kind in ("prompt_lookup", "suffix", "hybrid"):
+        drafter.weighing.ask = ask
     if kind == "hybrid":
-        drafter._step_costs = ask
         drafter.head.auto._ask = ask
-    else:
+    elif kind not in ("prompt_lookup", "suffix"):
         drafter.auto._ask = ask
     given = [5, 6, 7, 8] * 5
     prompts = [given] if kind in ("grows", "hybrid") else [given[:8], given]
     steps = generate(target, drafter, prompts, max_new_tokens=70, eos_token_id=NO_EOS).trace.steps
     begun = [step for step in steps if step.row == 0][:2]
     late = [step.drafted for step in steps][-40:]
-    assert kind == "prompt_lookup" or all(step.drafted for step in begun)
+    assert kind in ("prompt_lookup", "suffix") or all(step.drafted for step in begun)
     assert late.count(0) > 30
     assert asked[:2] == [0, 88]  # of 90 tokens, which it may come to: measured before it decodes
 
@@ -263,19 +265,26 @@ def by_length(name: str, target: TargetModel, **options: object) -> Drafter:
     return drafter
 
 
+def weighs(name: str, target: TargetModel, costs: Costs = AUTO_COSTS, **options: object) -> Drafter:
+    """A drafter that copies as much as pays, on the machine of ``costs``."""
+    drafter: Any = make_drafter(name, target, **options)
+    drafter.weighing.ask = lambda *given: costs
+    return drafter
+
+
 TestAutoSpeculative = conformance.suite(
     lambda t: by_length("speculative", t, draft_model=perturbed(t, 0.05)), accepts="some", longest_draft=12,
     remembers=True, families=("llama",),
 )  # fmt: skip
 TestAutoLookup = conformance.suite(
-    lambda t: by_length("prompt_lookup", t), longest_draft=16, remembers=True, families=("llama",)
+    lambda t: weighs("prompt_lookup", t, gamma="auto"), longest_draft=16, remembers=True, families=("llama",)
 )
 
 
 def test_a_lookup_promises_what_it_has() -> None:
     """Catches a promise of drafts that were never found, or of their longest: of steps without a match, above all."""
     target = target_of("llama")
-    drafter = by_length("prompt_lookup", target)
+    drafter = weighs("prompt_lookup", target, gamma="auto")
     for seed in range(4):
         generate(target, drafter, [prompt(8, seed)], max_new_tokens=100, eos_token_id=NO_EOS)
     before = drafter.promised()

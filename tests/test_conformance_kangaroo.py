@@ -11,6 +11,12 @@ TestEarlyExit = conformance.suite(
     lambda t: kangaroo(t, True, eta=0.4), build=quiet_depths(0.1), families=("llama", "mistral-sliding")
 )
 TestRandomAdapter = conformance.suite(lambda t: kangaroo(t, False, eta=0.01), families=("llama",))
+TestOwnLMHead = conformance.suite(
+    lambda t: kangaroo(t, True, eta=0.0, own_lm_head=True),
+    accepts="some",
+    build=quiet_depths(0.1),
+    families=("mixtral",),
+)
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 TestTree = conformance.suite(
     lambda t: kangaroo(t, True, eta=0.0, paths=TREE), build=quiet_depths(0.1), families=("llama", "mistral-sliding")

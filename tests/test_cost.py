@@ -3,14 +3,22 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from conformance import target_of
+from rigged import auto_eagle
 
-from drafters.model import cost
-from drafters.model.cost import Costs, CostsByLength, Curve
+from drafters.decoding import cost
+from drafters.decoding.cost import Costs, CostsByLength, Curve
+from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.sampling import Sampling
+from drafters.drafting.paying import Paying
 from drafters.model.kv_cache import KVCache
+
+GREEDY = Sampling()
 
 
 def linear(context: int, batch: int = 1) -> Costs:
@@ -84,11 +92,37 @@ class Watched:
 def test_measured_costs(store: Path) -> None:
     """Catches a part that is not measured or timed as another, and a draft of nothing that costs something."""
     target, watched = target_of("llama"), Watched()
-    found = cost.step_costs(target, {"n": 1}, 2, 9, watched.drafting)
+    found = cost.step_costs(target, {"n": 1}, 2, GREEDY, 9, watched.drafting)
     assert found.plain > 0 and found.verify.rows[0] == 1 and found.verify.rows[-1] == 64
     assert {1, 2, 16} <= watched.rows and found.first < found.plain and len(list(store.iterdir())) == 1
-    free = cost.step_costs(target, {"n": 2}, 1, 9)
+    free = cost.step_costs(target, {"n": 2}, 1, GREEDY, 9)
     assert free.first == 0 and free.draft.at(5) == 0 and free.verify.at(64) >= free.plain
+
+
+def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches costs of forwards alone: where those are short, what the host does decides whether a draft pays."""
+    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1, 2)}.items():
+        monkeypatch.setattr(cost, name, value)
+    target = target_of("llama")
+    rule, judge, seconds = cost.rule_for(GREEDY), Paying._worth_a_pass, [1.0]  # a clock that these two alone move
+
+    def slow_rule(draft: DraftTree, *given: Any) -> Any:
+        seconds[0] += 0.5 + draft.size
+        return rule(draft, *given)
+
+    def slow_judge(*given: Any) -> Any:
+        seconds[0] += 20
+        return judge(*given)
+
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+    monkeypatch.setattr(cost, "rule_for", lambda sampling: slow_rule)
+    monkeypatch.setattr(Paying, "_worth_a_pass", slow_judge)
+    drafter: Any = auto_eagle(target, None, None)
+    with torch.inference_mode():
+        found = drafter.auto._ask(1, GREEDY, 9)
+    print(found)
+    assert found.plain == 0.5 and found.verify.at(4) == 3.5
+    assert found.draft.at(1) == 20 and found.first == 0
 
 
 def test_long_contexts_are_measured_when_they_are_met(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,26 +134,26 @@ def test_long_contexts_are_measured_when_they_are_met(store: Path, monkeypatch: 
     target, watched, lengths = target_of("llama"), Watched(), set[int]()
     run = target.run
 
-    def noted(tokens: object, cache: KVCache, *given: object) -> object:
+    def noted(tokens: object, cache: KVCache, *given: object, **more: object) -> object:
         lengths.update(cache.lengths)
-        return run(tokens, cache, *given)  # type: ignore[arg-type]
+        return run(tokens, cache, *given, **more)  # type: ignore[arg-type]
 
     with mock.patch.object(target, "run", noted):
-        cost.step_costs(target, {}, 1, 12, watched.drafting)
+        cost.step_costs(target, {}, 1, GREEDY, 12, watched.drafting)
         assert watched.contexts == [8] and min(lengths) == 8 and max(lengths) < 8 + cost.LONGER
         lengths.clear()
-        near, far = (cost.step_costs(target, {}, 1, length, watched.drafting) for length in (13, 200))
+        near, far = (cost.step_costs(target, {}, 1, GREEDY, length, watched.drafting) for length in (13, 200))
         assert watched.contexts == [8, 108] and min(lengths) == 108 and max(lengths) < 108 + cost.LONGER
     assert near.plain <= far.plain and len(list(store.iterdir())) == 2
     cost._known.clear()
     monkeypatch.setattr(cost, "BUSY", 0.0)
-    assert cost.step_costs(target, {}, 1, 200, watched.drafting) == far and watched.contexts == [8, 108]
+    assert cost.step_costs(target, {}, 1, GREEDY, 200, watched.drafting) == far and watched.contexts == [8, 108]
     for file in store.iterdir():
         kept = json.loads(file.read_text())
         assert kept["key"].pop("context") in (8, 108)
         file.write_text(json.dumps(kept))
     cost._known.clear()
-    cost.step_costs(target, {}, 1, 200, watched.drafting)
+    cost.step_costs(target, {}, 1, GREEDY, 200, watched.drafting)
     assert watched.contexts == [8, 108, 8, 108]
 
 
@@ -128,7 +162,7 @@ def test_costs_lie_on_the_line_through_two_contexts(monkeypatch: pytest.MonkeyPa
     or the model."""
     target, asked, memory = target_of("llama"), list[int](), 10_000
 
-    def measured(target: object, name: object, batch: int, context: int, drafting: object) -> Costs:
+    def measured(target: object, name: object, batch: int, sampling: object, context: int, drafting: object) -> Costs:
         asked.append(context)
         if batch * context > memory:
             raise ValueError("less memory than it needs")
@@ -137,7 +171,7 @@ def test_costs_lie_on_the_line_through_two_contexts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cost, "_costs_behind", measured)
     monkeypatch.setattr(type(target), "max_context", 8192)
     for length in (100, 512, 2000, 8000):
-        found, exact = cost.step_costs(target, {}, 1, length), linear(max(length, 256) if length > 512 else 256)
+        found, exact = cost.step_costs(target, {}, 1, GREEDY, length), linear(max(length, 256) if length > 512 else 256)
         assert (found.plain, found.first) == pytest.approx((exact.plain, exact.first))
         for one, other in zip(found[1:3], exact[1:3], strict=True):
             assert isinstance(one, Curve) and one.seconds == pytest.approx(other.seconds)  # type: ignore[union-attr]
@@ -149,7 +183,7 @@ def test_costs_lie_on_the_line_through_two_contexts(monkeypatch: pytest.MonkeyPa
         (1, 500, [256, 3904, 1856, 832]),
     ):
         asked.clear()
-        assert cost.step_costs(target, {}, rows, 2000).plain == pytest.approx(1.256 if memory == 500 else 3.0)
+        assert cost.step_costs(target, {}, rows, GREEDY, 2000).plain == pytest.approx(1.256 if memory == 500 else 3.0)
         assert asked == contexts
     # Noise must not make a long context cheaper.
     assert linear(3000).towards(linear(256), 2.0) == linear(3000)

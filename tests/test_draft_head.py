@@ -170,8 +170,7 @@ def test_output_is_distributed_as_the_targets(name: str) -> None:
     target = toy()
     drafter = TOYS[name](target, KEPT, {"draft_vocab": 3})
     assert VOCAB == target.vocab_size == 5
-    tokens = 8_000 if drafter.max_batch is None else 1_500
-    assert deviation(drafter, WARPS[name in ("eagle chain", "spectr")], tokens) < LIMIT
+    assert deviation(drafter, WARPS[name in ("eagle chain", "spectr")]) < LIMIT
 
 
 @pytest.mark.parametrize("name", ["eagle static", "speculative"])

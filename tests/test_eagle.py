@@ -18,18 +18,32 @@ from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")
 
 
-def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int]) -> torch.Tensor:
-    """Logits ``[V]`` for the children of ``path``: no cache, true features up to the root, predicted ones beyond."""
-    target = drafter.target
-    tokens = known + path
-    features = target.features(torch.tensor([known[:-1]])).features
-    for _ in range(len(path) + 1):
-        count = features.shape[1]
-        shift = 0 if drafter.inputs == UNSHIFTED else 1
-        embeddings = target.embed(torch.tensor([tokens[shift : shift + count]]))
-        predicted = drafter.module(features, embeddings, torch.arange(count)[None])
-        features = torch.cat([features, predicted[:, -1:]], dim=1)
-    return target.lm_head(features[0, -1])
+Made = dict[tuple[int, ...], torch.Tensor]
+
+
+def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int], made: Made | None = None) -> torch.Tensor:
+    """Logits ``[V]`` for the children of ``path``: no cache, true features up to the root, predicted ones beyond.
+
+    ``made`` keeps the features of paths after the same ``known``: longer paths go on from them.
+    """
+    return drafter.target.lm_head(_features(drafter, known, path, {} if made is None else made)[0, -1])
+
+
+def _features(drafter: EagleDrafter, known: list[int], path: list[int], made: Made) -> torch.Tensor:
+    """``[1, T, H]``, of which the last was predicted at the end of ``path``."""
+    if tuple(path) in made:
+        return made[tuple(path)]
+    target, tokens = drafter.target, known + path
+    if path:
+        features = _features(drafter, known, path[:-1], made)
+    else:
+        features = target.features(torch.tensor([known[:-1]])).features
+    count = features.shape[1]
+    shift = 0 if drafter.inputs == UNSHIFTED else 1
+    embeddings = target.embed(torch.tensor([tokens[shift : shift + count]]))
+    predicted = drafter.module(features, embeddings, torch.arange(count)[None])
+    made[tuple(path)] = torch.cat([features, predicted[:, -1:]], dim=1)
+    return made[tuple(path)]
 
 
 def path_of(draft: DraftTree, node: int, row: int = 0) -> list[int]:
@@ -40,10 +54,11 @@ def path_of(draft: DraftTree, node: int, row: int = 0) -> list[int]:
 
 def check_draft(drafter: EagleDrafter, state: DecodeState, draft: DraftTree, row: int = 0) -> None:
     nodes: dict[int, list[int]] = {}
+    made: Made = {}
     for node in range(draft.size):
         nodes.setdefault(int(draft.parents[row, node]), []).append(node)
     for parent, children in nodes.items():
-        logits = from_scratch(drafter, state.tokens[row], path_of(draft, parent, row))
+        logits = from_scratch(drafter, state.tokens[row], path_of(draft, parent, row), made)
         tokens = draft.tokens[row, children]
         if draft.q is None:
             assert tokens.tolist() == logits.topk(len(children)).indices.tolist()

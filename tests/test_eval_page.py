@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from eval.report.acceptance import acceptance_by_position
 from eval.report.page import _grids
 from eval.report.rows import _without_all_readings
 
@@ -45,3 +46,13 @@ def test_a_start_that_could_not_read_the_energy_is_told() -> None:
     assert _without_all_readings(report(True, None))
     assert not _without_all_readings(report(True, 0.5))
     assert not _without_all_readings(report(False, None))  # which the reason for all rows covers
+
+
+def test_acceptance_by_position_has_every_drafter_that_drafts() -> None:
+    """Catches rows of dashes for plain decoding and stock generation, which have no positions, and columns mixed up."""
+    told = {"drafter": "E", "temperature": 0.0, "batch": 1, "lossless": True, "stock": False, "tau": 2.5}
+    told |= {"tau_by_prompt": 2.25, "n_alpha": [0.8, 0.5], "joint_alpha": [0.75, 0.375], "ctar": [0.7, 0.3]}
+    plain, stock = told | {"joint_alpha": []}, told | dict.fromkeys(("joint_alpha", "n_alpha", "ctar", "tau"))
+    assert acceptance_by_position([plain, told, stock])[1:] == [
+        ["E", "0", "1", "2.50", "2.25", "0.80 0.50", "0.75 0.38", "0.70 0.30"]
+    ]

@@ -30,7 +30,7 @@ from eval.report.rows import statements, warnings
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
     "other_ms", "prompts", "new_tokens", "tau_without_loops", "speedup_ci", "ctar", "n_alpha", "prefill_ms",
-    "perplexity", "overhead", "target_forwards",
+    "perplexity", "overhead", "target_forwards", "tau_by_prompt", "joint_alpha",
     "joules_per_token",
 }  # fmt: skip
 
@@ -48,6 +48,12 @@ def files(
     records = [sharegpt(f"w{i} w{2 * i} w7", "w1") for i in range(8)]
     prompts = write(folder / "prompts.jsonl", records)
     return {"folder": folder, "target": folder / "target", "draft": tiny_checkpoint("llama", 1), "prompts": prompts}
+
+
+@pytest.fixture(autouse=True)
+def quick_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than most runs here; that of ``finished``, which is made before this, is drawn."""
+    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
 
 
 def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, Any]:

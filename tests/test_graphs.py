@@ -3,6 +3,7 @@ code is run, not replayed: what is computed is tested here, that it can be captu
 """
 
 import gc
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ def targets(family: str) -> tuple[TargetModel, TargetModel]:
     """The same weights on fused layers and on graphs."""
     model = tiny.build(family).to(DEVICE)  # type: ignore[arg-type]
     return TargetModel(model, engine="fused"), TargetModel(model, engine="graphs")
+
+
+shared_targets = lru_cache(targets)  # graphs captured for one drafter are there when the next one decodes
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -58,9 +62,9 @@ def test_graphs_equal_fused(family: str) -> None:
 def test_every_drafter_decodes_the_same(method: str, family: str) -> None:
     """Catches a drafter that keeps what a replay overwrites (hidden states, features), and another graph's cache."""
     texts = []
-    for target in targets(family):
+    for target in shared_targets(family):
         found = []
-        for seed in range(3):
+        for seed in range(2):
             if method == "speculative":
                 drafter: Any = SpeculativeDrafter.from_options(target, draft_model=perturbed(target, 0.05))
             elif method == "kangaroo":

@@ -18,9 +18,12 @@ from huggingface_hub import constants
 from torch import nn
 
 from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
+from drafters.head_adapter import fingerprint, load_head
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.model.loading import load_model
 from drafters.model_card import model_card
+from train.config import Lora
+from train.lora import save_adapter, with_lora
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -111,6 +114,34 @@ def test_what_is_pushed_is_what_is_loaded(hub: HubServer, login: Login, saved: P
     assert state.keys() == expected_state.keys()
     assert state["weight"].dtype == torch.bfloat16
     assert torch.equal(state["weight"], expected_state["weight"])
+
+
+def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path: Path) -> None:
+    """Catches an adapter pushed without one of its files, or with the run's; one merged with another scale."""
+    base = nn.Sequential(nn.Linear(16, 8, bias=False))
+    save_checkpoint(tmp_path / "base", base, CONFIG, dtype=None)
+    whole, lora = base[0].weight.detach().clone(), Lora(r=2, alpha=6)
+    adapter = with_lora(base, lora, "user/base")
+    matrices: dict[str, torch.Tensor] = {}
+    for name, weights in base.named_parameters():
+        if weights.requires_grad:
+            matrices["A" if "lora_A" in name else "B"] = nn.init.normal_(weights.data)
+    named = {"name": "user/base", "fingerprint": fingerprint(load_checkpoint(tmp_path / "base")[1])}
+    folder = tmp_path / "adapter"
+    save_adapter(adapter, CONFIG | {"drafter": {"depth": 3}, "base": named}, folder)
+    (folder / "optimizer.bin").write_bytes(b"resumable state")
+    push_to_hub(tmp_path / "base", "user/base")
+    push_to_hub(folder, "user/adapter")
+    published = files(hub, "user/adapter")
+    assert sorted(published) == ["README.md", "adapter_config.json", "adapter_model.safetensors", "config.json"]
+    assert b"load_drafter('user/base', target, adapter='user/adapter')" in published["README.md"]
+
+    login(token=None, home="elsewhere")
+    assert load_checkpoint("user/adapter")[0]["base"] == named
+    for given in ({"path": "user/adapter"}, {"path": "user/base", "adapter": "user/adapter"}):
+        config, weights = load_head(**given)
+        torch.testing.assert_close(weights["0.weight"], whole + 3 * matrices["B"] @ matrices["A"])
+        assert config["drafter"] == CONFIG["drafter"] | {"depth": 3}  # type: ignore[operator]
 
 
 def test_a_users_own_process(hub: HubServer, saved: Path, tmp_path: Path) -> None:

@@ -16,19 +16,21 @@ from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.base import Promised
+from drafters.decoding.cost import Costs, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.drafting.retrieval import NOTHING, Found
+from drafters.drafting.weighing import Scales, Trust
 from drafters.eagle import EagleDrafter
-from drafters.hybrid import HybridDrafter, Scales, Trust, _matching
-from drafters.model.cost import Costs, Curve
+from drafters.hybrid import HybridDrafter, _matching
 from drafters.prompt_lookup import PromptLookupDrafter
 
 
 def hybrid(target: TargetModel, head: Drafter, lookup: Drafter | None = None, costs: Costs = AUTO_COSTS) -> Drafter:
     """One that weighs, on the machine of ``costs``."""
     drafter = HybridDrafter.from_options(target, head=head, lookup=lookup or Primed.from_options(target, gamma=5))
-    drafter._step_costs = lambda batch, length: costs  # type: ignore[method-assign]
+    assert drafter.weighing is not None
+    drafter.weighing.ask = lambda *given: costs
     return drafter
 
 
@@ -245,7 +247,7 @@ def test_each_where_it_is_right() -> None:
             found = drafter.promised()
             assert found is not None
             steps.append(found.steps)
-            copied.append(next(iter(drafter._scales.values())).promised[0])
+            copied.append(next(iter(drafter.weighing._scales.values())).promised[0])
             assert steps[-1] - sum(steps[-2:-1]) == len(result.trace.steps)
         assert low <= (copied[-1] - copied[1]) / (steps[-1] - steps[1]) <= high
 

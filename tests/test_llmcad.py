@@ -135,9 +135,10 @@ def watched(drafter: LLMCadDrafter, temperature: float = 0.0, new_tokens: int = 
     return generate(drafter.target, drafter, [ids], **options), seen  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(  # every two of them together
+    ("family", "overlap", "temperature"),
+    [("llama", False, 0.0), ("llama", True, 1.0), ("mistral-sliding", False, 1.0), ("mistral-sliding", True, 0.0)],
+)
 def test_trees_are_the_draft_models(family: str, overlap: bool, temperature: float) -> None:
     """Catches branches that see each other, wrong positions, and a draft cache that drifts from the text unseen."""
     target = conformance.target_of(family)
@@ -258,7 +259,7 @@ def test_guesses_save_forwards() -> None:
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
     """Catches nodes accepted because they are likely, and rejected siblings left in the distribution."""
     drafter = LLMCadDrafter.from_options(toy(), draft_model=perturbed(toy(), 0.3), nodes=6, branches=2)
-    assert deviation(drafter, WARPS[warp], tokens=2_000) < LIMIT
+    assert deviation(drafter, WARPS[warp]) < LIMIT
 
 
 def test_bad_options() -> None:

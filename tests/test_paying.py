@@ -12,11 +12,11 @@ from test_eagle import from_scratch, path_of, trained_head
 from torch import Tensor
 
 from drafters import generate
+from drafters.decoding.cost import Costs, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.drafting.paying import FRONTIER, Confidence, Level, Paying, _Growth
 from drafters.eagle import EagleDrafter, EagleOptions
-from drafters.model.cost import Costs, Curve
 from drafters.model.rows import Rows
 
 

@@ -162,6 +162,22 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         Product(torch.randn(32, 48)).quantize("int4")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_lm_head_of_a_quantised_target(tied: bool) -> None:
+    """Catches a head that is counted as it was, or whose quantising takes the tied embedding's weights along."""
+    sizes = {"tie_word_embeddings": tied, **SIZES["int4"]}
+    plain, target = (TargetModel(tiny.build("llama", **sizes).bfloat16(), quantize=kind) for kind in (None, "int8"))
+    ids, features = torch.tensor([prompt(20)]), torch.randn(9, plain.hidden_size).bfloat16()
+    assert torch.equal(target.embed(ids), plain.embed(ids))
+    head = target.model.get_output_embeddings().weight
+    gap = (target.lm_head(features).float() - features.float() @ head.float().T).abs().max()
+    assert gap < 0.02 * plain.lm_head(features).float().abs().max()
+    layers = sum(product.nbytes for layer in target.layers for product in layer.products)
+    norms = sum(w.nbytes for name, w in target.model.named_parameters() if "norm" in name)
+    read, whole = target.bytes_read() - layers - norms, 2 * head.numel()
+    assert head.numel() < read < 0.7 * whole if multiplies(head) else read == whole
+
+
 def test_bytes_read() -> None:
     """By hand: an untied embedding is not read but for one row, a tied one is the LM head; two experts of four are."""
     untied, tied = TargetModel(tiny.build("llama")), TargetModel(tiny.build("llama", tie_word_embeddings=True))

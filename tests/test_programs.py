@@ -76,7 +76,22 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--shape", "llama-5m", "rounds=2"], "rounds: of an even number"),
         (["--shape", "llama-5m", "dtype=bf16"], "dtype: .*found 'bf16'"),
     ],
+    "eval.lossless": [
+        ([], "give --target and --drafter, or --config"),
+        (["--target", TARGET, "--drafter", "ouroborus"], "did you mean 'ouroboros'"),
+        (["--target", TARGET, "--drafter", "./none"], "there is no none/config.json; give a method, the folder"),
+        (["--target", TARGET, "--drafter", "checkpoints/stdlib-draft"], "names no drafter_type"),
+        (["--target", "./none", "--drafter", "lookahead"], NO_FOLDER),
+        (["--target", TARGET, "--drafter", "lookahead", "text=4"], "unknown key 'text'; did you mean 'texts'"),
+        (["--target", TARGET, "--drafter", "lookahead", "prompts.file=none.jsonl"], "no prompt file"),
+        (
+            ["--target", TARGET, "--drafter", "lookahead", "target.quantize=int8"],
+            "quantize is .int8., .* leave it out",
+        ),
+        (["--config", "none.yaml"], "no config file at none.yaml"),
+    ],
     "eval.seeds": [(["none"], "there is no none/report.json; measure first")],
+    "eval.compare": [(["none", "none"], "there is no none/report.json; give the folders of two reports")],
     "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),

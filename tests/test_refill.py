@@ -47,16 +47,15 @@ def test_prompts_go_as_alone(method: str, family: str) -> None:
     """Catches a joined row that sees what its forerunner left (keys, features, n-grams, a finished flag), one whose
     drafter did not begin anew (drafts that are not accepted), and neighbours that a join disturbs."""
     target, prompts = target_of(family), [*prompts_of(6), *(prompt(9, index) for index in range(6, 13))]
-    free = [
-        rows_of(generate(target, METHODS[method](target), [ids], max_new_tokens=LIMIT, eos_token_id=NO_EOS))[0]
-        for ids in prompts
-    ]
+    plain = make_drafter("autoregressive", target)  # whose tokens are every method's
+    free = rows_of(generate(target, plain, prompts, max_new_tokens=LIMIT, eos_token_id=NO_EOS))
     eos = [free[1][4], free[3][9], free[6][0]]  # rows end at different times, one with its first token
     options: dict[str, Any] = {"max_new_tokens": LIMIT, "eos_token_id": eos}
     found = continued(target, method, prompts, 4, **options)
     assert [one.key for one in found] == list(range(13))
+    drafter = METHODS[method](target)
     for ids, one in zip(prompts, found, strict=True):
-        alone = generate(target, METHODS[method](target), [ids], **options)
+        alone = generate(target, drafter, [ids], **options)
         assert one.tokens == alone.tokens[0, : alone.lengths[0]].tolist()
         assert steps_before_the_limit(one.steps) == steps_before_the_limit(alone.trace.steps)
         assert 1 + sum(step.committed for step in one.steps) == len(one.tokens)

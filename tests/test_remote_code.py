@@ -28,6 +28,7 @@ import data_prep.throughput
 import drafters.export
 import eval.batch_cost
 import eval.engines
+import eval.lossless
 import eval.speed
 import eval.sweep
 import eval.tune
@@ -156,6 +157,11 @@ def features(target: Path, trap: Trap) -> dict[str, Any]:
     return {"target": str(target), "dtype": "float32", "device": "cpu", "splits": {"train": str(trap.data)}}
 
 
+def certificate(target: Path, trap: Trap) -> dict[str, Any]:
+    place = {"path": str(target), "device": "cpu"}
+    return {"target": place, "drafter": speed(target, trap)["drafters"][0], "texts": 1, "begun": 1}
+
+
 def regenerate(target: Path, trap: Trap, **changes: Any) -> dict[str, Any]:
     settings = {"source": str(trap.data), "target": str(target), "dtype": "float32", "device": "cpu"}
     return {**settings, "max_new_tokens": 3, **changes}
@@ -227,6 +233,7 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
         eval.tune.main,
         lambda path, trap: speed(path, trap, **ANY_GAMMA, knobs={"gamma": [1, 2]}, start={"gamma": 1}),
     ),
+    "eval/lossless.py": (eval.lossless.main, certificate),
     "eval/batch_cost.py": (
         eval.batch_cost.main,
         lambda path, trap: {"target": speed(path, trap)["target"], "batches": [1], "context": 4},
@@ -236,6 +243,7 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
 WITHOUT_A_MODEL = {
     "data_prep/split.py",
     "data_prep/stdlib_corpus.py",
+    "eval/compare.py",
     "eval/gpu.py",
     "eval/roofline.py",
     "eval/seeds.py",

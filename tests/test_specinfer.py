@@ -180,10 +180,8 @@ def test_a_second_model_helps() -> None:
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
     """Catches q without its warps, or of another model, where the whole loop hands them over."""
-    assert (
-        deviation(SpecInferDrafter.from_options(toy(), draft_models=[toy(1, 1), toy(3, 1)], gamma=3), WARPS[warp])
-        < LIMIT
-    )
+    drafter = SpecInferDrafter.from_options(toy(), draft_models=[toy(1, 1), toy(3, 1)], gamma=2)
+    assert deviation(drafter, WARPS[warp], (2_000, 1_200)[warp]) < LIMIT
 
 
 def other_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
@@ -195,12 +193,12 @@ def against_whole_p(draft, *rest):  # noqa: ANN001, ANN002, ANN201
         return verify_stochastic(draft, *rest)
 
 
-@pytest.mark.parametrize(("wrong", "tokens"), [(other_q, 1_000), (against_whole_p, 3_000)])
+@pytest.mark.parametrize(("wrong", "tokens"), [(other_q, 600), (against_whole_p, 2_000)])
 def test_the_measurement_sees_wrong_rules(wrong: Rule, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
     drafter = SpecInferDrafter.from_options(toy(), draft_models=[toy(1, 1), toy(3, 1)], gamma=2)
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
-    assert deviation(drafter, WARPS[0], tokens) > 6.0
+    assert deviation(drafter, WARPS[0], tokens) > 5.0
 
 
 def test_inside_a_cascade() -> None:

@@ -288,12 +288,12 @@ def flat_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
     return verify_k_seq(draft, *rest)
 
 
-@pytest.mark.parametrize(("wrong", "tokens"), [(flat_q, 1_000), (rule_with(rho_of_one), 2_000)])
+@pytest.mark.parametrize(("wrong", "tokens"), [(flat_q, 600), (rule_with(rho_of_one), 1_200)])
 def test_the_measurement_sees_wrong_rules(wrong: Rule, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
     drafter = SpecTrDrafter.from_options(toy(), draft_model=toy(1, 1), gamma=2, drafts=3)
     monkeypatch.setattr(drafter, "rule", lambda sampling: wrong)
-    assert deviation(drafter, WARPS[0], tokens) > 8.0
+    assert deviation(drafter, WARPS[0], tokens) > 6.0
 
 
 def test_greedy_drafts_one_chain() -> None:

@@ -41,6 +41,16 @@ def test_n_alpha_is_conditional() -> None:
     assert trace.n_alpha(3) is None
 
 
+def test_joint_acceptance_is_counted() -> None:
+    """Catches n-alphas multiplied (of a draft of one token, none at 2 is certain: 0.53 for 0.4), steps without a draft
+    that count, and a sum over depths that is not tau less the bonus.
+    """
+    trace = trace_of((3, 0, 1), (3, 1, 2), (3, 3, 4), (3, 3, 4), (1, 1, 2))
+    assert [trace.joint_alpha(n) for n in range(4)] == [0.8, 0.4, 0.4, None]
+    assert pytest.approx(trace.tau) == 1 + 0.8 + 0.4 + 0.4
+    assert trace_of((3, 0, 1), (0, 0, 1)).joint_alpha(0) == 0.0 and trace_of((0, 0, 1)).joint_alpha(0) is None
+
+
 def test_times_are_of_their_own_step() -> None:
     """Catches laps assigned to the wrong phase, and a prefill counted as decoding."""
     target = target_of("llama")

@@ -14,7 +14,7 @@ import recipes
 import tiny
 import tiny_run
 from huggingface_hub import constants
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from data_prep.features import FeaturesConfig
 from data_prep.store.quantise import token_bytes
@@ -22,6 +22,7 @@ from drafters import TargetModel
 from drafters.config import load_config, validate
 from train import losses
 from train.cli import main
+from train.config import TrainConfig
 from train.data.packing import TrainData
 from train.eagle import EagleConfig
 from train.inputs import open_inputs
@@ -48,6 +49,34 @@ def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, A
     return tiny_run.settings(target.name, features, tmp_path / "run")
 
 
+TRACED: dict[str, dict[str, int]] = {}
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace of a pass takes most of a dry run, and most of these reports are of the same one: each is made once.
+
+    (What it says is tested by name, ``pass_memory``, and never comes from here.)
+    """
+
+    def known(config: TrainConfig, target: PretrainedConfig, micro: MicroBatch, *given: Any, **named: Any) -> Any:
+        left_out = {"target", "features", "out"}
+        asked = [
+            config.drafter,
+            config.model_dump(mode="json", exclude=left_out),
+            target.to_dict(),
+            micro,
+            given,
+            named,
+        ]
+        key = repr(asked)
+        if key not in TRACED:
+            TRACED[key] = pass_memory(config, target, micro, *given, **named)
+        return dict(TRACED[key])
+
+    monkeypatch.setattr(estimate, "pass_memory", known)
+
+
 def report_on(values: dict[str, Any], kind: str = "eagle", **given: Any) -> Report:
     return dry_run(tiny_run.read(kind, values), tiny_run.arguments(**given))
 
@@ -58,6 +87,7 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     code = """
 import sys
 from train.cli import main
+from train.config import TrainConfig
 status = main("eagle", sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)

@@ -280,7 +280,7 @@ def test_an_error_is_one_line_on_the_command_line(settings: dict[str, Any], tmp_
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["stdlib", "vicuna-7b"])
+@pytest.mark.parametrize("name", ["stdlib", "stdlib-lora", "vicuna-7b"])
 def test_shipped_configs_are_valid(name: str) -> None:
     """A shipped config that its own schema refuses; the paper's numbers changed by mistake."""
     config = load_config(EagleConfig, CONFIGS / "eagle" / f"{name}.yaml")

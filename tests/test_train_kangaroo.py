@@ -46,6 +46,28 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
     assert generate(target, drafter, torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6).tokens.shape == (1, 6)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_an_lm_head_of_its_own(settings: dict[str, Any], target: TargetModel, precision: str) -> None:
+    """Catches one that is not trained, not saved, or not drafted with; one that starts elsewhere than at the target's;
+    held-out figures of the target's in its place."""
+    out, own = Path(settings["out"]), target.model.get_output_embeddings().weight.detach()
+    run = tiny_run.train_here("kangaroo", settings | {"own_lm_head": True, "steps": 2, "precision": precision})
+    head = run.task.module.lm_head.weight.detach()
+    moved = (head - own.to(head.dtype)).abs()
+    assert 1e-4 < moved.mean() < 0.1
+    drafter = load_drafter(str(out), target)
+    assert torch.equal(drafter.module.lm_head.weight, head.bfloat16().float())  # the export is in bf16
+    states = torch.randn(3, target.hidden_size)
+    torch.testing.assert_close(drafter.lm_head(states), states @ drafter.module.lm_head.weight.T)
+    assert run.task.draft_lm_head is run.task.module.lm_head
+    assert run.task.row_flops == 4 * 2 * own.numel()
+    drafter.save_pretrained(out / "again")
+    assert load_drafter(str(out / "again"), target).own_lm_head
+    for changes in ({"zero_stage": 3}, {"lora": {}, "init_from": "x"}):
+        with pytest.raises(ValueError, match="split the adapter's own LM head|one of the drafter's own"):
+            tiny_run.read("kangaroo", settings | {"own_lm_head": True} | changes)
+
+
 def test_a_store_without_the_exit_layer_is_refused(settings: dict[str, Any]) -> None:
     """A KeyError in the first step instead of the fix; an exit layer that the target does not have."""
     with pytest.raises(ValueError, match=r"no hidden states after layer 1, only taps \[2\].*exit_layers: \[1\]"):

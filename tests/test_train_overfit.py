@@ -21,7 +21,7 @@ from train.loop import TrainingDiverged
 from train.preflight import overfit
 from train.preflight.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
 
-STEPS = 600
+STEPS = 400
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def sound(findings: list[Finding]) -> list[bool]:
     return [finding.sound for finding in findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_sound_pipeline_passes(settings: dict[str, Any], kind: str) -> None:
     """A threshold that a right pipeline misses, or files in the folder of the real run; Kangaroo's is that of
@@ -51,6 +52,7 @@ def test_a_sound_pipeline_passes(settings: dict[str, Any], kind: str) -> None:
     assert Path(settings["out"] + "-overfit", "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of every answer left untrained, as with the unshifted mask of the released code."""
 
@@ -65,6 +67,7 @@ def test_a_mask_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: 
     assert "the loss mask or its shift" in findings[2].look_at
 
 
+@pytest.mark.slow
 def test_a_target_that_is_off_by_one_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that falls to nothing for the wrong tokens: feature_{i+2} learnt where feature_{i+1} is drafted."""
     monkeypatch.setattr(EagleTask, "targets", lambda self, batch: torch.roll(batch.features, -2, dims=1))
@@ -146,6 +149,7 @@ def test_a_run_that_learns_nothing_fails(settings: dict[str, Any], monkeypatch: 
     assert sound(findings) == [True, False, False]
 
 
+@pytest.mark.slow
 def test_the_command(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,13 +77,17 @@ def losses(out: Path) -> list[dict[str, float]]:
     return [row for row in comparable(out) if "loss" in row]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("zero", [{"zero_stage": stage} for stage in (0, 1, 2, 3)] + [{"zero_stage": 2, "offload": 1}])
+# Stages 1 and 2 are one class of DeepSpeed's, and bf16 runs stage 0 as stage 1: each class in each precision, once.
+@pytest.mark.parametrize(
+    ("precision", "stage", "offload"),
+    [*(("float32", stage, "none") for stage in (0, 2, 3)), *(("bf16", stage, "none") for stage in (0, 2, 3)),
+     ("bf16", 2, "optimizer")],
+)  # fmt: skip
 def test_resume_is_exact_with_every_optimiser(
-    settings: dict[str, Any], tmp_path: Path, zero: dict[str, Any], precision: str
+    settings: dict[str, Any], tmp_path: Path, precision: str, stage: int, offload: str
 ) -> None:
     """Float32 masters rounded to bf16, moments or Adam's count of steps lost, on the way through a state."""
-    zero = {"zero_stage": zero["zero_stage"], "offload": "optimizer" if zero.get("offload") else "none"}
+    zero = {"zero_stage": stage, "offload": offload}
     values = {**settings, **zero, "precision": precision, "schedule": "constant", "export_every": 1000}
     tiny_run.train_here("eagle", {**values, "steps": 8, "out": str(tmp_path / "whole")})
     tiny_run.train_here("eagle", {**values, "steps": 4, "out": str(tmp_path / "parts")})
@@ -106,7 +110,7 @@ def test_killed_anywhere_in_a_save(settings: dict[str, Any], tmp_path: Path) -> 
     """A state that is named before it is whole, or an older one that is gone before the new one is named."""
     values = {**settings, "steps": 9, "save_every": 3, "export_every": 3, "eval_every": 3}
     variants: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"zero_stage": 3}]
-    points = [*KILLS, *(f"seconds:{seconds}" for seconds in np.random.default_rng(0).uniform(0.1, 2, 4).round(2))]
+    points = [*KILLS, *(f"seconds:{seconds}" for seconds in np.random.default_rng(0).uniform(0.1, 2, 2).round(2))]
     jobs = []
     for number, variant in enumerate(variants):
         tiny_run.train_here("eagle", {**values, **variant, "out": str(tmp_path / f"{number}-whole")})

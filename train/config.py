@@ -26,6 +26,15 @@ class OnlineData(Config):
     target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
 
 
+class Lora(Config):
+    """``lora:``: train matrices of low rank beside the projections, by peft, and leave what they are for as it is."""
+
+    r: int = Field(16, ge=1, description="their rank")
+    alpha: int = Field(32, ge=1, description="what they add counts alpha / r times")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: str | list[str] = Field("all-linear", description="modules by name, as peft takes them")
+
+
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -45,6 +54,9 @@ class TrainConfig(Config):
     data: OnlineData | None = Field(None, description="the dialogues, with features: online")
     init_from: str | None = Field(
         None, description="a drafter to start from, in place of new weights: folder or Hub repository"
+    )
+    lora: Lora | None = Field(
+        None, description="train an adapter of the drafter in init_from, for one domain: docs/training.md"
     )
     out: Path = Field(description="run folder: logs, resumable state and, at its top, the trained drafter")
 
@@ -147,9 +159,14 @@ class TrainConfig(Config):
         return "config.json"
 
     @property
+    def lora_base(self) -> str | None:
+        """What ``lora`` is for: folder or Hub repository."""
+        return self.init_from
+
+    @property
     def weights_file(self) -> str:
         """The file of an export that has the weights."""
-        return "model.safetensors"
+        return "adapter_model.safetensors" if self.lora else "model.safetensors"
 
     @property
     def other_models(self) -> dict[str, str]:
@@ -160,6 +177,17 @@ class TrainConfig(Config):
     def _fits_together(self) -> Self:
         if self.steps is None and self.epochs is None and self.minutes is None:
             raise ValueError("no limit given: set steps, epochs or minutes")
+        if self.lora is not None and self.lora_base is None:
+            raise ValueError("lora adapts a trained drafter, and none is given: set init_from, or leave lora out")
+        if self.lora is not None and self.trains_lm_head:  # the loss multiplies with its weights as they are
+            raise ValueError(
+                "lora leaves LM heads as they are, and this trains one of the drafter's own; set one of the two"
+            )
+        if self.lora is not None and self.draft_vocab is not None:
+            raise ValueError(
+                f"draft_vocab is {self.draft_vocab:,}, and with lora that of the drafter in init_from stays; leave one "
+                "of the two out"
+            )
         if self.features == "online" and self.data is None:
             raise ValueError("features: online needs dialogues: set data.train and data.heldout, or give a folder")
         if self.features != "online" and self.data is not None:

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from train.cli import program
 from train.config import TrainConfig
-from train.draft.options import Boost, Lora, OnPolicy
+from train.draft.options import Boost, OnPolicy
 from train.task import Task
 
 if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
@@ -57,7 +57,6 @@ class DraftModelConfig(TrainConfig):
         )
     )
     beta: float = Field(0.5, gt=0, lt=1, description="of jsd: the target's share in the mixture")
-    lora: Lora | None = None
     on_policy: OnPolicy | None = None
     boost: Boost | None = None
 
@@ -74,8 +73,8 @@ class DraftModelConfig(TrainConfig):
         return "training.json"
 
     @property
-    def weights_file(self) -> str:
-        return "adapter_model.safetensors" if self.lora else super().weights_file
+    def lora_base(self) -> str | None:
+        return self.draft_model
 
     @property
     def other_models(self) -> dict[str, str]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from train.cli import program
 from train.config import TrainConfig
@@ -24,8 +24,9 @@ from train.task import Task
 if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from drafters.model.ends import FrozenEnds
     from train.data.packing import Batch
 
 
@@ -36,10 +37,21 @@ class KangarooConfig(TrainConfig):
 
     exit_layer: int = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
     ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
+    own_lm_head: bool = Field(False, description="an LM head of its own, which begins as the target's; Table 2, too")
 
     @property
     def taps(self) -> tuple[int, ...]:
         return (self.exit_layer,)
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.own_lm_head
+
+    @model_validator(mode="after")
+    def _keeps_its_lm_head_whole(self) -> Self:
+        if self.own_lm_head and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the adapter's own LM head; set 0, 1 or 2")
+        return self
 
 
 class KangarooTask(Task):
@@ -51,11 +63,24 @@ class KangarooTask(Task):
     config: KangarooConfig
     ahead = 1
 
+    def __init__(self, config: KangarooConfig, ends: FrozenEnds) -> None:
+        super().__init__(config, ends)
+        if config.own_lm_head:
+            head: Any = self.module.lm_head
+            head.weight.data.copy_(ends.lm_head.weight)
+            self.own, self.lm_heads = [head], ("lm_head.weight",)
+            self.lm_head_products += 1  # its weight's gradient
+
+    @property
+    def draft_lm_head(self) -> nn.Linear:
+        return self.own[0] if self.own else super().draft_lm_head
+
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         return module(batch.taps[self.config.exit_layer], batch.position_ids, batch.attention())
 
     def drafter_config(self) -> dict[str, Any]:
-        return {"exit_layer": self.config.exit_layer} | ({"ffn": True} if self.config.ffn else {})
+        parts = {key: True for key in ("ffn", "own_lm_head") if getattr(self.config, key)}
+        return {"exit_layer": self.config.exit_layer} | parts
 
 
 if __name__ == "__main__":

@@ -28,7 +28,15 @@ from train.data.shard_check import ShardCheck
 from train.engine import Engine
 from train.inputs import Inputs, target_identity
 from train.run.answers import OWN_SHARE, answers_line, describe_answers, describe_heldout
-from train.run.files import Metrics, StateFolder, check_same_data, clear_dead_run, describe_data, describe_run
+from train.run.files import (
+    Metrics,
+    StateFolder,
+    check_same_base,
+    check_same_data,
+    clear_dead_run,
+    describe_data,
+    describe_run,
+)
 from train.run.state import SavedState, save_state
 from train.runtime import Ranks, seed_step
 from train.summary import write_summary
@@ -70,10 +78,10 @@ class TrainRun:
         self.states = StateFolder(self.config.out)
         saved = SavedState(self.states.newest() or self.states.path) if resume else None
         task.load()
+        if self.config.init_from is not None and (saved is None or self.config.lora):  # no state has a LoRA's base
+            task.init_from(self.config.init_from)
         if saved:
             saved.load_weights(task.module)
-        elif self.config.init_from is not None:
-            task.init_from(self.config.init_from)
         cost = training_cost(task)
         find_frequent(task, inputs.train)
         self.engine = Engine(task.module, self.config)
@@ -98,9 +106,11 @@ class TrainRun:
         data = {"train": describe_data(inputs.train.manifest)}
         heldout = describe_heldout(self.config, inputs.heldout.manifest)
         more = {"data": data, "heldout": heldout, "loss_chunk_rows": task.chunk_rows}
-        self.info = describe_run(self.config, arguments, ranks.count) | more
+        base = None if task.base is None else task.base.model_dump()
+        self.info = describe_run(self.config, arguments, ranks.count) | more | ({"base": base} if base else {})
         if saved:
             check_same_data(self.config.out, data)
+            check_same_base(self.config.out, base)
             saved.load_optimizer(self.engine, self.progress.step)
             if self.average is not None:
                 self.average.load(saved.weight_average())

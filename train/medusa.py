@@ -46,6 +46,10 @@ class MedusaConfig(TrainConfig):
     labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
     head_decay: float = Field(0.8, gt=0, le=1, description="head k's loss counts lambda_k = head_decay^k")
 
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.own_lm_heads
+
     @model_validator(mode="after")
     def _has_such_a_loss(self) -> Self:
         if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):

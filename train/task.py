@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from drafters.base import Drafter
-    from drafters.checkpoint import TargetIdentity
+    from drafters.checkpoint import BaseHead, TargetIdentity
     from drafters.model.ends import FrozenEnds
     from drafters.model.target import TargetModel
     from train.data.packing import Batch, Rewrite, TrainData
@@ -58,6 +58,7 @@ class Task(ABC):
         lm_head_products: of a row with LM heads: logits of the target, logits of the drafter, and (q - p) W.
         draft_ids: int32 ``[N]``, of the config's ``draft_vocab`` tokens; None without it.
         loss_ids: the same of its ``loss_vocab``.
+        base: with the config's ``lora``, the drafter that it is for, once ``init_from`` has read it.
     """
 
     schema: ClassVar[type[TrainConfig]]
@@ -71,6 +72,7 @@ class Task(ABC):
     module: nn.Module
     draft_ids: Tensor | None = None
     loss_ids: Tensor | None = None
+    base: BaseHead | None = None
 
     def __init__(self, config: TrainConfig, ends: FrozenEnds) -> None:
         import torch
@@ -83,10 +85,20 @@ class Task(ABC):
 
     def build(self) -> nn.Module:
         """What is trained, with weights drawn at random; it takes packed dialogues."""
-        from train.attention import use_dialogue_attention
+        import torch
 
-        module = self.drafter.build_module(self.ends.config, self.drafter_config())
+        from train.attention import use_dialogue_attention
+        from train.lora import with_lora
+
+        module = self.new_module()
         use_dialogue_attention(module, self.ends.config)
+        if self.config.lora is not None and torch._guards.detect_fake_mode() is None:  # in which peft fails
+            with_lora(module, self.config.lora, self.config.init_from)
+        return module
+
+    def new_module(self) -> nn.Module:
+        """One with random weights."""
+        module: nn.Module = self.drafter.build_module(self.ends.config, self.drafter_config())
         return module
 
     def load(self) -> None:  # noqa: B027 (most have nothing to load)
@@ -96,13 +108,25 @@ class Task(ABC):
         """Take the weights of a trained drafter in place of new ones: of the same target, or of one that it was tuned
         from (only the shapes have to fit). Its draft vocabulary is not taken over.
 
-        Raises:
-            ValueError: nothing loadable there, another method's drafter, or other shapes.
-        """
-        from drafters.checkpoint import load_checkpoint, load_state
-        from drafters.model.draft_head import DRAFT_IDS
+        With ``lora``, of which it is the base, it keeps what it drafts with.
 
-        found, weights = load_checkpoint(checkpoint)
+        Raises:
+            ValueError: nothing loadable there, another method's drafter, other shapes, or an adapter of an adapter.
+        """
+        from drafters.checkpoint import BaseHead, load_checkpoint, load_state
+        from drafters.head_adapter import fingerprint, load_head
+        from drafters.model.draft_head import DRAFT_IDS
+        from train.lora import load_base
+
+        if self.config.lora is None:
+            found, weights = load_head(checkpoint)
+        else:
+            found, weights = load_checkpoint(checkpoint)
+            if "base" in found:
+                raise ValueError(
+                    f"init_from: {checkpoint} is an adapter itself, of {found['base']['name']!r}; name that"
+                )
+            self.base = BaseHead(name=checkpoint, fingerprint=fingerprint(weights))
         if found["drafter_type"] != self.config.drafter:
             raise ValueError(
                 f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
@@ -114,8 +138,15 @@ class Task(ABC):
                 f"init_from: the head in {checkpoint} has inputs: {theirs or 'the default'}, and this trains one with "
                 f"inputs: {ours or 'the default'}; set the same, or another init_from"
             )
-        weights.pop(DRAFT_IDS, None)
-        load_state(self.module, weights, source=f"init_from: {checkpoint}")
+        ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
+        if self.config.lora is None:
+            load_state(self.module, weights, source)
+            return
+        if ids is not None and (count := found["drafter"].get("draft_vocab")):
+            self.draft_ids = ids[:count]
+        plain = self.new_module()
+        load_state(plain, weights, source)
+        load_base(self.module, plain.state_dict())
 
     @abstractmethod
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -263,23 +294,42 @@ class Task(ABC):
         """What a checkpoint of ``weights`` holds, and its ``drafter`` section: with ``draft_vocab`` the ids, too."""
         from drafters.model.draft_head import DRAFT_IDS
 
+        if self.config.lora is not None:
+            exact = {name: value.float() for name, value in weights.items()}
+            weights = self.adapter(exact).merge_and_unload().state_dict()
         if self.draft_ids is None:
             return weights, self.drafter_config()
         return weights | {DRAFT_IDS: self.draft_ids}, self.drafter_config() | {"draft_vocab": len(self.draft_ids)}
 
+    def adapter(self, weights: dict[str, Tensor]) -> Any:
+        """peft's model with copies of ``weights``, around a new module."""
+        import torch
+
+        from train.lora import copy_weights, with_lora
+
+        assert self.config.lora is not None
+        with torch.random.fork_rng(devices=[]):
+            model = with_lora(self.new_module(), self.config.lora, self.config.init_from)
+        copy_weights(model.get_base_model(), weights)
+        return model.eval()
+
     def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
         """Write what was trained, as it is now, into the top of the run folder; ``training``: its provenance."""
         from drafters import checkpoint
+        from train.lora import save_adapter
 
-        whole, options = self.exported(weights)
         config = {
             "drafter_type": self.config.drafter,
             "format_version": checkpoint.FORMAT_VERSION,
-            "drafter": options,
+            "drafter": self.drafter_config(),
             "target": target.model_dump(),
             "training": training,
         }
-        checkpoint.save_checkpoint(self.config.out, whole, config)
+        if self.base is not None:
+            save_adapter(self.adapter(weights), config | {"base": self.base.model_dump()}, self.config.out)
+            return
+        whole, options = self.exported(weights)
+        checkpoint.save_checkpoint(self.config.out, whole, config | {"drafter": options})
 
     @property
     def chunk_rows(self) -> int:

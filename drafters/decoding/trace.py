@@ -89,3 +89,11 @@ class Trace:
         """
         reached = [step for step in self.steps if step.accepted >= n and step.depth > n]
         return sum(step.accepted > n for step in reached) / len(reached) if reached else None
+
+    def joint_alpha(self, n: int) -> float | None:
+        """Share of drafts accepted to depth n + 1 or deeper: counted, for the n-alphas' product is of deeper drafts
+        alone where some are shorter. None where no draft is so deep.
+        """
+        drafts = [step for step in self.steps if step.depth]
+        reached = any(step.depth > n for step in drafts)
+        return sum(step.accepted > n for step in drafts) / len(drafts) if reached else None

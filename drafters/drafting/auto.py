@@ -18,8 +18,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from ..base import Promised
+from ..decoding.cost import Costs, CostsByLength
 from ..decoding.sampling import Sampling
-from ..model.cost import Costs, CostsByLength
 from .tree_plan import TreePlan
 
 Path = tuple[int, ...]  # a node: the ranks of its ancestors and itself among their siblings

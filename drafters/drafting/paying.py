@@ -2,7 +2,7 @@
 
 As EAGLE-2 (Li et al. 2024) this goes by the head's confidence, which is how likely a token is to be accepted; that is
 not taken on trust but counted: how often candidates of such a probability, rank and depth were the target's choice.
-With what forwards cost on this machine (``model/cost.py``) the rest is arithmetic. A token is worth the time that
+With what forwards cost on this machine (``decoding/cost.py``) the rest is arithmetic. A token is worth the time that
 decoding needs for one, 1 / rate. A node is verified where its probability times a token's worth is more than a row
 costs: of the candidates that there are no other choice has more tokens per second, if the rate is the best one
 (Dinkelbach 1967), and it becomes so step by step. A draft pass is made where what it may be expected to add is worth
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..base import Promised
+from ..decoding.cost import Costs, Curve
 from ..decoding.draft_tree import ROOT, DraftTree
-from ..model.cost import Costs
 from ..model.draft_head import DraftHead
 from ..model.rows import Rows
 from .auto import WORTH, probe_after
@@ -119,6 +119,10 @@ class _Growth:
         return extend(predicted[:, parents], places, Rows(see.to(device), depths, before))
 
 
+_LINE = Curve((1, 64), (1.0, 3.0))
+COMMON = Costs(1.0, _LINE, _LINE, 0.09, Curve((1, 4), (0.07, 0.08)))  # of no machine, and like those of many
+
+
 class Paying:
     """Grows the drafts of one sequence, and learns from what became of them.
 
@@ -178,8 +182,7 @@ class Paying:
         grown = self._grown = _Growth()
         seconds, parents = self.costs.first, [ROOT]
         while True:
-            likely = grown.add(self._look(head, predicted), parents, self.confidence)
-            self._note_children(parents)
+            likely = self._look(head, predicted, parents)
             if len(grown.levels) == min(depth, self.depth):
                 break
             count, more = self._worth_a_pass(likely)
@@ -188,6 +191,14 @@ class Paying:
             seconds, parents = seconds + more, likely[:count]
             predicted = grown.forward(parents, predicted, extend)
         return self._keep(seconds, predicted.device)
+
+    def rehearse(self, predicted: Tensor, extend: Extend, head: DraftHead, count: int) -> object:
+        """Go on from ``count`` candidates of some first level as ``grow`` does, whatever it is worth: to be timed."""
+        grown, ranks = _Growth(), list(range(self.top_k))
+        self._grown, first = grown, Level([ranks], [ranks], [[0.5 / (rank + 1) for rank in ranks]])
+        likely = grown.add(first, [ROOT], self.confidence)
+        self._worth_a_pass(likely)
+        return self._look(head, grown.forward(likely[:count], predicted, extend), likely[:count])
 
     def learn(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         """From the accepted ``path`` of [root, nodes] and the target's choice after each of its rows."""
@@ -212,50 +223,56 @@ class Paying:
         """Seconds that a token is worth."""
         return self.costs.plain / max(self.speedup, 1.0)
 
-    def _look(self, head: DraftHead, predicted: Tensor) -> Level:
+    def _look(self, head: DraftHead, predicted: Tensor, parents: list[int]) -> list[int]:
+        """Take in the candidates below these nodes; the likeliest first."""
         found = head(predicted)[0].float().softmax(-1).topk(min(self.top_k, head.width), dim=-1)
-        return Level(found.indices.tolist(), head.tokens(found.indices).tolist(), found.values.tolist())
-
-    def _note_children(self, parents: list[int]) -> None:
-        depth = len(self._grown.levels) - 1
+        level = Level(found.indices.tolist(), head.tokens(found.indices).tolist(), found.values.tolist())
+        depth = len(self._grown.levels)
         kind = min(depth, DEPTHS - 1)
-        for probabilities in self._grown.levels[-1].probabilities[: len(parents)]:
+        for probabilities in level.probabilities:
             self._child[kind] += 0.05 * (self.confidence.of(depth, 0, probabilities[0]) - self._child[kind])
+        return self._grown.add(level, parents, self.confidence)
 
     def _worth_a_pass(self, likely: list[int]) -> tuple[int, float]:
         """How many of the last level's nodes to go on from, the likeliest first, and what the pass takes; none if no
         number of further levels pays.
 
-        What comes after is guessed: a first child of every node, and below the likeliest one a chain.
+        What comes after is guessed: a first child of every node, and below the likeliest one a chain. Once a further
+        level of that does not pay, none does: it is less likely, and takes as long.
         """
-        nodes, levels = self._grown.nodes, len(self._grown.levels)
+        nodes, levels, worth = self._grown.nodes, len(self._grown.levels), self._worth
         chances = sorted((node.chance for node in nodes), reverse=True)[:SIGHT]
-        known, best = self._value(chances)[0], (0.0, 0, 0.0)
+        known, best = self._value(chances, worth)[0], (0.0, 0, 0.0)
         for count in range(1, min(len(likely), FRONTIER) + 1):
             first = seconds = self.costs.draft.at(count)
             further = [nodes[index].chance * self._child[min(levels, DEPTHS - 1)] for index in likely[:count]]
+            before = -math.inf
             for depth in range(levels + 1, self.depth + 1):
-                if sum(further) * self._worth - seconds > best[0]:  # else not even if their rows cost nothing
-                    gain = self._value(sorted(chances + further, reverse=True))[0] - known - seconds
+                if sum(further) * worth - seconds > best[0]:  # else not even if their rows cost nothing
+                    gain = self._value(sorted(chances + further, reverse=True), worth)[0] - known - seconds
                     best = max(best, (gain, count, first))
+                    if gain <= before:
+                        break
+                    before = gain
                 further.append(further[-1 if depth > levels + 1 else 0] * self._child[min(depth, DEPTHS - 1)])
                 seconds += self._pass
         return best[1], best[2]
 
-    def _value(self, chances: list[float]) -> tuple[float, int]:
+    def _value(self, chances: list[float], worth: float) -> tuple[float, int]:
         """Of nodes with these chances, the likeliest first: most seconds that verifying them saves, and how many."""
-        best, gained, worth = (0.0, 0), 0.0, self._worth
-        for count, (chance, row) in enumerate(zip(chances, self._rows_cost, strict=False), start=1):
+        best, at, gained = 0.0, 0, 0.0
+        for count, chance in enumerate(chances[: self.nodes]):
             gained += chance * worth
-            if gained - row > best[0]:
-                best = gained - row, count
-        return best
+            saved = gained - self._rows_cost[count]
+            if saved > best:
+                best, at = saved, count + 1
+        return best, at
 
     def _keep(self, seconds: float, device: torch.device) -> DraftTree:
         """The draft of those candidates whose row pays; drafting took ``seconds``."""
         nodes = self._grown.nodes
         order = sorted(range(len(nodes)), key=lambda index: -nodes[index].chance)[: self.nodes]
-        kept = sorted(order[: self._value([nodes[index].chance for index in order])[1]])
+        kept = sorted(order[: self._value([nodes[index].chance for index in order], self._worth)[1]])
         number = {index: place for place, index in enumerate(kept)} | {ROOT: ROOT}
         parents = [number[nodes[index].parent] for index in kept]
         curve = self.costs.chain if parents == list(range(ROOT, len(kept) - 1)) else self.costs.verify

@@ -2,15 +2,18 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..base import Drafter
+from ..base import Drafter, Promised
 from ..decoding.acceptance import Verdict
 from ..decoding.draft_tree import ROOT, DraftTree
 from ..decoding.loop import DecodeState
 from ..model.target import FeatureOutput
+
+if TYPE_CHECKING:
+    from .weighing import Weighing
 
 BETWEEN = -1  # stands between two texts: no token, so that no match reaches over it and no draft either
 
@@ -87,6 +90,15 @@ class Retrieval(Drafter):
 
     max_batch = None
     follows = True
+    weighing: "Weighing | None" = None  # keeps of what was found as much as pays
+    _found: list[Found]
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        if self.weighing is not None:
+            self.weighing.begin(state)
+
+    def promised(self) -> Promised | None:
+        return self.weighing.promised() if self.weighing is not None else None
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
         """What a batch row could go on with."""
@@ -97,7 +109,16 @@ class Retrieval(Drafter):
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
     def propose(self, state: DecodeState) -> DraftTree:
-        return draft_of(self.retrieve_all(state), self.target.device)
+        found = self._found = self.retrieve_all(state)
+        if self.weighing is not None:
+            found = self.weighing.best_parts(found, state)
+            if not any(one.tokens for one in found):
+                self.weighing.note_plain()
+        return draft_of(found, self.target.device)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        if self.weighing is not None:
+            self.weighing.learn(self._found, verdict)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         """The texts say it."""

@@ -5,17 +5,18 @@ Of ``adapter_config.json`` nothing is taken but LoRA's numbers: peft's own class
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, HTTPError
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from torch import nn
 
+from ..checkpoint import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from ..paths import readable
 from ..wording import shortened
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+Model = TypeVar("Model", bound=nn.Module)
 BASE = "base_model_name_or_path"
 # What changes the weights that LoRA adds; of everything else only that it is off.
 TAKEN = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out")
@@ -37,7 +38,7 @@ def adapter_config(name: str, revision: str | None = None) -> dict[str, Any] | N
     Raises:
         ValueError: it is damaged, or of another kind than LoRA.
     """
-    path = _fetch(name, CONFIG_FILE, revision)
+    path = _fetch(name, ADAPTER_CONFIG_FILE, revision)
     if path is None:
         return None
     try:
@@ -57,7 +58,7 @@ def adapter_config(name: str, revision: str | None = None) -> dict[str, Any] | N
     return found
 
 
-def merge_adapter(model: PreTrainedModel, name: str, config: dict[str, Any], revision: str | None) -> PreTrainedModel:
+def merge_adapter(model: Model, name: str, config: dict[str, Any], revision: str | None) -> Model:
     """``model`` with the LoRA adapter ``name`` in its weights.
 
     Raises:
@@ -67,11 +68,11 @@ def merge_adapter(model: PreTrainedModel, name: str, config: dict[str, Any], rev
         import peft
     except ImportError:
         raise ValueError(f"{name} is a LoRA adapter, and peft is not installed; pip install peft") from None
-    path = _fetch(name, WEIGHTS_FILE, revision)
+    path = _fetch(name, ADAPTER_WEIGHTS_FILE, revision)
     if path is None:
-        raise ValueError(f"{name} has no {WEIGHTS_FILE}; save the adapter again, as safetensors")
+        raise ValueError(f"{name} has no {ADAPTER_WEIGHTS_FILE}; save the adapter again, as safetensors")
     given = {key: config[key] for key in TAKEN if config.get(key) is not None}
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **given))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**given))
     weights = load_file(path)
     wanted = peft.get_peft_model_state_dict(wrapped)
     shapes, known = ({key: value.shape for key, value in each.items()} for each in (weights, wanted))
@@ -81,7 +82,7 @@ def merge_adapter(model: PreTrainedModel, name: str, config: dict[str, Any], rev
             f"missing, unknown or of another shape, for example {shortened(differing[0])}"
         )
     peft.set_peft_model_state_dict(wrapped, weights)
-    merged: PreTrainedModel = wrapped.merge_and_unload()
+    merged: Model = wrapped.merge_and_unload()
     return merged
 
 

@@ -21,6 +21,7 @@ struct Product {
 // A weight [outputs, inputs] is kept as tiles of 16 outputs and 32 inputs: [outputs / 32][inputs / 32][2] of them, each in
 // the order [input / 2][output][input % 2] that the matrix unit wants. `spread` makes bf16 of a tile that is kept smaller.
 constexpr int IN = 32, OUT = 32, TILE = 1024;  // inputs of a tile, outputs of a pair of them, bytes of one in bf16
+constexpr int SCALED = 16;  // rows, up to which a product in int4 scales sums, and not weights
 
 // Before tiles are loaded from what was just written: GCC does not know that those instructions read memory.
 inline void written() { asm volatile("" ::: "memory"); }
@@ -51,11 +52,28 @@ struct Fourths {  // 16 scales and 16 middles (of value 8), then int4: a byte ho
         return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(tile + 64 + 32 * i)));
     }
     // The values and 128, which share an exponent in bf16, so that their bits are the last of the mantissa.
-    static __m512bh row(const uint8_t *tile, int i) {
-        const __m512i bits = i % 2 ? _mm512_srli_epi16(both(tile, i / 2), 4) : both(tile, i / 2);
+    static __m512bh whole(__m512i bits) {
         const __m512i mask = _mm512_set1_epi16(15), exponent = _mm512_set1_epi16(0x4300);
         return words(_mm512_ternarylogic_epi32(bits, mask, exponent, 0xea));  // bits & mask | exponent
     }
+    static __m512bh row(const uint8_t *tile, int i) {
+        return whole(i % 2 ? _mm512_srli_epi16(both(tile, i / 2), 4) : both(tile, i / 2));
+    }
+    static void spread_whole(const uint8_t *tile, __m512bh *to) {
+        for (int i = 0; i < 8; i++) {
+            const __m512i bits = both(tile, i);
+            to[2 * i] = whole(bits);
+            to[2 * i + 1] = whole(_mm512_srli_epi16(bits, 4));
+        }
+    }
+    // A group's part of a product: `sum` is that of its inputs times values and 128, `of_group` that of its inputs.
+    struct Scaling {
+        Floats scale, offset;
+        explicit Scaling(const uint8_t *tile) : scale(load((const bf16 *)tile)) {
+            offset = load((const bf16 *)tile + 16) - 136.0f * scale;
+        }
+        Floats operator()(Floats sum, float of_group) const { return scale * sum + offset * of_group; }
+    };
     static void spread(const uint8_t *tile, __m512bh *to) {
         const Floats scale = load((const bf16 *)tile), offset = load((const bf16 *)tile + 16) - 8.0f * scale;
         const Ints first = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, second = first + 8;
@@ -91,13 +109,57 @@ void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const fl
                 part[i % 2] = _mm512_dpbf16_ps(part[i % 2], words(_mm512_set1_epi32(both)), Kind::row(tile, i));
             }
             const Floats sum = (Floats)part[0] + (Floats)part[1];
-            if constexpr (Kind::BYTES == Fourths::BYTES) {
-                const Floats scale = load((const bf16 *)tile), middle = load((const bf16 *)tile + 16);
-                total[half] += scale * sum + (middle - 136.0f * scale) * of_groups[step];
-            } else
+            if constexpr (Kind::BYTES == Fourths::BYTES)
+                total[half] += typename Kind::Scaling(tile)(sum, of_groups[step]);
+            else
                 total[half] += sum;
         }
     for (int half = 0; half < 2; half++) store(total[half], sums + 16 * half);
+}
+
+// A few rows times 32 outputs in int4: values are multiplied as they are, and each group's sums are scaled, which are
+// fewer than the weights.
+inline void multiply_few(const bf16 *x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
+                         const float *of_groups, float (*sums)[OUT]) {
+    constexpr int64_t AHEAD = 2, RING = 4, FETCHED = 8;  // steps, steps, tiles
+    alignas(64) float parts[RING][2][SCALED][16];
+    const int64_t steps = inputs / IN;
+    const auto tile = [&](int64_t step, int half) { return packed + (2 * step + half) * Fourths::BYTES; };
+    const auto spread = [&](int64_t step) {
+        if (step < steps)
+            for (int half = 0; half < 2; half++)
+                Fourths::spread_whole(tile(step, half), (__m512bh *)(tiles + (2 * (step % RING) + half) * TILE));
+        written();
+    };
+    const auto add = [&](int64_t step) {
+        for (int half = 0; half < 2; half++) {
+            const Fourths::Scaling scaling(tile(step, half));
+            for (int64_t row = 0; row < rows; row++) {
+                float *sum = sums[row] + 16 * half;
+                store(load(sum) + scaling(load(parts[step % RING][half][row]), of_groups[row * steps + step]), sum);
+            }
+        }
+    };
+    std::memset(sums, 0, rows * sizeof(*sums));
+    for (int64_t step = 0; step < AHEAD; step++) spread(step);
+    for (int64_t step = 0; step < steps; step++) {
+        for (int64_t byte = 0; byte < 2 * Fourths::BYTES; byte += 64)
+            _mm_prefetch(tile(step, 0) + FETCHED * Fourths::BYTES + byte, _MM_HINT_T0);
+        spread(step + AHEAD);
+        const uint8_t *pair = tiles + 2 * (step % RING) * TILE;
+        _tile_loadd(6, pair, 64);
+        _tile_loadd(7, pair + TILE, 64);
+        _tile_loadd(4, x + step * IN, inputs * 2);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_stored(0, parts[step % RING][0], 64);
+        _tile_stored(1, parts[step % RING][1], 64);
+        written();
+        if (step >= AHEAD) add(step - AHEAD);
+    }
+    for (int64_t step = std::max<int64_t>(steps - AHEAD, 0); step < steps; step++) add(step);
 }
 
 // Up to 32 rows (two tiles of them, from x[0] and x[1]) times 32 outputs; `first`: nobody has read the weight yet, or put it into `tiles`.
@@ -179,10 +241,11 @@ void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residua
     if (rows > 1) _tile_loadconfig(&config);
     static thread_local std::vector<uint8_t> space;
     static thread_local std::vector<float> of_groups;  // sums of x
-    if (rows > 1 && Kind::BYTES != TILE) space.resize(2 * steps * TILE + 64);
-    if (rows == 1 && Kind::BYTES == Fourths::BYTES) {
-        of_groups.resize(steps);
-        for (int64_t i = 0; i < steps; i++)
+    constexpr bool GROUPS = Kind::BYTES == Fourths::BYTES;
+    if (rows > 1 && Kind::BYTES != TILE) space.resize(2 * std::max<int64_t>(steps, 4) * TILE + 64);
+    if (rows <= SCALED && GROUPS) {
+        of_groups.resize(rows * steps);
+        for (int64_t i = 0; i < rows * steps; i++)
             of_groups[i] = reduce(load(x + i * IN) + load(x + i * IN + LANES), [](float a, float b) { return a + b; });
     }
     uint8_t *tiles = (uint8_t *)(((uintptr_t)space.data() + 63) / 64 * 64);
@@ -201,6 +264,12 @@ void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residua
             done(sums[0][0], 0);
             continue;
         }
+        if constexpr (GROUPS)
+            if (rows <= SCALED) {
+                multiply_few(x, packed, tiles, rows, inputs, of_groups.data(), sums[0]);
+                for (int64_t row = 0; row < rows; row++) done(sums[0][row], row);
+                continue;
+            }
         for (int64_t first = 0; first < rows; first += 32) {
             // The last tile ends with the last row, and so may hold some rows a second time.
             const int64_t at[2] = {std::min(first, rows - tall), std::min(first + 16, rows - tall)};

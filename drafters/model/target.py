@@ -16,9 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from drafters.choices import Engine, Quantization
 
 from .clock import model_time
+from .cpu_kernels import multiplies
 from .files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
 from .graphs import GraphRunner
 from .kv_cache import KVCache
+from .linear import Product
 from .loading import DeviceMap, layer_devices, load_model
 from .rows import CHAIN, Rows
 from .runner import Part, PartLayer, Runner, fused_or_eager, identity
@@ -53,7 +55,8 @@ class TargetModel:
             later), and on a CPU the others copy the weights, which must not change any more.
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
-            quarter of the bytes a step reads. Embedding and LM head stay as they are.
+            quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with a
+            matrix unit, where it is read as int8: of a small model it is half of what is left.
 
     Attributes:
         hidden_size: H, the width of a feature. vocab_size: V, rows of the LM head. num_layers: decoder layers.
@@ -109,6 +112,8 @@ class TargetModel:
                 raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
             for fused, layer in zip(self.layers, body.layers, strict=True):
                 fused.quantize(layer, quantize)
+            if isinstance(self._lm_head, Product) and multiplies(self._lm_head.weight):
+                self._lm_head.quantize("int8")
 
     @classmethod
     def from_pretrained(
@@ -178,6 +183,8 @@ class TargetModel:
             total += round(weights.nbytes * chosen)
         if self.quantize is not None:
             total += sum(product.nbytes for layer in self.layers for product in layer.products)
+            if isinstance(self._lm_head, Product) and self._lm_head.quantized is not None:
+                total += self._lm_head.nbytes - self.model.get_output_embeddings().weight.nbytes
         return total
 
     def fingerprint(self) -> str:
@@ -199,8 +206,8 @@ class TargetModel:
         with model_time():
             if self._devices is not None:  # whose last is not the first
                 head = self.model.get_output_embeddings().weight.device
-                return self._lm_head(features.to(head)).to(self.device)
-            return self._lm_head(features)
+                features = features.to(head)
+            return self._lm_head(features).to(self.device)
 
     def new_cache(self, batch: int, capacity: int, layers: int | None = None) -> KVCache:
         """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of so many like them.

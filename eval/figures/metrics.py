@@ -107,7 +107,8 @@ def _interval(samples: np.ndarray) -> tuple[float, float]:
 
 
 def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
-    """tau over all prompts and without those of ``looping`` (indices of these runs' loops), CTAR(1..) and n-alpha.
+    """tau over all steps, as the mean of the prompts' own, and over all steps without the prompts of ``looping``
+    (indices of these runs' loops), CTAR(1..), n-alpha and joint acceptance by depth.
 
     All None for stock generate, which tells no steps.
     """
@@ -117,11 +118,16 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
     n_alpha: list[float] = []
     while (rate := trace.n_alpha(len(n_alpha))) is not None:
         n_alpha.append(rate)
+    joint: list[float] = []
+    while (rate := trace.joint_alpha(len(joint))) is not None:
+        joint.append(rate)
     figures = {
         "tau": trace.tau,
+        "tau_by_prompt": _mean([run.trace.tau for run in runs if run.trace is not None and run.trace.steps]),
         "tau_without_loops": rest.tau if rest.steps else None,
         "ctar": [trace.ctar(w) for w in range(1, max(longest, 2))],
         "n_alpha": n_alpha,
+        "joint_alpha": joint,
         "steps": len(trace.steps),
         "target_forwards": sum(step.forwards for step in trace.steps),
         "drafted_per_step": _mean([step.drafted for step in trace.steps]),

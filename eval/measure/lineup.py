@@ -101,7 +101,8 @@ def check_options(entries: list[DrafterEntry]) -> None:
     """Raise ValueError where an entry has an option that its drafter does not know; before any model is loaded."""
     for entry in entries:
         kind = drafter_class(entry.drafter)
-        known = [*kind.options.model_fields, *(("checkpoint", "revision") if issubclass(kind, LearnedDrafter) else ())]
+        learned = ("checkpoint", "revision", "adapter") if issubclass(kind, LearnedDrafter) else ()
+        known = [*kind.options.model_fields, *learned]
         for name in entry.options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

@@ -11,6 +11,29 @@ Of the steps that came to a depth with everything accepted, the share that accep
 checkpoint has one acceptance, whatever serves it: differences are in standard errors of two such shares, and mean
 something from 3 on."""
 
+DEFINITIONS = """\
+- **tau**: tokens committed over target forwards, over all steps of all prompts (micro); *by prompt*: the mean of the
+  prompts' own (macro), in which short answers weigh like long ones.
+- **n-alpha**: of the steps that accepted n draft tokens and had drafted more, the share that accepted the next one;
+  for n = 0, 1, 2, ...
+- **joint**: of all drafts, the share of which 1, 2, 3, ... or more tokens were accepted. It is counted: n-alphas
+  multiplied give it only where all drafts are of one depth.
+- **CTAR(w)**: of all steps, those without a draft included, the share that committed more than w tokens, bonus
+  included; for w = 1, 2, 3, ..."""
+POSITIONS = 8  # shown; the JSON has all
+
+
+def acceptance_by_position(rows: list[Row]) -> list[list[str]]:
+    """A table, head first, of the rows that tell their steps and drafted; nothing below the head where none does."""
+    lines = [["drafter", "T", "batch", "tau", "by prompt", "n-alpha", "joint", "CTAR"]]
+    for row in rows:
+        if row.get("joint_alpha"):
+            figures = [row["tau"], row["tau_by_prompt"]]
+            shares = [" ".join(number(x, 2) for x in row[k][:POSITIONS]) for k in ("n_alpha", "joint_alpha", "ctar")]
+            place = [shown_name(row), f"{row['temperature']:g}", str(row["batch"])]
+            lines.append([*place, *(number(x, 2) for x in figures), *shares])
+    return lines
+
 
 def differences(one: Row, other: Row) -> list[float]:
     """By depth, how many standard errors lie between the two rows' n-alpha."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.prompts import shown_sizes
-from eval.report.acceptance import ABOUT, acceptance_beside
+from eval.report.acceptance import ABOUT, DEFINITIONS, acceptance_beside, acceptance_by_position
 from eval.report.rows import number, setting_of, shown_name, statements, warnings
 
 EXPLANATION = """\
@@ -253,8 +253,10 @@ def software_line(facts: dict[str, Any]) -> str:
 
 
 def _acceptance(report: dict[str, Any]) -> list[str]:
+    head, *rows = acceptance_by_position(report["rows"])
+    lines = ["## Acceptance by position", "", *table(head, rows), "", DEFINITIONS, ""] if rows else []
     tables = [["", *table(head, rows)] for head, *rows in acceptance_beside(report["rows"])]
-    return ["## Acceptance by depth", "", ABOUT, *itertools.chain(*tables), ""] if tables else []
+    return lines + (["## Acceptance by depth", "", ABOUT, *itertools.chain(*tables), ""] if tables else [])
 
 
 def _categories(report: dict[str, Any]) -> list[str]:

@@ -106,7 +106,7 @@ def plain_loss_sum(task: Task, module: Any, batch: Batch, rows: Tensor, noise_se
             return -((p * log_q).sum(-1) * trained).sum()
 
         if predicted.dim() == 2:
-            return of_one(predicted, task.ends.lm_head)
+            return of_one(predicted, task.draft_lm_head)
         each = predicted.unbind(0)
         lm_heads = task.own or [task.ends.lm_head] * len(each)
         return torch.stack([of_one(*pair) for pair in zip(each, lm_heads, strict=True)])

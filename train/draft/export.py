@@ -1,16 +1,16 @@
 """A trained draft model as a folder of transformers, or an adapter as one of peft, with what it came from."""
 
 import contextlib
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from drafters.files import keep_mode, replace_json, sync
+from drafters.files import replace_json, replacing_files
 from drafters.model.files import load_bare_tokenizer
 from train.draft.module import DraftModule, draft_module
+from train.lora import copy_weights
 
 if TYPE_CHECKING:
     from train.draft_model import DraftModelConfig
@@ -22,8 +22,7 @@ def with_weights(config: "DraftModelConfig", weights: dict[str, Tensor]) -> Draf
     """Another module of the run, on the CPU, with copies of ``weights`` in their dtype."""
     with torch.random.fork_rng(devices=[]):
         module = draft_module(config.draft_model, config.lora, attention="sdpa")
-    for name, value in module.state_dict(keep_vars=True).items():
-        value.data = weights[name].clone()
+    copy_weights(module, weights)
     module.base.tie_weights()
     return module.eval()
 
@@ -33,28 +32,15 @@ def export(config: "DraftModelConfig", weights: dict[str, Tensor], provenance: d
 
     A process killed on the way leaves the older one, the new one, or a folder that does not load.
     """
-    out, module = config.out, with_weights(config, weights)
-    temporary = out / ".export"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if config.lora is None:
-        module.model.to(torch.bfloat16)
-        (temporary / "README.md").write_text(card(config, provenance), encoding="utf-8")
-    module.model.save_pretrained(temporary)
-    with contextlib.suppress(ValueError):  # token ids in, token ids out: a model may come without one
-        load_bare_tokenizer(config.draft_model).save_pretrained(temporary)
-    replace_json(temporary / config.provenance_file, provenance)
-    mode = (temporary / config.provenance_file).stat().st_mode
-    files = sorted(temporary.iterdir(), key=lambda file: (file.name in CONFIGS, file.name == config.provenance_file))
-    for file in files:
-        keep_mode(file, mode)
-        sync(file)
-    for name in (*CONFIGS, config.provenance_file):
-        (out / name).unlink(missing_ok=True)
-    for file in files:
-        file.replace(out / file.name)
-    sync(out)
-    temporary.rmdir()
+    module = with_weights(config, weights)
+    with replacing_files(config.out, last=(*CONFIGS, config.provenance_file)) as folder:
+        if config.lora is None:
+            module.model.to(torch.bfloat16)
+            (folder / "README.md").write_text(card(config, provenance), encoding="utf-8")
+        module.model.save_pretrained(folder)
+        with contextlib.suppress(ValueError):  # token ids in, token ids out: a model may come without one
+            load_bare_tokenizer(config.draft_model).save_pretrained(folder)
+        replace_json(folder / config.provenance_file, provenance)
 
 
 def card(config: "DraftModelConfig", provenance: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """A causal LM as it is trained: its layers over packed dialogues, up to what its LM head takes; whole, or by LoRA."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from transformers.utils.logging import disable_progress_bar
 from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
 from drafters.model.loading import load_model
 from train.attention import NAME, Dialogues
-from train.draft.options import Lora
+from train.config import Lora
+from train.lora import load_base, with_lora
 
 PROBE = 4  # tokens of each of the two dialogues that a module is tried on
 
@@ -56,10 +56,7 @@ class DraftModule(nn.Module):
 
     def load_base(self, weights: dict[str, Tensor]) -> None:
         """Give transformers' model its weights, by its own names."""
-        own = {name.replace(".base_layer.", "."): value for name, value in self.base.state_dict(keep_vars=True).items()}
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
+        load_base(self.base, weights)
 
     def merged(self) -> PreTrainedModel:
         """transformers' model with what LoRA adds in its weights; the module is of no use afterwards."""
@@ -94,27 +91,6 @@ def draft_module(name: str, lora: Lora | None, attention: str = NAME) -> DraftMo
     if attention == NAME:
         check_packed(module, config)
     return module
-
-
-def with_lora(model: PreTrainedModel, lora: Lora, name: str) -> nn.Module:
-    """``model`` frozen within peft's, with matrices of rank ``lora.r`` beside its projections."""
-    import peft
-
-    targets: Any = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    given = peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=name,
-    )
-    try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
-            made: nn.Module = peft.get_peft_model(model, given)
-    except ValueError as error:
-        raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
-    return made
 
 
 @torch.no_grad()

@@ -5,15 +5,6 @@ from pydantic import Field
 from drafters.config import Config
 
 
-class Lora(Config):
-    """``lora:``: train matrices of low rank beside the projections, by peft, and leave the draft model as it is."""
-
-    r: int = Field(16, ge=1, description="their rank")
-    alpha: int = Field(32, ge=1, description="what they add counts alpha / r times")
-    dropout: float = Field(0.0, ge=0, lt=1)
-    targets: str | list[str] = Field("all-linear", description="modules by name, as peft takes them")
-
-
 class OnPolicy(Config):
     """``on_policy:``: answers that the draft model samples itself, in the place of the dialogues' own."""
 

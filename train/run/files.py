@@ -236,6 +236,16 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
             )
 
 
+def check_same_base(run: Path, base: dict[str, Any] | None) -> None:
+    """Raise ValueError where the drafter that the run in ``run`` trains an adapter of is no longer what it was."""
+    before = read_info(run).get("base")
+    if base is not None and before is not None and before["fingerprint"] != base["fingerprint"]:
+        raise ValueError(
+            f"--resume: init_from {base['name']!r} is another drafter (fingerprint {base['fingerprint']}) than the "
+            f"adapter in {run} was begun on ({before['fingerprint']}); restore it, or use another out="
+        )
+
+
 def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict[str, Any]:
     """What it takes to run a training program again; ``libraries``: whose versions matter beside torch's."""
     return {

@@ -63,8 +63,11 @@ def training_cost(task: Task) -> TrainingCost:
     matrices = {name: weights for name, weights in every if weights.dim() == 2 and name not in task.lm_heads}
     # 2 FLOPs for each of three products: the forward one, the weights' gradient (of frozen ones, none) and the input's
     # (of a constant, none).
-    less = {name for name, weights in matrices.items() if name in task.constant_inputs or not weights.requires_grad}
-    token = sum((4 if name in less else 6) * weights.numel() for name, weights in matrices.items())
+    products = {
+        name: 3 - (_without_lora(name) in task.constant_inputs) - (not weights.requires_grad)
+        for name, weights in matrices.items()
+    }
+    token = sum(2 * products[name] * weights.numel() for name, weights in matrices.items())
     layers = sum(hasattr(part, "o_proj") for part in task.module.modules())  # of attention
     # Scores and weighted sum: 2 x 2 FLOPs an element of a head; the backward pass takes two products for each.
     pair = 12 * config.num_attention_heads * head_sizes(config)[1] * layers
@@ -74,6 +77,11 @@ def training_cost(task: Task) -> TrainingCost:
     own_keys = pair * (steps * (steps - 1) // 2)
     row = task.row_flops + (LM_HEAD_PRODUCTS - 1) * (steps - 1) * 2 * vocab * head.in_features
     return TrainingCost(steps * token + own_keys, steps * pair, row)
+
+
+def _without_lora(name: str) -> str:
+    """A weight's name, or that of the one that LoRA's matrix has the input of."""
+    return re.sub(r"\.(base_layer|lora_A\.default)\.", ".", name)
 
 
 def peak_tflops(device: torch.device | str) -> float | None:

@@ -1,8 +1,9 @@
-"""What a forward costs on this machine by its rows: measured once, kept on disk, the ground on which drafts are shaped.
+"""What a step costs on this machine by its rows: measured once, kept on disk, the ground on which drafts are shaped.
 
 Where a step is bound by memory, a row more is nearly free; where it is bound by arithmetic, it is not. No rule of thumb
 knows which: it depends on the target, its dtype, the engine, the threads and the machine. And on the context: over a
-long one each row's attention takes its time, in proportion.
+long one each row's attention takes its time, in proportion. What is timed is the loop's own step, verdict and cache
+included, of a draft that is there already: where a forward is short, the host's share decides whether a draft pays.
 """
 
 import hashlib
@@ -16,20 +17,21 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from ..files import replace_json
+from ..model.kv_cache import KVCache
+from ..model.target import TargetModel
 from ..paths import user_cache
 from ..provenance import hardware
 from ..wording import dtype_name
-from .cpu_kernels import most_likely
-from .rows import CHAIN, Rows
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
-    from .target import TargetModel
+from .acceptance import rule_for
+from .draft_tree import ROOT, DraftTree
+from .loop import DecodeState, step
+from .sampling import Sampling
 
 CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the folder; "1" measures what is kept anew
 VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; those of a batch together are at most...
@@ -39,7 +41,7 @@ CONTEXT, LONGER = 256, 64  # rows that the measured ones attend to, at first, an
 LONG = 512  # tokens; longer contexts go by the line through a second one...
 FAR = 4096  # ...in a cache of so many rows, of all prompts
 SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
-SECONDS, ROUNDS = 4.0, 7  # rounds are measured until either is over
+SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over
 BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
 
 CURVES = ("verify", "chain", "draft")  # of Costs
@@ -83,7 +85,7 @@ class Costs(NamedTuple):
     """Seconds of a step's parts; rows are those of each batch row.
 
     Attributes:
-        plain: a step without a draft. verify, chain: the target's forward by its rows, after drafting a tree, a chain.
+        plain: a step without a draft. verify, chain: what follows drafting a tree, a chain, by the target's rows.
         first: a draft of one token. draft: one more pass of the drafter by its rows.
     """
 
@@ -128,27 +130,38 @@ class CostsByLength:
 
 
 def step_costs(
-    target: "TargetModel", name: Mapping[str, Any], batch: int, context: int, drafting: Drafting | None = None
+    target: TargetModel,
+    name: Mapping[str, Any],
+    batch: int,
+    sampling: Sampling,
+    context: int,
+    drafting: Drafting | None = None,
 ) -> Costs:
     """What steps behind ``context`` tokens cost here and now, or cost when it was measured.
 
     Args:
-        name: what, beside the target and the machine, the time depends on.
+        name: what, beside the target, the machine and the way of sampling, the time depends on.
         drafting: behind a number of tokens: drafts one token; and makes a draft pass over a number of rows, to be run.
             None: drafting takes no time worth mentioning.
     """
     near, size = _within(target, CONTEXT), max(FAR // batch, 2 * LONG)
-    costs = _costs_behind(target, name, batch, near, drafting)
+    costs = _costs_behind(target, name, batch, sampling, near, drafting)
     while context > LONG and (far := _within(target, size - SPARE)) > LONG:
         try:
-            return costs.towards(_costs_behind(target, name, batch, far, drafting), (context - near) / (far - near))
+            other = _costs_behind(target, name, batch, sampling, far, drafting)
+            return costs.towards(other, (context - near) / (far - near))
         except ValueError:  # the memory does not suffice
             size //= 2
     return costs
 
 
 def _costs_behind(
-    target: "TargetModel", name: Mapping[str, Any], batch: int, context: int, drafting: Drafting | None
+    target: TargetModel,
+    name: Mapping[str, Any],
+    batch: int,
+    sampling: Sampling,
+    context: int,
+    drafting: Drafting | None,
 ) -> Costs:
     """Measured behind so many tokens, now or before."""
 
@@ -156,19 +169,19 @@ def _costs_behind(
         pass
 
     def plain() -> float:
-        one = forward(target, batch, behind(target, batch, context), 1)
+        one = verification(target, batch, sampling, behind(target, batch, context), 1)
         return timed({0: (one, one)}, target.device)[0]
 
     def measure() -> Costs:
         begin, make = drafting(context) if drafting is not None else (idle, None)
-        forward_of = partial(forward, target, batch, behind(target, batch, context))
-        one = forward_of(1)
+        step_of = partial(verification, target, batch, sampling, behind(target, batch, context))
+        one = step_of(1)
         parts: dict[Any, tuple[Run, Run]] = {"plain": (one, one), "first": (one, begin)}
         # A cache that holds the target's weights holds less of them after a draft, and the other way round.
         verified = [rows for rows in VERIFIED if rows == 2 or rows * batch <= MOST_ROWS]
-        parts |= {("verify", rows): (begin, forward_of(rows)) for rows in verified}
+        parts |= {("verify", rows): (begin, step_of(rows)) for rows in verified}
         chained = [rows for rows in CHAINED if rows in verified]
-        parts |= {("chain", rows): (begin, forward_of(rows, chain=True)) for rows in chained}
+        parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
         found = timed(parts, target.device)
@@ -177,22 +190,56 @@ def _costs_behind(
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
         return Costs(found["plain"], verify, chain, found["first"] if make is not None else 0.0, draft)
 
-    key = {"draft": dict(name), "batch": batch, "context": context} | machine_key(target)
+    way = {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
+    key = {"draft": dict(name), "batch": batch, "context": context} | way | machine_key(target)
     return kept(key, measure, lambda costs: plain() < BUSY * costs.plain)
 
 
-def forward(
-    target: "TargetModel", batch: int, cache_behind: Callable[[], "KVCache"], rows: int, chain: bool = False
+def verification(
+    target: TargetModel,
+    batch: int,
+    sampling: Sampling,
+    cache_behind: Callable[[], KVCache],
+    rows: int,
+    chain: bool = False,
 ) -> Run:
-    """A forward of a root and ``rows - 1`` draft tokens, its children or a chain, behind a context: as the loop's."""
-    tokens = torch.zeros(batch, rows, dtype=torch.long, device=target.device)
-    see = torch.eye(rows, dtype=torch.bool, device=target.device)[None]
-    see[..., 0] = True
-    placed = Rows(see, see.sum(-1) - 1) if rows > 1 and not chain else CHAIN
-    return lambda: most_likely(target.lm_head(target.run(tokens, cache_behind(), placed).features))
+    """A step of the loop whose draft is there: a root and ``rows - 1`` draft tokens, its children or a chain."""
+    tokens = torch.zeros(batch, rows - 1, dtype=torch.long, device=target.device)
+    parents = range(ROOT, rows - 2) if chain else [ROOT] * (rows - 1)
+    drafter: Any = _Proposing(DraftTree.from_parents(tokens, tuple(parents)))
+    generator, rule = torch.Generator(target.device).manual_seed(0), rule_for(sampling)
+    unending = target.max_context  # tokens: no step is a row's last
+    state = DecodeState.of(target, [[] for _ in range(batch)], 1, unending, sampling, generator, frozenset())
+
+    def once() -> object:
+        state.cache = cache_behind()
+        for row, length in enumerate(state.cache.lengths):
+            state.replace(row, [0] * (length + 1))
+            state.prompt_lengths[row] = length + 1
+        return step(state, drafter, rule)
+
+    return once
 
 
-def behind(target: "TargetModel", batch: int, context: int, layers: int | None = None) -> Callable[[], "KVCache"]:
+class _Proposing:
+    """In a drafter's place: proposes the same draft in every step, and takes no time."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, draft: DraftTree) -> None:
+        self._draft = draft
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        return self._draft
+
+    def while_verifying(self, *given: object) -> None:
+        pass
+
+    def observe(self, *given: object) -> None:
+        pass
+
+
+def behind(target: TargetModel, batch: int, context: int, layers: int | None = None) -> Callable[[], KVCache]:
     """A cache with so many committed rows, and with room for more; every time that it is asked for, it is a row longer,
     as in decoding: libraries prepare themselves anew for shapes that they have not met.
 
@@ -205,23 +252,24 @@ def behind(target: "TargetModel", batch: int, context: int, layers: int | None =
         rows.zero_()  # memory that was never written is all one page, which is read in no time
     lengths = cycle(range(context, context + LONGER))
 
-    def longer() -> "KVCache":
+    def longer() -> KVCache:
         cache.lengths = [next(lengths)] * batch
         return cache
 
     return longer
 
 
-def _within(target: "TargetModel", context: int) -> int:
+def _within(target: TargetModel, context: int) -> int:
     """As much of a context as leaves room for what is measured behind it."""
     return max(min(context, target.max_context - LONGER - VERIFIED[-1]), 0)
 
 
 @torch.inference_mode()
 def timed(parts: Mapping[Any, tuple[Run, Run]], device: torch.device) -> dict[Any, float]:
-    """Least seconds of each part's second run, which follows the first one, untimed.
+    """Median seconds of each part's second run, which follows the first one, untimed.
 
-    They take turns: a machine that slows down slows all of them. Other work on it only adds: hence the least.
+    They take turns: a machine that slows down slows all of them. Not the least seconds: what decides are ratios, and of
+    one part that had a lucky moment and another that had none the ratio is wrong.
     """
     found: dict[Any, list[float]] = {key: [] for key in parts}
     for both in parts.values():  # warm-up: kernels are chosen, graphs captured
@@ -236,7 +284,7 @@ def timed(parts: Mapping[Any, tuple[Run, Run]], device: torch.device) -> dict[An
             found[key].append(_now(device) - start)
         if _now(device) - began > SECONDS:
             break
-    return {key: min(seconds) for key, seconds in found.items()}
+    return {key: median(seconds) for key, seconds in found.items()}
 
 
 def _now(device: torch.device) -> float:
@@ -245,7 +293,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def machine_key(target: "TargetModel") -> dict[str, Any]:
+def machine_key(target: TargetModel) -> dict[str, Any]:
     """All that the time of a target's forward depends on."""
     return {
         "target": target.fingerprint(),
@@ -262,9 +310,11 @@ def machine_key(target: "TargetModel") -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """A digest of the code that runs models: a faster kernel has other costs."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
+    """A digest of the code that a step runs through: a faster kernel has other costs."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted(
+        file for room in ("model", "decoding", "drafting") for file in (package / room).glob("*.[chp]*")
+    ):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -1,0 +1,163 @@
+"""What eval.compare does with two reports."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from drafters.wording import shortened
+from eval.compare import ALPHA, BASELINE, MACHINE, Key, Read, check_comparable, keys
+from eval.figures.metrics import typical_pair, typical_run
+from eval.figures.paired import Figure, change, holm
+from eval.measure.journal import run_from_line
+from eval.measure.runner import Run
+from eval.report.files import write_page
+from eval.report.page import run_again, table
+
+Unit = tuple[str, int]  # a prompt, or a batch of them: its name and its tokens
+FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns whose sums it is of
+    "tau": (["tokens", "forwards"], lambda sums: sums[..., 0] / sums[..., 1]),
+    "tokens/s": (["tokens", "seconds"], lambda sums: sums[..., 0] / sums[..., 1]),
+    "speedup": (
+        ["pair's tokens", "pair's seconds", "plain tokens", "plain seconds"],
+        lambda sums: sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3]),
+    ),
+}
+FEWEST = 2  # prompts
+COLUMNS = ["tokens", "seconds", "forwards", "pair's tokens", "pair's seconds", "plain tokens", "plain seconds"]
+ABOUT = """\
+Figures are of the prompts that both reports measured (a batch of them counts as one); of several rounds, the median
+one. In brackets the 95% interval of the paired bootstrap over those prompts. *p*: a sign-flip test's (were both runs of
+one thing, the two of a prompt could be swapped), by Holm's method for all lines together: two reports of the same thing
+show a change in at most one comparison of twenty. tokens/s changes with the machine's mood, too, which is a prompt's
+noise only as far as it is not that of all of them: plain decoding's line shows it, and the speedup, of methods
+that took turns, is free of it.
+"""
+
+
+def run(a: Read, b: Read, names: list[str], out: Path, argv: list[str], console: Console) -> dict[str, Any]:
+    """Compare, write both files and print what changed; returns what is in the JSON.
+
+    Raises:
+        ValueError: the reports have no method or no prompts in common.
+        OSError: a file could not be written.
+    """
+    found = compare(a, b, names)
+    for line in statements(found):
+        console.print(line, markup=False, highlight=False)
+    write_page({**found, "argv": argv}, page(found, argv), out, "compare", console)
+    return found
+
+
+def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
+    """Every figure of every method that both reports have, on the prompts that both measured.
+
+    Raises:
+        ValueError: there is none.
+    """
+    differ = check_comparable(a[0], b[0])
+    runs = [_by_key(lines) for _, lines in (a, b)]
+    plain = [_plain(report) for report, _ in (a, b)]
+    left_out = ["tokens/s"] if differ.keys() & set(MACHINE) else []
+    rows: list[dict[str, Any]] = []
+    for key in keys(a[0], b[0]):
+        units = [unit for unit in runs[0].get(key, {}) if unit in runs[1].get(key, {})]
+        if len(units) < FEWEST:
+            continue
+        bases = [of.get((label, *key[1:]), {}) for of, label in zip(runs, plain, strict=True)]
+        sides = [_columns(of[key], base, units) for of, base in zip(runs, bases, strict=True)]
+        for name, (columns, figure) in FIGURES.items():
+            if name in left_out or (name != "tokens/s" and key[0] in plain):
+                continue  # plain decoding has tau 1 and is itself what speedups are over
+            one, other = ([side[column] for column in columns] for side in sides)
+            pair = np.array(one, dtype=float).T, np.array(other, dtype=float).T
+            told = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # nothing to decode, or steps that are not told
+            if told.sum() >= FEWEST:
+                made = asdict(change(pair[0][told], pair[1][told], figure))
+                rows.append({"drafter": key[0], "temperature": key[1], "batch": key[2], "figure": name, **made})
+    if not rows:
+        methods = [sorted({key[0] for key in of}) for of in runs]
+        raise ValueError(
+            f"nothing can be compared: {names[0]} has {shortened(methods[0])} and {names[1]} {shortened(methods[1])}, "
+            f"and no method decodes {FEWEST} or more of the same prompts in both"
+        )
+    for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+        row |= {"p_adjusted": adjusted, "significant": adjusted < ALPHA}
+    return {
+        "format_version": 1,
+        "reports": names,
+        "differences": {name: list(values) for name, values in differ.items()},
+        "not_compared": left_out,
+        "rows": rows,
+    }
+
+
+def _by_key(lines: list[dict[str, Any]]) -> dict[Key, dict[Unit, list[Run]]]:
+    """The rounds of every prompt by every method."""
+    found: dict[Key, dict[Unit, list[Run]]] = {}
+    for line in lines:
+        made = run_from_line(line)
+        units = found.setdefault((made.method, made.temperature, made.batch), {})
+        units.setdefault((line["prompt"], line["prompt_tokens"]), []).append(made)
+    return found
+
+
+def _plain(report: dict[str, Any]) -> str:
+    """Plain decoding's label."""
+    entries = report["environment"]["config"]["drafters"]
+    return next((entry.get("label") or BASELINE for entry in entries if entry["drafter"] == BASELINE), BASELINE)
+
+
+def _columns(runs: dict[Unit, list[Run]], plain: dict[Unit, list[Run]], units: list[Unit]) -> dict[str, list[float]]:
+    """What sums are of, by prompt; 0 where it is not told."""
+    found: dict[str, list[float]] = {name: [] for columns, _ in FIGURES.values() for name in columns}
+    for unit in units:
+        typical = typical_run(runs[unit])
+        steps = typical.trace.steps if typical.trace is not None else []
+        pair = typical_pair(runs[unit], plain[unit]) if unit in plain else None
+        values = [typical.decoded_tokens, typical.decode_seconds, sum(step.forwards for step in steps)]
+        values += [x for run in pair or () for x in (run.decoded_tokens, run.decode_seconds)] or [0.0] * 4
+        for name, value in zip(COLUMNS, values, strict=True):
+            found[name].append(value)
+    return found
+
+
+def statements(found: dict[str, Any]) -> list[str]:
+    """In words: what differs beside the figures, and what has changed."""
+    lines = [
+        f"{name}: {shortened(a)} in the first, {shortened(b)} in the second"
+        for name, (a, b) in found["differences"].items()
+    ]
+    lines += [f"{name} is not compared: the machine is another" for name in found["not_compared"]]
+    changed = [row for row in found["rows"] if row["significant"]]
+    lines += [
+        f"{row['drafter']}, T = {row['temperature']:g}: {row['figure']} {100 * (row['ratio'] - 1):+.1f}%, "
+        f"{_shown(row['a'])} to {_shown(row['b'])}"
+        for row in changed
+    ]
+    if not changed:
+        lines.append(f"of {len(found['rows'])} figures, none has changed significantly")
+    return lines
+
+
+def page(found: dict[str, Any], argv: list[str]) -> str:
+    """``compare.md``."""
+    first, second = found["reports"]
+    cells = [
+        [row["drafter"], f"{row['temperature']:g}", str(row["batch"]), row["figure"], str(row["prompts"])]
+        + [_shown(row["a"]), _shown(row["b"])]
+        + ["{:+.1f}% [{:+.1f}, {:+.1f}]".format(*(100 * (x - 1) for x in (row["ratio"], *row["ratio_ci"])))]
+        + [f"{row['p_adjusted']:.2g}", "**changed**" if row["significant"] else ""]
+        for row in found["rows"]
+    ]
+    head = ["drafter", "T", "batch", "figure", "prompts", "first", "second", "change", "p", ""]
+    lines = ["# What changed", "", f"- first: {first}", f"- second: {second}"]
+    lines += [f"- {line}" for line in statements(found)]
+    lines += ["", *table(head, cells), "", ABOUT]
+    return "\n".join([*lines, *run_again(argv)])
+
+
+def _shown(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.1f}"

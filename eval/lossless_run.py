@@ -1,0 +1,192 @@
+"""What eval.lossless does with its config."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.progress import Bar
+from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
+from drafters.decoding.acceptance import FEW_ROWS
+from drafters.decoding.call import eos_ids
+from drafters.provenance import environment, load_average
+from drafters.wording import dtype_name
+from eval.entries import paths_of
+from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
+from eval.lossless import LosslessConfig
+from eval.measure.identity import conditions
+from eval.measure.lineup import Lineup, check_options
+from eval.measure.watched import Watched
+from eval.prompts import load_prompts
+from eval.report.files import write_page
+from eval.report.lossless import LOSSLESS, LOSSY, NOT_LOSSLESS, UNDECIDED, markdown, verdict_line
+from eval.speed_run import load_models
+
+NEEDED = 2  # accepted draft tokens behind which there must be enough places to test: a q of another depth shows there
+STEM = "lossless"
+
+
+def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Certify, write both files and print the verdict; returns what is in the JSON.
+
+    Raises:
+        ValueError: something configured is missing or does not fit.
+        OSError: a file could not be written.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    check_options([config.drafter])
+    lineup, target = _load(config, config.target.dtype)
+    name, lossless = next((name, row["lossless"]) for name, row in lineup.described.items())
+    paths = [config.target.path, *paths_of([config.drafter])]
+    facts = environment(target) | conditions(paths, str(target.device), config.threads)
+    facts |= {"config": config.model_dump(mode="json"), "argv": argv}
+    found: dict[str, Any] = {"format_version": 1, "drafter": {"name": name, **config.drafter.model_dump(mode="json")}}
+    if not lossless:
+        found |= {"verdict": LOSSY, "reasons": [], "greedy": [], "sampled": None}
+    else:
+        prompts = _prompts(config, lineup, target)
+        found |= certify(config, target, lineup, prompts)
+        del target, lineup  # the memory of one of them suffices
+        if config.rounded not in (None, config.target.dtype):
+            found["greedy"].append(_rounded(config, prompts))
+        found |= judged(found["greedy"], found["sampled"])
+    found["environment"] = facts | {"load_average_after": load_average()}
+    console.print(verdict_line(found), markup=False, highlight=False)
+    write_page(found, markdown(found), config.out, STEM, console)
+    return found
+
+
+def _load(config: LosslessConfig, dtype: Any) -> tuple[Lineup, TargetModel]:
+    chosen = config.target.model_copy(update={"dtype": dtype})
+    longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
+    models = load_models(chosen, longest + max(config.greedy_tokens, config.new_tokens), config.batch)
+    return Lineup([config.drafter], models), models.target
+
+
+def certify(config: LosslessConfig, target: TargetModel, lineup: Lineup, prompts: list[list[int]]) -> dict[str, Any]:
+    """What the verdict on a drafter that says it is lossless rests on, in the target's dtype."""
+    greedy = greedy_part(config, target, _fresh(lineup, 0.0), prompts)
+    return {"greedy": [greedy], "sampled": sampled_part(config, target, _fresh(lineup, config.temperature), prompts)}
+
+
+def _rounded(config: LosslessConfig, prompts: list[list[int]]) -> dict[str, Any]:
+    """Greedy texts in the other dtype."""
+    lineup, target = _load(config, config.rounded)
+    return greedy_part(config, target, _fresh(lineup, 0.0), prompts)
+
+
+def _fresh(lineup: Lineup, temperature: float) -> Drafter:
+    return next(iter(lineup.fresh(temperature).values()))
+
+
+def judged(greedy: list[dict[str, Any]], sampled: dict[str, Any]) -> dict[str, Any]:
+    """The verdict, and why."""
+    reasons = []
+    for part in greedy:
+        if part["unexplained"]:
+            reasons.append(f"greedy, {part['dtype']}: {part['unexplained']:,} tokens are not the target's argmax")
+    for place, part in [*((f"greedy, {part['dtype']}", part) for part in greedy), ("sampled", sampled)]:
+        reasons += [f"{place}: {count:,} texts {what}" for what, count in part["broken_ends"].items()]
+    if sampled["outside"] > sampled["outside_allowed"]:
+        reasons.append(f"sampled: {sampled['outside']:,} tokens to which the target gives no probability")
+    if sampled["p_value"] < sampled["alpha"]:
+        reasons.append(f"sampled: the tokens are not distributed as the target's, p = {sampled['p_value']:.1e}")
+    if reasons:
+        return {"verdict": NOT_LOSSLESS, "reasons": reasons}
+    needed = min(NEEDED, sampled["longest_draft"])
+    if sampled["deepest"] < needed:
+        reasons.append(
+            f"sampled: too few tokens behind {needed} accepted draft tokens, of drafts of up to "
+            f"{sampled['longest_draft']}: give more texts, or prompts on which drafts are accepted"
+        )
+    return {"verdict": UNDECIDED if reasons else LOSSLESS, "reasons": reasons}
+
+
+def _prompts(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> list[list[int]]:
+    """Token ids of the prompts: a file's, or what the target begins by itself, after its BOS or any token."""
+    longest = max(config.greedy_tokens, config.new_tokens)
+    if config.prompts is not None:
+        tokenizer = load_tokenizer(config.target.path, config.target.revision).tokenizer
+        limits = {"warmup": 0, "max_new_tokens": longest, "max_context": lineup.max_context}
+        return [prompt.ids for prompt in load_prompts(config.prompts, tokenizer, **limits).measured]
+    if config.begun_tokens + longest > lineup.max_context:
+        raise ValueError(
+            f"begun_tokens and new ones come to {config.begun_tokens + longest:,}, and the target and the drafter were "
+            f"made for {lineup.max_context:,} positions: lower greedy_tokens, new_tokens or begun_tokens"
+        )
+    generator = torch.Generator().manual_seed(config.seed)
+    first = torch.randint(target.vocab_size, (config.begun,), generator=generator).tolist()
+    bos = getattr(target.config, "bos_token_id", None)
+    starts = [[token if bos is None else bos] for token in first]
+    if config.begun_tokens == 1:
+        return starts
+    plain, new = make_drafter("autoregressive", target), config.begun_tokens - 1
+    settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "seed": config.seed}
+    result = generate(target, plain, starts, max_new_tokens=new, **settings)
+    return [start + row for start, row in zip(starts, result.tokens.tolist(), strict=True)]
+
+
+def _sizes(drafter: Drafter, most: int) -> Iterator[int]:
+    """Rows to decode together: verified row by row and side by side, which is other code, as many texts in either."""
+    most = min(most, drafter.max_batch or most)
+    few = min(most, FEW_ROWS)
+    return itertools.cycle([*[few] * (most // few), most])
+
+
+def greedy_part(
+    config: LosslessConfig, target: TargetModel, drafter: Drafter, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """Every prompt once, in batches of two sizes."""
+    texts, left = Texts(), prompts
+    for rows in _sizes(drafter, config.batch):
+        if not left:
+            break
+        some, left = left[:rows], left[rows:]
+        result = generate(target, drafter, some, max_new_tokens=config.greedy_tokens)
+        texts.prompts += some
+        texts.new += _rows(result)
+    found = greedy_fit(target, texts, eos_ids(target, None), config.greedy_tokens)
+    return {"dtype": dtype_name(target.dtype), **found}
+
+
+def sampled_part(
+    config: LosslessConfig, target: TargetModel, drafter: Drafter, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """Many short texts after the prompts, each judged as soon as it is there."""
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    longest = 0
+
+    def batches() -> Iterator[Texts]:
+        nonlocal longest
+        waiting, made = itertools.cycle(prompts), 0
+        with Bar(total=config.texts, unit=" texts", leave=False) as bar:
+            for number, rows in enumerate(_sizes(drafter, config.batch)):
+                if made >= config.texts:
+                    return
+                watched, some = Watched(drafter), list(itertools.islice(waiting, rows))
+                result = generate(
+                    target,
+                    cast(Drafter, watched),
+                    some,
+                    max_new_tokens=config.new_tokens,
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    seed=config.seed + 1 + number,  # that of the prompts would give the numbers they were drawn with
+                )
+                longest = max(longest, *(max(verdict.depths) for verdict, _ in watched.seen), 0)
+                yield Texts(some, _rows(result), [watched.known(row) for row in range(len(some))])
+                made += len(some)
+                bar.update(len(some))
+
+    eos = eos_ids(target, None)
+    found = sampled_fit(target, batches(), sampling, eos, config.new_tokens, config.alpha, config.seed)
+    return {**found, "longest_draft": longest}
+
+
+def _rows(result: Any) -> list[list[int]]:
+    return [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]

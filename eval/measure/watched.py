@@ -1,0 +1,100 @@
+"""A drafter that is looked at while it decodes: of every token, what was known before it was drawn."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters import Drafter, Sampling
+from drafters.decoding.acceptance import Rule, Verdict
+from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.drafting.merged_tree import MergedTree
+
+PREFILL = -1  # no draft token was accepted before it, for there was no step
+
+
+class Known(NamedTuple):
+    """What was known before a token was drawn.
+
+    Attributes:
+        accepted: draft tokens accepted before it in its own step; ``PREFILL`` of the one that the prefill gave.
+        before: draft tokens accepted in the step before; None in the first.
+        q: ``[V]`` what its draft was drawn from, or ones for the tokens drafted without drawing; None: nothing was
+            drafted for its place.
+    """
+
+    accepted: int
+    before: int | None
+    q: Tensor | None
+
+
+@dataclass
+class Watched:
+    """Stands in for a drafter (whatever is not here is the drafter's) and keeps what its rule was given.
+
+    What it keeps of a draft is the path that was accepted, so that memory suffices for real vocabularies.
+    """
+
+    drafter: Drafter
+    seen: list[tuple[Verdict, list[list[Tensor | None]]]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def rule(self, sampling: Sampling) -> Rule:
+        """The drafter's own; every draft and verdict is seen."""
+        rule = self.drafter.rule(sampling)
+
+        def watching(
+            draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        ) -> Verdict:
+            given = Distributions(draft, logits.shape[-1])
+            verdict = rule(draft, logits, see, sampling, generator)
+            after = [[given.after(row, node - 1) for node in path] for row, path in enumerate(verdict.rows)]
+            self.seen.append((verdict, after))
+            return verdict
+
+        return watching
+
+    def known(self, row: int) -> list[Known]:
+        """Of every new token of a batch row; to be asked when the row has ended, and what was cut off is known."""
+        found, before = [Known(PREFILL, None, None)], None
+        for verdict, after in self.seen:
+            path = verdict.rows[row]  # what the loop has kept of it
+            found += [Known(accepted, before, q) for accepted, (_, q) in enumerate(zip(path, after[row], strict=False))]
+            before = len(path) - 1
+        return found
+
+
+class Distributions:
+    """From what the nodes of a draft were drawn; on the host, it is asked for a few of them."""
+
+    def __init__(self, draft: DraftTree, vocabulary: int) -> None:
+        self.draft, self.vocabulary = draft, vocabulary
+        self.tokens, self.parents = draft.tokens.tolist(), draft.parents.tolist()
+        self.q_row = draft.q_row.tolist() if draft.q is not None and draft.q_row is not None else None
+        self.valid = draft.valid.tolist() if draft.valid is not None else None
+
+    def after(self, row: int, node: int) -> Tensor | None:
+        """What the children of ``node`` (or of ``ROOT``) were drawn from, see ``Known.q``."""
+        parents = self.parents[row]
+        children = [n for n, parent in enumerate(parents) if parent == node and (not self.valid or self.valid[row][n])]
+        if not children:
+            return None
+        rows = self._rows(row, node, children)
+        if rows:
+            assert self.draft.q is not None
+            return self.draft.q[row, rows].mean(0)
+        tokens = torch.tensor([self.tokens[row][n] for n in children], device=self.draft.tokens.device)
+        return torch.zeros(self.vocabulary, device=tokens.device).index_fill_(0, tokens, 1.0)
+
+    def _rows(self, row: int, node: int, children: list[int]) -> list[int]:
+        """The rows of q of these children; none where they were not drawn."""
+        if isinstance(self.draft, MergedTree):
+            place = {number: index for index, number in enumerate(self.draft.inner)}.get(node - ROOT)
+            if place is None:
+                return []
+            trials = zip(self.draft.children[place].tolist(), self.draft.q_rows[place].tolist(), strict=True)
+            return sorted({q_row for child, q_row in trials if child >= 0})
+        return sorted({self.q_row[row][n] for n in children if self.q_row[row][n] >= 0}) if self.q_row else []

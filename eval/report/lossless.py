@@ -1,0 +1,102 @@
+"""How a certificate of losslessness looks; ``markdown`` makes the page of nothing but the JSON."""
+
+from typing import Any
+
+from eval.report.page import machine_line, number, run_again, software_line, table, target_line
+
+LOSSLESS, NOT_LOSSLESS = "lossless", "not lossless"
+UNDECIDED, LOSSY = "not shown", "lossy by design"
+SHOWN_DIVERGENCES = 20
+STATEMENTS = {
+    LOSSLESS: "nothing that it would have noticed is wrong",
+    NOT_LOSSLESS: "its output is not the target's",
+    UNDECIDED: "nothing is wrong, and too little was tested",
+    LOSSY: "it may change the target's output, on purpose: there is nothing to certify",
+}
+ABOUT = """\
+Greedy: every token against the argmax of transformers' own model, given the whole text before it. A difference is
+explained where both logits lie so close that rounding decides.
+
+Sampled: of every token, the place that it takes on [0, 1) when the vocabulary is laid out there, each token as long as
+the target's probability of it given the text before. Places of tokens that are drawn from the target are uniform and
+independent, whatever was drafted; each line is one test of that (chi-square, 8 bins), laid out by falling probability
+of the target, or by how much likelier the draft held a token than the target does. Lines are of tokens that were chosen
+by what was known before they were drawn. *would have caught*: the total variation between the places' distribution and
+the uniform one that this test finds with a probability of {power:.0%}. What averages out over the tokens of a line
+and within an eighth of the scale shows in none. Bonferroni: *p* is the smallest p-value times the number of tests, and
+a lossless drafter fails with a probability of {alpha:g} or less."""
+
+
+def verdict_line(found: dict[str, Any]) -> str:
+    """One line: the verdict, and what it rests on."""
+    name, sampled = found["drafter"]["name"], found["sampled"]
+    line = f"{name}: {found['verdict']} ({STATEMENTS[found['verdict']]})"
+    if sampled is None:
+        return line
+    distance = next((test["distance"] for test in sampled["tests"]), None)
+    return (
+        f"{line}; sampled p = {sampled['p_value']:.2g} on {sampled['tokens']:,} tokens, a total variation of "
+        f"{number(distance, 3)} would have been caught with {sampled['power']:.0%}"
+    )
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """``lossless.md``."""
+    facts, sampled = found["environment"], found["sampled"]
+    lines = [f"# {found['drafter']['name']}: {found['verdict']}", "", f"**{verdict_line(found)}.**", ""]
+    lines += [f"- **{reason}**" for reason in found["reasons"]]
+    lines += [target_line(facts), machine_line(facts), software_line(facts), ""]
+    if sampled is not None:
+        lines += [*_greedy(found["greedy"]), *_sampled(sampled, facts["config"])]
+        lines += [ABOUT.format(**sampled), ""]
+    return "\n".join([*lines, *run_again(facts["argv"])])
+
+
+def _greedy(parts: list[dict[str, Any]]) -> list[str]:
+    head = ["dtype", "texts", "tokens", "texts without a difference", "differences", "of them unexplained"]
+    rows = [
+        [part["dtype"], f"{part['texts']:,}", f"{part['tokens']:,}", f"{part['exact_texts']:,}"]
+        + [f"{len(part['divergences']):,}", f"{part['unexplained']:,}"]
+        for part in parts
+    ]
+    lines = ["## Greedy", "", *table(head, rows), ""]
+    for part in parts:
+        worst = sorted(part["divergences"], key=lambda each: (each["explained"], -each["gap"]))
+        if worst:
+            cells = [
+                [str(each["prompt"]), str(each["position"])]
+                + [f"{each[key]:.2g}" for key in ("margin", "gap", "tolerance")]
+                + ["yes" if each["explained"] else "**no**"]
+                for each in worst[:SHOWN_DIVERGENCES]
+            ]
+            titles = ["text", "position", "top-2 margin", "below the best logit", "rounding explains", "explained"]
+            shown = f"the {len(cells)} largest of {len(worst)}" if len(worst) > len(cells) else "all"
+            lines += [f"Differences in {part['dtype']} ({shown}), in logits:", "", *table(titles, cells), ""]
+    return lines
+
+
+def _sampled(sampled: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    filters = f"top-k {config['top_k'] or 'off'}, top-p {config['top_p']:g}"
+    ends = sampled["ends"]
+    orders = {"target": "the target's", "draft": "the draft's"}
+    rows = [
+        [test["tokens"], orders[test["order"]], f"{test['count']:,}", f"{test['p_value']:.2g}"]
+        + [f"{test['distance']:.3f}"]
+        for test in sampled["tests"]
+    ]
+    lines = [
+        f"## Sampled, temperature {config['temperature']:g}, {filters}",
+        "",
+        f"- {sampled['texts']:,} texts, {sampled['tokens']:,} tokens; drafts {sampled['longest_draft']} tokens deep",
+        f"- p = {sampled['p_value']:.2g}; it fails below {sampled['alpha']:g}, a single test below "
+        f"{sampled['level']:.1e}",
+        f"- texts that ended: {ends['observed']:,}, expected {ends['expected']:.1f} "
+        f"(p = {sampled['ends_p_value']:.2g}); tokens outside of the target's distribution: {sampled['outside']:,}",
+        "",
+        *table(["tokens", "laid out by", "number", "p-value", "would have caught"], rows, texts=2),
+        "",
+    ]
+    if sampled["untested"]:
+        few = ", ".join(f"{name} ({count:,})" for name, count in sampled["untested"].items())
+        lines += [f"Too few to test: {few}.", ""]
+    return lines

@@ -1,0 +1,113 @@
+"""`python -m eval.compare`: chance is no change, a change is found, and what cannot be compared is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import status
+
+from eval import compare
+from eval.compare_run import compare as compared
+from eval.figures import paired
+from eval.measure.journal import RUN_FIELDS
+
+NAMES = ["a", "b"]
+PROMPTS = 24
+METHODS = {"autoregressive": 1.0, "eagle": 2.0, "kangaroo": 1.5}  # tau
+
+
+def report(seed: int, slower: float = 1.0, prompts: int = PROMPTS, noise: float = 0.03, **facts: Any) -> compare.Read:
+    """As eval.speed writes it: what is ``seed``'s of the times is noise; ``slower``: eagle's seconds."""
+    generator = np.random.default_rng(seed)
+    lengths = np.random.default_rng(99).integers(20, 60, prompts)
+    lines = []
+    for index, tokens in enumerate(lengths.tolist()):
+        for method, tau in METHODS.items():
+            steps = round(tokens / tau)
+            seconds = 0.01 * steps * generator.lognormal(0, noise) * (slower if method == "eagle" else 1.0)
+            line: dict[str, Any] = dict.fromkeys(RUN_FIELDS)
+            line |= {"method": method, "temperature": 0.0, "round": 0, "first_tokens": 1, "index": index}
+            line |= {"tokens": [5] * (tokens + 1), "decode_seconds": seconds, "wall_seconds": seconds + 0.1}
+            line |= {"prompt": f"p{index}", "prompt_tokens": 9, "prefill_seconds": 0.1}
+            line |= {name: [1] * steps for name in ("drafted", "depth", "accepted", "committed", "forwards")}
+            line |= {f"{name}_seconds": [0.0] * steps for name in ("draft", "verify", "other", "model")}
+            lines.append(line)
+    environment = {
+        "target": {"fingerprint": "t"}, "prompt_set": {"sha256": "p"}, "dtype": "float32", "cpu": "C", "cpu_cores": 2,
+        "limits": {"max_new_tokens": 64, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0},
+        "config": {"drafters": [{"drafter": "eagle", "depth": 5}]},
+    } | facts  # fmt: skip
+    rows = [{"drafter": method, "temperature": 0.0, "batch": 1} for method in METHODS]
+    return {"environment": environment, "rows": rows, "baseline": {}}, lines
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples enough for five figures."""
+    monkeypatch.setattr(paired, "SAMPLES", 1000)
+
+
+def test_reports_of_the_same_thing(quick: None) -> None:
+    """Catches intervals that are too narrow for few prompts, and many figures each with a chance of its own: of
+    forty pairs at most four may show a change (two are to be expected at most).
+    """
+    pairs = [compared(report(2 * seed), report(2 * seed + 1), NAMES) for seed in range(40)]
+    assert len(pairs[0]["rows"]) == 7  # plain decoding's speed; tau, speed and speedup of two drafters
+    assert sum(any(row["significant"] for row in found["rows"]) for found in pairs) <= 4
+
+
+def test_five_per_cent_are_found(quick: None) -> None:
+    """Catches a test without power, a sign that is turned round, and a change that is put down to another drafter."""
+    for seed in range(10):
+        rows = compared(report(seed), report(100 + seed, slower=1.05), NAMES)["rows"]
+        eagle = {row["figure"]: row for row in rows if row["drafter"] == "eagle"}
+        assert eagle["tokens/s"]["significant"] and eagle["tau"]["p_value"] == 1.0
+        assert eagle["tokens/s"]["ratio"] == pytest.approx(1 / 1.05, abs=0.03)
+        assert eagle["tokens/s"]["ratio_ci"][0] < 1 / 1.05 + 0.02 and eagle["tokens/s"]["ratio_ci"][1] < 1
+        assert not any(row["significant"] for row in rows if row["drafter"] == "kangaroo" and row["figure"] == "tau")
+
+
+def test_what_differs_is_said_and_not_compared() -> None:
+    """Catches speeds of two machines side by side, other texts that pass for the same, and settings left unsaid."""
+    a, b = report(0), report(1, cpu="other", config={"drafters": [{"drafter": "eagle", "depth": 6}]})
+    found = compared(a, b, NAMES)
+    assert found["differences"]["cpu"] == ["C", "other"] and "options of eagle" in found["differences"]
+    assert found["not_compared"] == ["tokens/s"] and {row["figure"] for row in found["rows"]} == {"tau", "speedup"}
+    with pytest.raises(ValueError, match="of different texts.*target is 't' and 'u'"):
+        compared(a, report(1, target={"fingerprint": "u"}), NAMES)
+    for line in b[1]:
+        line["prompt"] = f"other {line['prompt']}"
+    with pytest.raises(ValueError, match="no method decodes 2 or more of the same prompts"):
+        compared(a, b, NAMES)
+
+
+def test_only_common_prompts_count() -> None:
+    """Catches prompts that are paired by their place in the file."""
+    a, b = report(0, noise=0.0), report(1, noise=0.0, prompts=30)
+    b[1].reverse()
+    found = compared(a, b, NAMES)
+    assert all(row["prompts"] == PROMPTS and row["ratio"] == pytest.approx(1.0) for row in found["rows"])
+
+
+def test_holm_worked_by_hand() -> None:
+    """Catches p-values in the wrong order, and adjusted ones that fall."""
+    assert paired.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert paired.holm([0.9, 0.001]) == pytest.approx([0.9, 0.002])
+
+
+def test_the_program(tmp_path: Path) -> None:
+    """Catches a page without the change, or written over the first report's, and a report without its journal."""
+    for name, (found, lines) in (("a", report(0)), ("b", report(1, slower=1.1))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(json.dumps(found))
+        journal = [{"environment": {}}, *lines]
+        (tmp_path / name / "measurements.jsonl").write_text("".join(json.dumps(line) + "\n" for line in journal))
+    assert status(compare.main, tmp_path / "a", tmp_path / "b" / "report.json") == 0
+    page = (tmp_path / "b" / "compare.md").read_text()
+    assert "- eagle, T = 0: tokens/s -" in page and "| **changed** |" in page and "python -m eval.compare" in page
+    assert not (tmp_path / "a" / "compare.md").exists()
+    (tmp_path / "a" / "measurements.jsonl").unlink()
+    with pytest.raises(ValueError, match="there is no .*measurements.jsonl; give the folders of two reports"):
+        compare.main([str(tmp_path / "a"), str(tmp_path / "b")])

@@ -1,0 +1,218 @@
+"""``lora:`` of a learned drafter's training: adapters of a trained head, and how they are merged and refused."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import tiny_run
+import torch
+from safetensors.torch import load_file
+
+from drafters import TargetModel, generate, load_drafter, make_drafter
+from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.eagle import EagleHead
+from drafters.export import export
+from drafters.head_adapter import load_head
+from drafters.kangaroo import KangarooAdapter
+from drafters.model.draft_head import DRAFT_IDS
+from train.run.endings import finished_at
+from train.run.files import TIMED, read_metrics
+from train.watch.flops import training_cost
+
+
+@pytest.fixture(scope="module")
+def head(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("head") / "base"
+    save_checkpoint(folder, EagleHead(target.config), make_config("eagle", {"tree": "chain", "depth": 3}, target))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(target: TargetModel, features: Path, head: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that has left an adapter."""
+    out = tmp_path_factory.mktemp("adapter") / "run"
+    lora = {"r": 4, "alpha": 12}
+    changes = {"steps": 30, "init_from": str(head), "lora": lora, "batch_tokens": 128}
+    return tiny_run.train_here("eagle", tiny_run.settings(target.name, features, out, **changes))
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, head: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run", init_from=str(head), lora={"r": 2})
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@torch.no_grad()
+def test_an_adapter_is_trained_and_merged(trained: Any, head: Path, target: TargetModel, tmp_path: Path) -> None:
+    """Catches an adapter of untrained matrices, one that peft does not load, a merge of another scale or into nothing,
+    a state with the frozen head in it, a finished run that is not seen as one, and options that are lost."""
+    out, config = trained.config.out, trained.config
+    course = [row["heldout_loss"] for row in read_metrics(out) if "heldout_loss" in row]
+    assert course[-1] < 0.95 * course[0]
+    state = load_file(out / "state" / "step-00000030" / "weights.safetensors")
+    assert state and all("lora_" in name for name in state)
+    assert not (out / "model.safetensors").exists() and not (out / ".export").exists()
+    assert finished_at(config, trained.inputs.train) == 30
+    bare = EagleHead(target.config)
+    bare.load_state_dict(load_checkpoint(head)[1])
+    inputs = torch.randn(1, 9, target.hidden_size), torch.randn(1, 9, target.hidden_size), torch.arange(9)[None]
+    before = bare(*inputs)
+    expected = peft.PeftModel.from_pretrained(bare, str(out))(*inputs)
+    assert (expected - before).abs().max() > 0.1 * before.abs().max()
+    plain = generate(target, make_drafter("autoregressive", target), [[5, 6, 7]], max_new_tokens=12).tokens[0]
+    for drafter in (
+        load_drafter(str(out), target),
+        make_drafter("eagle", target, checkpoint=str(head), adapter=str(out)),
+    ):
+        torch.testing.assert_close(drafter.module(*inputs), expected, rtol=1e-3, atol=1e-3)
+        assert (drafter.tree, drafter.depth) == ("chain", 3)  # the base's
+        assert torch.equal(generate(target, drafter, [[5, 6, 7]], max_new_tokens=12).tokens[0], plain)
+    weights = {name: value.detach().clone() for name, value in trained.task.module.state_dict().items()}
+    for name, value in trained.task.exported(weights)[0].items():  # what tau is measured with
+        torch.testing.assert_close(value, drafter.module.state_dict()[name], rtol=1e-5, atol=1e-5)
+    drafter.save_pretrained(tmp_path / "whole")
+    assert load_drafter(str(tmp_path / "whole"), target).module.fc.weight.dtype == target.dtype
+    export(str(out), "vllm", tmp_path / "vllm")
+    torch.testing.assert_close(
+        load_file(tmp_path / "vllm" / "model.safetensors")["fc.weight"], drafter.module.fc.weight
+    )
+
+
+def test_what_lora_takes_to_train(trained: Any, settings: dict[str, Any], ends: Any) -> None:
+    """Catches a dry run that estimates, or a cost that counts, the training of the frozen head."""
+    module = trained.task.module
+    matrices = [(name, part.numel()) for name, part in module.named_parameters() if part.dim() == 2]
+    frozen = sum(count for name, count in matrices if "lora_" not in name)
+    added = sum(count for name, count in matrices if "lora_" in name)
+    constant = module.fc.base_layer.weight.numel() + module.fc.lora_A["default"].weight.numel()
+    assert training_cost(trained.task).token == 4 * frozen + 6 * added - 2 * constant
+    from train.preflight.dry_run import dry_run
+
+    values = settings | {"lora": {"r": 4, "alpha": 12}}
+    report = dry_run(tiny_run.read("eagle", values), tiny_run.arguments())
+    assert not report.problems, report.text()
+    assert f"{added:,} of them trained" in report.text()
+    assert f"{values['init_from']}, whose weights fit" in report.text()
+
+
+def test_a_resumed_adapter_is_the_same(settings: dict[str, Any], head: Path, tmp_path: Path) -> None:
+    """Catches a resumed run with random weights beneath the LoRA, or with those of another head, and a state that does
+    not fit."""
+    shutil.copytree(head, tmp_path / "base")
+    values = settings | {"init_from": str(tmp_path / "base"), "save_every": 2, "weight_average": 0.9}
+    tiny_run.train_here("eagle", values | {"steps": 4, "schedule": "constant", "out": str(tmp_path / "reference")})
+    for steps in (2, 4):
+        changes = {"steps": steps, "schedule": "constant"}
+        tiny_run.train_here("eagle", values | changes, resume=steps > 2)
+    one, other = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("run", "reference"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)
+    rows = [
+        [{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(tmp_path / run)]
+        for run in ("run", "reference")
+    ]
+    assert [row for row in rows[0] if "loss" in row] == [row for row in rows[1] if "loss" in row]
+    config, weights = load_checkpoint(head)
+    save_checkpoint(tmp_path / "base", {name: value * 2 for name, value in weights.items()}, config)
+    with pytest.raises(ValueError, match=r"init_from .*base' is another drafter \(fingerprint .*begun on"):
+        tiny_run.train_here("eagle", values | {"steps": 6, "schedule": "constant"}, resume=True)
+
+
+def change(folder: Path, file: str, **values: Any) -> None:
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("adapter_config.json", {"peft_type": "IA3"}, "adapter of type 'IA3', and only LORA is merged"),
+        ("adapter_config.json", {"use_dora": True}, "adapter with use_dora, and only plain LoRA"),
+        ("adapter_config.json", {"r": 2}, "does not fit the base model .* of another shape"),
+        ("adapter_config.json", {"target_modules": ["fc"]}, "does not fit the base model .* unknown"),
+        (
+            "config.json",
+            {"base": {"name": "nowhere/at/all", "fingerprint": "0"}},
+            r"of the drafter 'nowhere/at/all', wh.*ad",
+        ),
+        ("config.json", {"base": {"name": ""}}, "base.fingerprint"),
+    ],
+)
+def test_adapters_that_are_not_merged(
+    file: str, values: dict[str, Any], message: str, trained: Any, target: TargetModel, tmp_path: Path
+) -> None:
+    """Catches an adapter merged as what it is not, and one without its base that says nothing of it."""
+    folder = tmp_path / "a"
+    shutil.copytree(trained.config.out, folder, ignore=shutil.ignore_patterns("state", "tensorboard"))
+    change(folder, file, **values)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(str(folder), target)
+
+
+def test_adapters_of_other_drafters(trained: Any, head: Path, target: TargetModel, tmp_path: Path) -> None:
+    """Catches an adapter merged into a head that it was not trained on, or into another adapter; a base that moved."""
+    out, other, moved = str(trained.config.out), tmp_path / "other", tmp_path / "moved"
+    torch.manual_seed(6)
+    save_checkpoint(other, EagleHead(target.config), make_config("eagle", {}, target))
+    with pytest.raises(ValueError, match=r"was trained on the drafter '.*base' \(fingerprint .* is another \(fing"):
+        load_drafter(str(other), target, adapter=out)
+    with pytest.raises(ValueError, match="is an adapter itself, and .* is for the drafter '.*base'"):
+        load_drafter(out, target, adapter=out)
+    with pytest.raises(ValueError, match="other is a whole drafter; give it as the checkpoint"):
+        load_drafter(str(head), target, adapter=str(other))
+    with pytest.raises(ValueError, match="config of an adapter of '.*base'; name the head itself"):
+        save_checkpoint(tmp_path / "x", EagleHead(target.config), load_checkpoint(out)[0])
+    leave = shutil.ignore_patterns("state", "tensorboard", "adapter_config.json")
+    shutil.copytree(out, tmp_path / "half", ignore=leave)  # as a killed download is
+    with pytest.raises(ValueError, match="half holds no adapter_config.json, which tells LoRA's scale"):
+        load_drafter(str(tmp_path / "half"), target)
+    shutil.copytree(head, moved)  # with ids of frequent tokens: the same head, and they stay
+    config, weights = load_checkpoint(moved)
+    ids = torch.arange(20, dtype=torch.int32)
+    save_checkpoint(moved, weights | {DRAFT_IDS: ids}, config | {"drafter": {"draft_vocab": 20}}, dtype=None)
+    found, merged = load_head(str(moved), adapter=out)
+    assert torch.equal(merged[DRAFT_IDS], ids) and found["drafter"]["draft_vocab"] == 20 and "base" not in found
+    assert load_drafter(str(moved), target, adapter=out).lm_head.width == 20
+
+
+def test_trainings_that_are_refused(
+    settings: dict[str, Any], trained: Any, target: TargetModel, tmp_path: Path
+) -> None:
+    """Catches hours spent on an adapter of nothing, of an adapter, or of a head of another method."""
+    for changes, message in (
+        ({"init_from": None}, "lora adapts a trained drafter, and none is given: set init_from"),
+        ({"draft_vocab": 20}, "draft_vocab is 20, and with lora that of the drafter in init_from stays"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_run.read("eagle", settings | changes)
+    with pytest.raises(ValueError, match="trains one of the drafter's own; set one of the two"):
+        tiny_run.read("medusa", settings | {"own_lm_heads": True})
+    with pytest.raises(ValueError, match="is an adapter itself, of '.*base'; name that"):
+        tiny_run.train_here("eagle", settings | {"init_from": str(trained.config.out)})
+    with pytest.raises(ValueError, match="lora.targets: .*nothing_such"):
+        tiny_run.train_here("eagle", settings | {"lora": {"targets": ["nothing_such"]}})
+    save_checkpoint(tmp_path / "k", KangarooAdapter(target.config), make_config("kangaroo", {}, target))
+    with pytest.raises(ValueError, match="init_from: .*k holds a drafter of type 'kangaroo'"):
+        tiny_run.train_here("eagle", settings | {"init_from": str(tmp_path / "k")})
+
+
+@pytest.mark.parametrize("kind", ["kangaroo", "medusa"])
+def test_other_methods_have_adapters_too(
+    kind: str, settings: dict[str, Any], target: TargetModel, tmp_path: Path
+) -> None:
+    """Catches a task that builds its module otherwise, and trains or saves it whole."""
+    more = {"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {"heads": 2}
+    base = settings | {"init_from": None, "lora": None, "steps": 1, "out": str(tmp_path / "whole")} | more
+    tiny_run.train_here(kind, base)
+    tiny_run.train_here(kind, settings | {"init_from": base["out"], "steps": 2} | more)
+    drafter, whole = (load_drafter(str(path), target) for path in (tmp_path / "run", tmp_path / "whole"))
+    ours, theirs = drafter.module.state_dict(), whole.module.state_dict()
+    moved = {name for name, value in ours.items() if not torch.equal(value, theirs[name])}
+    assert moved and all(theirs[name].dim() == 2 for name in moved)
