@@ -16,6 +16,10 @@ _KNOWN = {  # other types show their own name
     "kangaroo": "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))",
 }
 
+OTHER_TARGET = (
+    " That target was tuned from `{}` together with these heads and is another model: what they preserve is its output."
+)
+
 
 def model_card(
     config: Mapping[str, Any],
@@ -34,6 +38,7 @@ def model_card(
     """
     kind, target, base = config["drafter_type"], config["target"], config.get("base")
     base_name = _shown(base["name"]) if base else None
+    tuned = config.get("training", {}).get("tuned_from")
     on_hub = is_hub_id(target["name"])
     target_name = _shown(target["name"])
     front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind]}
@@ -47,7 +52,8 @@ def model_card(
         f"# {repo_id.split('/')[-1]}",
         f"A drafter for speculative decoding: {_KNOWN.get(kind, kind)} with {parameters:,} weights, trained for the "
         f"target `{target_name}`. It works with that target only."
-        + (f" A LoRA on the drafter `{base_name}`, merged into it when it is loaded." if base_name else ""),
+        + (f" A LoRA on the drafter `{base_name}`, merged into it when it is loaded." if base_name else "")
+        + (OTHER_TARGET.format(_shown(tuned["name"])) if tuned else ""),
         "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id, base_name),
         "## Target\n\n" + _table({**target, "name": target_name}),
     ]

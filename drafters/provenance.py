@@ -25,13 +25,18 @@ CONFIGS = ("drafters", "data_prep", "train", "eval", "configs")  # folders where
 
 
 def environment(target: "TargetModel") -> dict[str, Any]:
-    """What a figure of ``target`` was measured with, and what ``measured_on`` says."""
+    """What a figure of ``target`` was measured with, and what ``measured_on`` says.
+
+    Of a target that was tuned with its drafter (``joint:`` of train/medusa.py): which one it was.
+    """
+    tuned_from = getattr(target.config, "tuned_from", None)
     return {
         "target": {
             "name": target.name,
             "revision": target.revision,
             "fingerprint": target.fingerprint(),
             "parameters": target.parameters,
+            **({"tuned_from": tuned_from} if tuned_from else {}),
         },
         "dtype": dtype_name(target.dtype),
         "engine": target.engine,

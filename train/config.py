@@ -149,6 +149,11 @@ class TrainConfig(Config):
         return {"drafter": self.drafter, "checkpoint": str(self.out)}
 
     @property
+    def measured_target(self) -> dict[str, Any]:
+        """The target, as a config of eval names it, that the drafter is for."""
+        return {"path": self.target} | ({"revision": self.revision} if self.revision else {})
+
+    @property
     def trains_lm_head(self) -> bool:
         """Whether the loss multiplies, outside of the module's forward, with weights that are trained."""
         return False

@@ -6,7 +6,7 @@ Where DeepSpeed has no call for what is needed, its insides are used here, and e
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -120,21 +120,25 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
 class Engine:
     """DeepSpeed's engine around a module: its backward pass, its update, and its state as whole tensors.
 
+    Args:
+        parts: beginnings of weights' names; those that begin alike can have a learning rate of their own.
+
     Raises:
         ValueError: ``offload`` needs more host memory than there is.
     """
 
-    def __init__(self, module: nn.Module, config: TrainConfig) -> None:
+    def __init__(self, module: nn.Module, config: TrainConfig, parts: Iterable[str] = ()) -> None:
         import deepspeed
 
         if config.offload != "none":
             _check_host_memory(module, config)
         if config.activation_checkpointing:
             checkpoint_activations(module)
+        self._parts = [*parts, ""]
         with exact_buffers(module):
             self._engine, *_ = deepspeed.initialize(
                 model=module,
-                model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+                model_parameters=parameter_groups(module, self._parts),
                 config=deepspeed_config(config),
                 dist_init_required=False,
             )
@@ -154,10 +158,13 @@ class Engine:
         """Update at the boundary of the gradient accumulation; before it, count the micro-batch."""
         self._engine.step()
 
-    def update(self, learning_rate: float) -> Tensor:
-        """The last micro-batch's ``step``; the gradient's norm before clipping, float64 ``[1]``."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def update(self, learning_rate: float, factors: Mapping[str, float] | None = None) -> Tensor:
+        """The last micro-batch's ``step``; the gradient's norm before clipping, float64 ``[1]``.
+
+        ``factors``: by part, its share of the learning rate.
+        """
+        for part, group in zip(self._parts, self._engine.optimizer.param_groups, strict=True):
+            group["lr"] = learning_rate * (factors or {}).get(part, 1.0)
         norm = None
         if self._stage == 0:  # DeepSpeed clips here without telling the norm
             norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
@@ -220,6 +227,15 @@ class Engine:
             adam.state[value] |= {kind: torch.zeros_like(value, requires_grad=False) for kind in MOMENTS}
         if self._stage in (1, 2):
             optimizer._lazy_init_hp_params_optimizer_state()  # where each parameter's moments lie in the flat ones
+
+
+def parameter_groups(module: nn.Module, parts: Sequence[str]) -> list[dict[str, Any]]:
+    """The trained weights by the first of ``parts`` that their names begin with, as optimizers take them."""
+    groups: list[dict[str, Any]] = [{"params": []} for _ in parts]
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            groups[next(n for n, part in enumerate(parts) if name.startswith(part))]["params"].append(parameter)
+    return groups
 
 
 def checkpoint_activations(module: nn.Module) -> None:

@@ -84,7 +84,7 @@ class TrainRun:
             saved.load_weights(task.module)
         cost = training_cost(task)
         find_frequent(task, inputs.train)
-        self.engine = Engine(task.module, self.config)
+        self.engine = Engine(task.module, self.config, task.rate_factors(0))
         decay = self.config.weight_average
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
         task.ends.to(self.engine.device)
@@ -214,7 +214,7 @@ class TrainRun:
 
         # The update, and the step's one copy to the host.
         totals = self.ranks.total(torch.stack([value.double() for value in sums.values()]))
-        norm = engine.update(rate)
+        norm = engine.update(rate, self.task.rate_factors(progress.step))
         if self.average is not None:
             self.average.update(progress.step)
         *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()

@@ -1,6 +1,7 @@
 """Train Medusa heads on a frozen target (Medusa-1): the cross-entropy of the tokens behind the next one.
 
     deepspeed train/medusa.py --config configs/medusa/stdlib.yaml [--resume] [key=value ...]
+    deepspeed train/medusa.py --config configs/medusa/stdlib-joint.yaml      # and the target with them (Medusa-2)
     python train/medusa.py --config configs/medusa/stdlib.yaml --dry-run    # check; estimate memory, disk, time
     deepspeed train/medusa.py --config configs/medusa/stdlib.yaml --overfit 8    # is the pipeline sound?
 
@@ -17,17 +18,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from pydantic import Field, model_validator
 
+from drafters.config import Config
 from train.cli import program
-from train.config import TrainConfig
+from train.config import Lora, TrainConfig
 from train.task import Ratio, Task
 
 if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from drafters.base import Drafter
+    from drafters.checkpoint import TargetIdentity
     from drafters.model.ends import FrozenEnds
+    from drafters.model.target import TargetModel
     from train.data.packing import Batch
+    from train.draft.joint import JointModule
+
+
+class Joint(Config):
+    """``joint:``: tune the target together with the heads (Medusa-2). What is trained then is another target."""
+
+    lora: Lora | None = Field(
+        Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
+        description="beside its layers, by peft; null: all of them, and the norm",
+    )
+    lambda_0: float = Field(0.2, gt=0, description="what the heads' losses count beside the target's own")
+    rate: float = Field(0.25, gt=0, description="the target's learning rate, times learning_rate, which is the heads'")
+    heads_first: int = Field(0, ge=0, description="steps in which the target stays as it is; then it warms up, too")
 
 
 class MedusaConfig(TrainConfig):
@@ -45,6 +63,16 @@ class MedusaConfig(TrainConfig):
     own_lm_heads: bool = Field(False, description="as published: an LM head each, which begins as the target's")
     labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
     head_decay: float = Field(0.8, gt=0, le=1, description="head k's loss counts lambda_k = head_decay^k")
+    joint: Joint | None = None
+
+    @property
+    def tuned_folder(self) -> Path:
+        """Where ``joint`` leaves the target that it tuned."""
+        return self.out / "target"
+
+    @property
+    def measured_target(self) -> dict[str, Any]:
+        return super().measured_target if self.joint is None else {"path": str(self.tuned_folder)}
 
     @property
     def trains_lm_head(self) -> bool:
@@ -66,6 +94,26 @@ class MedusaConfig(TrainConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _fits_a_joint_training(self) -> Self:
+        if self.joint is None:
+            return self
+        refused = {
+            "own_lm_heads": "the heads draft through the target's",
+            "lora": "what is tuned by LoRA is the target: joint.lora",
+            "loss_vocab": "the target has to keep its whole vocabulary",
+            "top_k_weight": "the target is trained by cross-entropy",
+        }
+        for key, why in refused.items():
+            if value := getattr(self, key):
+                raise ValueError(f"{key} is {value}, and with joint {why}; leave one of the two out")
+        if self.classification_loss != "cross_entropy":
+            what = f"classification_loss is {self.classification_loss}, and with joint"
+            raise ValueError(f"{what} the target is trained by cross-entropy; set that, or leave joint out")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, and with joint the target's layers are called one by one; set 0, 1 or 2")
+        return self
+
 
 class MedusaTask(Task):
     """Section 2.2.1 of the paper (Cai et al. 2024), p^(k) of head k, p of the target, K heads:
@@ -81,6 +129,10 @@ class MedusaTask(Task):
     config: MedusaConfig
     ahead = 1
     drafts: ClassVar[dict[str, dict[str, Any]]] = {"chain": {"tree": "chain"}, "tree": {"tree": "static"}}
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> type[Task]:
+        return JointTask if isinstance(config, MedusaConfig) and config.joint else cls
 
     def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
         super().__init__(config, ends)
@@ -100,10 +152,7 @@ class MedusaTask(Task):
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         """``[R, L, K, H]``: at j what each head gives for the token j + 1, head k at j - k."""
-        import torch
-
-        states = module(batch.features).unbind(2)
-        return torch.stack([state.roll(k, dims=1) for k, state in enumerate(states, start=1)], dim=2)
+        return self._aligned(module(batch.features), nearest=1)
 
     def ideal(self, target: Tensor) -> Tensor:
         return target[:, None].expand(-1, self.config.heads, -1)
@@ -144,6 +193,14 @@ class MedusaTask(Task):
 
     # ------------------------------------------------------------------------------------------- parts
 
+    def _aligned(self, states: Tensor, nearest: int) -> Tensor:
+        """``states [R, L, K, H]``, of which the first are about the ``nearest`` of a row's tokens behind the next one,
+        with all that are about one token in its row."""
+        import torch
+
+        each = enumerate(states.unbind(2), start=nearest)
+        return torch.stack([state.roll(k, dims=1) for k, state in each], dim=2)
+
     def _weighted(self, each: Tensor) -> dict[str, Tensor]:
         """The losses of ``each`` head ``[K]``."""
         import torch
@@ -165,8 +222,104 @@ class MedusaTask(Task):
         from train.losses import overlap_and_agreement
 
         size, lm_head = self.chunk_rows, self.ends.lm_head
-        heads = zip(predicted.unbind(1), self.own or [lm_head] * self.config.heads, strict=False)
+        heads = zip(predicted.unbind(1), self.own or [lm_head] * predicted.shape[1], strict=False)
         return [overlap_and_agreement(states, target, lm_head, size, own) for states, own in heads]
+
+
+class JointTask(MedusaTask):
+    """Section 2.2.2, p^(0) of the target as it is now:
+
+    L = L_0 + lambda_0 sum_k lambda_k L_k
+
+    L_0 is the cross-entropy of p^(0) like that of the heads. With ``labels: target`` it is against the target's
+    distribution as it was, from the features: the self-distillation of section 2.3.2, which keeps the target near to
+    what it was. With ``labels: tokens`` it is the text's. The target has a learning rate of its own, and may begin
+    later (the section's differential rates and heads' warm-up).
+
+    A prediction is ``[n, 1 + K, H]``, the target's own first. Held-out acceptance is that of the target as it is now,
+    which is the one that verifies.
+    """
+
+    module: JointModule
+
+    def __init__(self, config: MedusaConfig, ends: FrozenEnds) -> None:
+        super().__init__(config, ends)
+        base = self.module.target.base
+        ends_of = [base.get_input_embeddings().weight, base.get_output_embeddings().weight]
+        named = self.module.named_parameters()
+        self.lm_heads = tuple(name for name, weights in named if any(weights is end for end in ends_of))
+        self.constant_inputs = ()
+        self.lm_head_products += 2
+
+    def build(self) -> nn.Module:
+        from train.draft.joint import joint_module
+
+        heads: Any = self.new_module()
+        return joint_module(self.config, self.ends.config, heads)
+
+    def load(self) -> None:
+        from train.draft.module import load_weights
+
+        load_weights(self.module.target, self.config.target, self.config.revision)
+
+    @property
+    def drafting_module(self) -> nn.Module:
+        return self.module.heads
+
+    def rate_factors(self, step: int) -> dict[str, float]:
+        from train.draft.joint import TARGET
+
+        joint, warmup = self.config.joint, self.config.warmup_steps
+        assert joint is not None
+        late, warm = step - joint.heads_first, 1.0
+        if joint.heads_first and warmup:
+            warm = min(1.0, (late + 1) / warmup)
+        return {TARGET: joint.rate * warm if late >= 0 else 0.0}
+
+    def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """``[R, L, 1 + K, H]``: at j what target and heads give for the token j + 1, head k at j - k."""
+        return self._aligned(module(batch.input_ids, batch.position_ids, batch.attention()), nearest=0)
+
+    def ideal(self, target: Tensor) -> Tensor:
+        return target[:, None].expand(-1, 1 + self.config.heads, -1)
+
+    def overlap(self, predicted: Tensor, target: Tensor) -> Tensor:
+        return super().overlap(predicted[:, 1:], predicted[:, 0])
+
+    def same_first(self, predicted: Tensor, target: Tensor) -> Tensor:
+        return super().same_first(predicted[:, 1:], predicted[:, 0])
+
+    def heldout(self, module: Any, batch: Batch, predicted: Tensor, target: Tensor) -> dict[str, Ratio]:
+        """Of the heads, as the base class has it; and ``target_expected_acceptance`` and ``target_top1``: how near the
+        target as it is now is to what it was."""
+        import torch
+
+        found = super().heldout(module, batch, predicted[:, 1:], predicted[:, 0])
+        [(overlap, agree)] = self._compared(predicted[:, :1], target)
+        count = torch.tensor(len(predicted), device=predicted.device)
+        more = {"target_expected_acceptance": Ratio(overlap.sum(), count), "target_top1": Ratio(agree.sum(), count)}
+        return found | more
+
+    def drafters(self, target: TargetModel, weights: dict[str, Tensor]) -> dict[str, Drafter]:
+        from drafters.model.target import TargetModel
+        from train.draft.joint import HEADS, of_part, tuned_target
+
+        model: Any = tuned_target(self.config, self.ends.config, weights).merged()
+        tuned = TargetModel(model.to(target.device, target.dtype), name=str(self.config.tuned_folder))
+        return super().drafters(tuned, of_part(weights, HEADS))
+
+    def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
+        """The tuned target first, whose fingerprint the heads' checkpoint names."""
+        from train.draft.joint import HEADS, export_tuned, of_part
+
+        base = target.model_dump()
+        tuned = export_tuned(self.config, self.ends.config, weights, {"target": base, "training": training})
+        super().export(of_part(weights, HEADS), tuned, training | {"tuned_from": base})
+
+    def _weighted(self, each: Tensor) -> dict[str, Tensor]:
+        assert self.config.joint is not None
+        heads = super()._weighted(each[1:])
+        return heads | {"loss": each[0] + self.config.joint.lambda_0 * heads["loss"], "target_loss": each[0]}
 
 
 if __name__ == "__main__":

@@ -83,6 +83,11 @@ class Task(ABC):
         torch.manual_seed(config.seed)
         self.module = self.build()
 
+    @classmethod
+    def of(cls, config: TrainConfig) -> type[Task]:
+        """This class, or one derived from it for such a config."""
+        return cls
+
     def build(self) -> nn.Module:
         """What is trained, with weights drawn at random; it takes packed dialogues."""
         import torch
@@ -140,13 +145,22 @@ class Task(ABC):
             )
         ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
         if self.config.lora is None:
-            load_state(self.module, weights, source)
+            load_state(self.drafting_module, weights, source)
             return
         if ids is not None and (count := found["drafter"].get("draft_vocab")):
             self.draft_ids = ids[:count]
         plain = self.new_module()
         load_state(plain, weights, source)
         load_base(self.module, plain.state_dict())
+
+    @property
+    def drafting_module(self) -> nn.Module:
+        """What of the module drafts, and is a drafter's checkpoint."""
+        return self.module
+
+    def rate_factors(self, step: int) -> dict[str, float]:
+        """Of the weights whose names begin so, their share of the learning rate after ``step`` steps; of others, 1."""
+        return {}
 
     @abstractmethod
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -360,4 +374,4 @@ def task_class(method: str) -> type[Task]:
 
 def make_task(config: TrainConfig, ends: FrozenEnds) -> Task:
     """The task of the method that ``config`` trains, with a new module."""
-    return task_class(config.drafter)(config, ends)
+    return task_class(config.drafter).of(config)(config, ends)

@@ -231,9 +231,13 @@ def target_line(facts: dict[str, Any]) -> str:
     """The target, for a list."""
     target = facts["target"]
     revision = f" at revision {target['revision']}" if target["revision"] else ""
+    tuned = target.get("tuned_from")
+    other = (
+        f"; tuned from {tuned['name']}, another model: what is lossless here keeps this one's output" if tuned else ""
+    )
     return (
         f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
-        f"engine {facts['engine']}{', layers in ' + facts['quantize'] if facts['quantize'] else ''}"
+        f"engine {facts['engine']}{', layers in ' + facts['quantize'] if facts['quantize'] else ''}{other}"
     )
 
 

@@ -1,5 +1,6 @@
 """A causal LM as it is trained: its layers over packed dialogues, up to what its LM head takes; whole, or by LoRA."""
 
+import copy
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ PROBE = 4  # tokens of each of the two dialogues that a module is tried on
 
 
 class DraftModule(nn.Module):
-    """A draft model between token ids and its LM head.
+    """A draft model (or a target that is tuned) between token ids and its LM head.
 
     Args:
         model: transformers' own model, whose layers are called one by one.
@@ -70,31 +71,45 @@ def draft_module(name: str, lora: Lora | None, attention: str = NAME) -> DraftMo
     Raises:
         ValueError: no such model, or one whose layers cannot be trained on packed dialogues.
     """
-    config = load_config_only(name)
+    return causal_module("draft_model", name, load_config_only(name), lora, attention)
+
+
+def causal_module(
+    key: str, name: str, config: PretrainedConfig, lora: Lora | None, attention: str = NAME
+) -> DraftModule:
+    """The module of a model of this configuration, with random weights.
+
+    Args:
+        key: of the run's config, which named the model ``name``; for errors.
+
+    Raises:
+        ValueError: a model whose layers cannot be trained on packed dialogues.
+    """
+    what, config = f"{key}: {name}", copy.deepcopy(config)
     if any(sliding_windows(config)):
         raise ValueError(
-            f"draft_model: {name} has layers with a sliding window, which training on packed dialogues does not keep; "
-            "choose a draft model without (sliding_window: null)"
+            f"{what} has layers with a sliding window, which training on packed dialogues does not keep; choose one "
+            "without (sliding_window: null)"
         )
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.get_default_dtype(), attn_implementation="sdpa", trust_remote_code=False
     )
     if missing := [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(model.model, part)]:
-        raise ValueError(f"draft_model: {name} ({type(model).__name__}) has no {', '.join(missing)}; use {SUPPORTED}")
+        raise ValueError(f"{what} ({type(model).__name__}) has no {', '.join(missing)}; use {SUPPORTED}")
     if model.get_output_embeddings().bias is not None:
-        raise ValueError(f"draft_model: {name} has an LM head with a bias, which would not be trained; use {SUPPORTED}")
+        raise ValueError(f"{what} has an LM head with a bias, which would not be trained; use {SUPPORTED}")
     if getattr(config, "final_logit_softcapping", None):  # small logits would hide it
-        raise ValueError(f"draft_model: {name} caps its logits after the LM head; use {SUPPORTED}")
+        raise ValueError(f"{what} caps its logits after the LM head; use {SUPPORTED}")
     if torch._guards.detect_fake_mode() is not None:  # an estimate, in which peft fails and would change little
         lora = None
     module = DraftModule(model, lora, name)
     if attention == NAME:
-        check_packed(module, config)
+        check_packed(module, config, key)
     return module
 
 
 @torch.no_grad()
-def check_packed(module: DraftModule, config: PretrainedConfig) -> None:
+def check_packed(module: DraftModule, config: PretrainedConfig, key: str) -> None:
     """Let the layers take ``Dialogues``, and raise ValueError unless two in a row give what transformers' own forward
     gives for each."""
     ids, positions = torch.arange(2 * PROBE)[None] % config.vocab_size, torch.arange(PROBE)[None]
@@ -104,7 +119,7 @@ def check_packed(module: DraftModule, config: PretrainedConfig) -> None:
     try:
         together = module(ids, positions.repeat(1, 2), Dialogues([[PROBE, PROBE]]))
     except (AttributeError, TypeError, RuntimeError) as error:
-        what = f"draft_model of model_type {config.model_type!r} takes no packed dialogues: {error}"
+        what = f"{key} of model_type {config.model_type!r} takes no packed dialogues: {error}"
         raise ValueError(f"{what}; use {SUPPORTED}") from error
     finally:
         module.train(training)
@@ -117,16 +132,18 @@ def check_packed(module: DraftModule, config: PretrainedConfig) -> None:
     gap, scale = (together - expected).abs().max().item(), expected.abs().max().item()
     if not gap <= max(1e-3, 8 * torch.finfo(together.dtype).eps) * scale:
         raise ValueError(
-            f"draft_model of model_type {config.model_type!r} gives something else on packed dialogues (off by "
+            f"{key} of model_type {config.model_type!r} gives something else on packed dialogues (off by "
             f"{gap:.2g}, values up to {scale:.2g}); use {SUPPORTED}"
         )
 
 
-def load_weights(module: DraftModule, name: str) -> None:
-    """Read the weights of the model ``name`` into its module.
+def load_weights(module: DraftModule, name: str, revision: str | None = None) -> None:
+    """Read the weights of the model ``name`` into its module, and which tokens end its answers.
 
     Raises:
         ValueError: nothing loadable there.
     """
     disable_progress_bar()  # transformers' own: there is one already, the training's
-    module.load_base(load_model(name, "float32", "cpu", None, None, (0, 0)).state_dict())
+    found = load_model(name, "float32", "cpu", revision, None, (0, 0))
+    module.load_base(found.state_dict())
+    module.base.generation_config = found.generation_config

@@ -116,7 +116,8 @@ class Estimates:
             report.add("steps", self.workload.describe_steps(config))
         size = f"at most {micro.dialogues} dialogues of {micro.length:,} tokens"
         report.add("micro-batch", f"{config.gradient_accumulation} a step on each of {ranks} rank(s): {size}")
-        memory, run_disk = self.memory(), size_text(run_folder_bytes(count, config.weight_average is not None))
+        averaged, export = config.weight_average is not None, getattr(self.task.module, "export_bytes", None)
+        memory, run_disk = self.memory(), size_text(run_folder_bytes(count, averaged, export))
         report.check("disk: run folder", lambda: check_run_disk(config, self.task.module), run_disk)
         parts = [f"drafter {whole / 1e6:,.0f}M parameters", f"memory {size_text(memory)} a rank"]
         parts.append(f"run folder {run_disk}")

@@ -150,7 +150,8 @@ def pass_memory(
         rows_at_once = config.loss_chunk_rows or default_chunk_rows(task.loss_head, on_gpu)
         task.config = config.model_copy(update={"loss_chunk_rows": rows_at_once})
         for weights in task.module.parameters():
-            weights.register_post_accumulate_grad_hook(_drop_gradient)
+            if weights.requires_grad:
+                weights.register_post_accumulate_grad_hook(_drop_gradient)
         with PeakMemory() as memory:
             packed = random_batch(config, batch, target)
             given = memory.now

@@ -55,8 +55,7 @@ def measure_command(config: TrainConfig, source: str, target_dtype: str, ends: F
     drafters: list[dict[str, Any]] = [{"drafter": name} for name in UNTRAINED]
     drafters.append(config.measured_by)
     overrides: dict[str, Any] = {
-        "target.path": config.target,
-        **({"target.revision": config.revision} if config.revision else {}),
+        **{f"target.{key}": value for key, value in config.measured_target.items()},
         "target.dtype": target_dtype,
         "prompts.file": source if here else "FILE",
         "prompts.max_prompt_tokens": min(512, context - answer),

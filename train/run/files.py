@@ -265,13 +265,13 @@ def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[
     return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
 
 
-def run_folder_bytes(count: int, averaged: bool = False) -> int:
+def run_folder_bytes(count: int, averaged: bool = False, export: int | None = None) -> int:
     """Of ``count`` trained parameters: the states that are kept, one more while it is written, and the export.
 
-    A state is weights, two moments and the ``averaged`` weights in float32; the export is bf16, and another is written
-    beside the last one.
+    A state is weights, two moments and the ``averaged`` weights in float32; the export is bf16, or ``export`` bytes,
+    and another is written beside the last one.
     """
-    return (KEPT_STATES + 1) * (16 if averaged else 12) * count + 2 * 2 * count
+    return (KEPT_STATES + 1) * (16 if averaged else 12) * count + 2 * (2 * count if export is None else export)
 
 
 def trained_parameters(module: "nn.Module") -> int:
@@ -284,7 +284,7 @@ def check_run_disk(config: TrainConfig, module: "nn.Module") -> None:
     run, count = config.out, trained_parameters(module)
     there = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) if run.is_dir() else 0
     what = f"the run folder {run} (states and exports of {count:,} trained parameters)"
-    needed = run_folder_bytes(count, config.weight_average is not None)
+    needed = run_folder_bytes(count, config.weight_average is not None, getattr(module, "export_bytes", None))
     check_room(run, needed - there, what, "give an `out` on another disk, or make room")
 
 
