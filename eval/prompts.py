@@ -16,6 +16,7 @@ from data_prep.dialogues.reader import Message
 from drafters.config import Config
 from eval.prompt_context import Earlier, check_context_files
 from eval.prompt_files import KNOWN, Format, Record, check_prompt_file, detect_format, files_sha256, read_prompts
+from eval.suites import WARM_UP, check_suite, load_suite, local_files, read_suite, source, suite_name
 
 SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the whole text's
 
@@ -23,10 +24,16 @@ SPARE_TOKENS = 64  # of a text that was cut: its last few may be others than the
 class PromptsConfig(Config):
     """Which prompts to decode, and in which order."""
 
-    file: Path | list[Path] = Field(
+    file: Path | list[Path] | None = Field(
+        None,
         description=f"{KNOWN}; of several files, the name without its ending is the category of the prompts that have "
-        "none"
+        "none",
     )
+    suite: str | list[str] | None = Field(
+        None, description="in place of file: names of configs/suites, or YAML files; of several each is a category"
+    )
+    data: Path = Field(Path("data"), description="folder in which suites look for their files")
+    run_code: bool = Field(False, description="run the programs that the model writes, where a suite judges by that")
     count: int | None = Field(None, ge=1, description="prompts measured; None takes all that can be used")
     categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: of any and none")
     per_category: int | None = Field(None, ge=1, description="prompts measured of every category, in place of count")
@@ -46,11 +53,15 @@ class PromptsConfig(Config):
     def _check(self) -> Self:
         if self.count is not None and self.per_category is not None:
             raise ValueError(f"count is {self.count} and per_category {self.per_category}: give one of the two")
-        for key, values in (("file", self.files), ("categories", self.categories or [])):
+        for key, values in (("file", self.files), ("suite", self.suites), ("categories", self.categories or [])):
             if len(set(values)) < len(values):
                 raise ValueError(f"{key}: each must be given once, found {[str(value) for value in values]}")
-        if not self.files:
-            raise ValueError("file is an empty list: name at least one")
+        if bool(self.files) == bool(self.suites):
+            raise ValueError(
+                f"file is {self.file} and suite {self.suite}: give one of the two (--suite NAME leaves out file)"
+            )
+        if self.suites and self.context_tokens is not None and self.context_file is None:
+            raise ValueError("context_tokens takes dialogues, and a suite has none: give a context_file of them")
         if self.context_file is not None and self.context_tokens is None:
             raise ValueError(
                 f"context_file is {self.context_file}, but how long prompts should be is not said: give context_tokens"
@@ -60,7 +71,16 @@ class PromptsConfig(Config):
     @property
     def files(self) -> list[Path]:
         """The prompt files, of which there may be one."""
+        if self.file is None:
+            return []
         return self.file if isinstance(self.file, list) else [self.file]
+
+    @property
+    def suites(self) -> list[str]:
+        """The suites, of which there may be one."""
+        if self.suite is None:
+            return []
+        return self.suite if isinstance(self.suite, list) else [self.suite]
 
     @property
     def context_files(self) -> list[Path]:
@@ -71,8 +91,9 @@ class PromptsConfig(Config):
 
     @property
     def read_files(self) -> list[Path]:
-        """All that is read."""
-        return list(dict.fromkeys([*self.files, *self.context_files]))
+        """All files of this machine that are read."""
+        of_suites = [file for name in self.suites for file in local_files(name, self.data)]
+        return list(dict.fromkeys([*self.files, *of_suites, *self.context_files]))
 
     @property
     def longest(self) -> int:
@@ -82,18 +103,33 @@ class PromptsConfig(Config):
     @property
     def shown_files(self) -> str:
         """Their names, for messages and reports."""
-        return ", ".join(map(str, self.files))
+        of_suites = [f"suite {suite_name(name)}: {source(name, self.data)}" for name in self.suites]
+        return ", ".join([*map(str, self.files), *of_suites])
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``ids``: token ids, chat template applied, up to where the assistant's answer begins. ``question``: its messages,
-    without earlier turns that the run puts before them."""
+    """What every method answers.
+
+    Attributes:
+        ids: token ids, chat template applied, up to where the assistant's answer begins.
+        question: its messages, without earlier turns that the run puts before them.
+        record: as it was read. turn: of a conversation, counted from 1.
+        max_new_tokens: of its answer, where that is less than the run's.
+    """
 
     id: str
     category: str | None
     ids: list[int]
     question: list[Message] = field(default_factory=list, compare=False, repr=False)
+    record: Record | None = field(default=None, compare=False, repr=False)
+    turn: int = 1
+    max_new_tokens: int | None = None
+
+    @property
+    def sub_category(self) -> str | None:
+        """Within its category."""
+        return self.record.sub_category if self.record is not None else None
 
 
 @dataclass
@@ -117,6 +153,8 @@ class PromptSet:
         wanted = self.config.context_tokens
         lengths = [len(prompt.ids) for prompt in self.measured]
         by_category = Counter(prompt.category for prompt in self.measured if prompt.category is not None)
+        later = sum(prompt.turn > 1 for prompt in self.measured)
+        suites = {suite_name(name): load_suite(name).model_dump(mode="json") for name in self.config.suites}
         return {
             "file": self.config.shown_files,
             "format": self.format,
@@ -129,13 +167,17 @@ class PromptSet:
             "context": {"tokens": wanted, "files": ", ".join(map(str, self.config.context_files))} if wanted else None,
             "prompt_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
             "skipped": dict(self.skipped),
+            **({"later_turns": later} if later else {}),
+            **({"suites": suites} if suites else {}),
         }
 
 
 def check_prompt_files(config: PromptsConfig) -> None:
     """Raise ValueError where a file is missing, or earlier turns should come from one that has none; needs no model."""
-    for file in config.read_files:
+    for file in (*config.files, *config.context_files):
         check_prompt_file(file)
+    for name in config.suites:
+        check_suite(name, config.data)
     check_context_files(config.context_files)
 
 
@@ -157,10 +199,12 @@ def load_prompts(
     formats, skipped = [detect_format(file) for file in config.files], Counter[str]()
     records = _of_categories(config, _records(config, formats, skipped), skipped)
     random.Random(config.seed).shuffle(records)
-    limit = _limit(config, max_new_tokens, max_context)
-    usable = _usable(tokenizer, limit, skipped)
-    draw = _draw if config.per_category is None else _draw_by_category
+    limit = longest_prompt(config, max_new_tokens, max_context)
+    usable = _usable(config, tokenizer, max_new_tokens, max_context, skipped)
+    draw = _draw_by_category if config.per_category is not None else _draw_of_suites if config.suites else _draw
     measured, spare, requested = draw(config, records, usable, warmup)
+    if config.suites:
+        spare += _warm_up(tokenizer, warmup - len(spare))
     if not measured or len(spare) < warmup:
         raise ValueError(
             f"{config.shown_files}: {len(measured) + len(spare)} usable prompts, of which warm-up has {len(spare)} and "
@@ -171,7 +215,7 @@ def load_prompts(
         measured, spare = _with_context(config, tokenizer, measured, spare)
     if config.consecutive is not None:
         measured = in_turns(measured, config.consecutive, config.categories)
-    shown = ", ".join(dict.fromkeys(formats))
+    shown = ", ".join(dict.fromkeys(formats)) or "suite"
     return PromptSet(config, shown, files_sha256(config.read_files), measured, spare, skipped, requested)
 
 
@@ -224,7 +268,7 @@ def in_turns(prompts: list[Prompt], consecutive: int, categories: list[str] | No
     return [prompt for start in rounds for queue in queues for prompt in queue[start : start + consecutive]]
 
 
-def _limit(config: PromptsConfig, max_new_tokens: int, max_context: int) -> int:
+def longest_prompt(config: PromptsConfig, max_new_tokens: int, max_context: int) -> int:
     """Tokens of the longest prompt that can be used, before dialogues are put in front of it."""
     if max_new_tokens >= max_context:
         raise ValueError(
@@ -243,19 +287,24 @@ def _limit(config: PromptsConfig, max_new_tokens: int, max_context: int) -> int:
 Usable = Callable[[Record], Prompt | None]
 
 
-def _usable(tokenizer: Any, limit: int, skipped: Counter[str]) -> Usable:
+def _usable(
+    config: PromptsConfig, tokenizer: Any, max_new_tokens: int, max_context: int, skipped: Counter[str]
+) -> Usable:
     """What renders a record's prompt, or returns None and counts why it cannot be used."""
     seen: set[tuple[int, ...]] = set()
 
     def usable(record: Record) -> Prompt | None:
-        id_, category, messages = record
-        ids = render_up_to(tokenizer, messages, limit)
+        own = load_suite(record.suite).max_new_tokens if record.suite is not None else None
+        most = min(own or max_new_tokens, max_new_tokens)
+        limit = longest_prompt(config, most, max_context)
+        ids = render_up_to(tokenizer, record.messages, limit)
         reason = "duplicate" if tuple(ids) in seen else "too_long" if len(ids) > limit else ""
         if reason or not ids:
             skipped[reason or "empty_prompt"] += 1
             return None
         seen.add(tuple(ids))
-        return Prompt(id_, category, ids, messages)
+        fewer = most if most < max_new_tokens else None
+        return Prompt(record.id, record.category, ids, record.messages, record, max_new_tokens=fewer)
 
     return usable
 
@@ -273,15 +322,39 @@ def _draw(config: PromptsConfig, records: list[Record], usable: Usable, warmup: 
 def _draw_by_category(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
     """``config.per_category`` prompts of every category in the records' order; warm-up takes from what is left."""
     assert config.per_category is not None
-    counts = dict.fromkeys((category for _, category, _ in records), 0)
+    counts = dict.fromkeys((record.category for record in records), 0)
     measured: list[Prompt] = []
     spare: list[Prompt] = []
     for record in records:
-        full = counts[record[1]] == config.per_category
+        full = counts[record.category] == config.per_category
         if not (full and len(spare) == warmup) and (prompt := usable(record)) is not None:
             (spare if full else measured).append(prompt)
-            counts[record[1]] += not full
+            counts[record.category] += not full
     return measured, spare, config.per_category * len(counts)
+
+
+def _draw_of_suites(config: PromptsConfig, records: list[Record], usable: Usable, warmup: int) -> Drawn:
+    """Of each suite as many as it draws, and ``config.count`` of all; warm-up takes from what is left."""
+    left = {name: load_suite(name).count for name in config.suites}
+    there = Counter(record.suite for record in records)
+    wanted = sum(there[name] if most is None else most for name, most in left.items())
+    requested = wanted if config.count is None else min(config.count, wanted)
+    measured: list[Prompt] = []
+    spare: list[Prompt] = []
+    for record in records:
+        most = left[record.suite or ""]
+        full = len(measured) == requested or most == 0
+        if not (full and len(spare) == warmup) and (prompt := usable(record)) is not None:
+            (spare if full else measured).append(prompt)
+            if not full and most is not None:
+                left[record.suite or ""] = most - 1
+    return measured, spare, requested
+
+
+def _warm_up(tokenizer: Any, count: int) -> list[Prompt]:
+    """Questions of no suite: one that is measured whole has none to spare."""
+    messages = [[{"role": "user", "content": text}] for text in itertools.islice(itertools.cycle(WARM_UP), count)]
+    return [Prompt(f"warm-up {n}", None, render(tokenizer, each), each) for n, each in enumerate(messages, start=1)]
 
 
 def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]) -> list[Record]:
@@ -289,7 +362,13 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
     for file, format_ in zip(config.files, formats, strict=True):
         fallback = file.name.partition(".")[0] if len(config.files) > 1 else None
         read = read_prompts(file, format_, skipped)
-        found += [(id_, category or fallback, messages) for id_, category, messages in read]
+        found += [replace(record, category=record.category or fallback) for record in read]
+    for name in config.suites:
+        of_suite = read_suite(name, config.data, skipped)
+        if len(config.suites) > 1:  # then each is a category
+            named = suite_name(name)
+            of_suite = [replace(record, category=named, sub_category=record.category) for record in of_suite]
+        found += of_suite
     return found
 
 
@@ -298,14 +377,14 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
     wanted = config.categories
     if wanted is None and config.per_category is None and config.consecutive is None:
         return records
-    there = {category for _, category, _ in records if category is not None}
+    there = {record.category for record in records if record.category is not None}
     if not there or (wanted and not set(wanted) <= there):
         missing = sorted(set(wanted or []) - there)
         raise ValueError(
             f"{config.shown_files}: no prompt has {'category ' + repr(missing[0]) if missing else 'a category'}; "
             f"there are: {', '.join(sorted(there)) or 'none'}"
         )
-    kept = [record for record in records if record[1] in (there if wanted is None else wanted)]
+    kept = [record for record in records if record.category in (there if wanted is None else wanted)]
     if len(kept) < len(records):
         skipped["other_category" if wanted else "no_category"] += len(records) - len(kept)
     return kept

@@ -1,16 +1,21 @@
 """Every configured drafter on the same prompts, in one loop, beside plain decoding and stock ``generate``.
 
-    python -m eval.speed --config configs/speed/stdlib.yaml [key=value ...]
+    python -m eval.speed --config configs/speed/stdlib.yaml [--suite gsm8k] [key=value ...]
 
 Writes report.json, report.md, speedup.png and measurements.jsonl (the environment, then every single run with its
 tokens and steps) into ``out``. They replace those of an earlier report when everything is measured. Until then the runs
 so far are in measurements.unfinished.*.jsonl, from which the same command goes on after a kill; runs of another config,
 commit or machine are never mixed in. ``eval.sweep`` does this for several values of one key.
+
+--suite takes the place of the config's prompts: names of configs/suites, or YAML files in their form, with commas
+between them; the report is then in a folder of that name within ``out``.
 """
 
+import argparse
+import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
@@ -21,6 +26,7 @@ from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of
 from eval.prompts import PromptsConfig, check_prompt_files, shown_sizes
+from eval.suites import suite_name
 
 BASELINE = "autoregressive"
 
@@ -45,6 +51,7 @@ class TargetEntry(Config):
         None, description="in place of device: how accelerate spreads the layers over several GPUs, for example auto"
     )
     quantize: Quantization | None = Field(None, description="the target's layers; stock generate has them as they are")
+    chat_template: Path | None = Field(None, description="file with a Jinja template, in place of the tokenizer's own")
 
 
 class SpeedConfig(Config):
@@ -132,10 +139,31 @@ def check(config: SpeedConfig) -> None:
     check_folder(config.out)
 
 
+SpeedConfigT = TypeVar("SpeedConfigT", bound=SpeedConfig)
+
+
+def add_suite(parser: argparse.ArgumentParser) -> None:
+    """The argument that ``load`` knows."""
+    parser.add_argument("--suite", metavar="NAME,...", help="measure on these in place of the config's prompts")
+
+
+def load(schema: type[SpeedConfigT], parsed: argparse.Namespace) -> SpeedConfigT:
+    """The config as the command line has it; raises ValueError as ``load_config`` does."""
+    if parsed.suite is None:
+        return load_config(schema, parsed.config, parsed.overrides)
+    names = [name.strip() for name in parsed.suite.split(",")]
+    config = load_config(schema, parsed.config, [f"prompts={json.dumps({'suite': names})}", *parsed.overrides])
+    if not any(override.startswith("out=") for override in parsed.overrides):
+        config.out = config.out / "+".join(map(suite_name, names))
+    return config
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure every method of a config and write the report."""
-    parsed = CommandLine("eval.speed", __doc__, "YAML, see SpeedConfig", "prompts.count=8").parse(arguments)
-    config = load_config(SpeedConfig, parsed.config, parsed.overrides)
+    parser = CommandLine("eval.speed", __doc__, "YAML, see SpeedConfig", "prompts.count=8")
+    add_suite(parser)
+    parsed = parser.parse(arguments)
+    config = load(SpeedConfig, parsed)
     check(config)
 
     from eval.report.screen import make_console

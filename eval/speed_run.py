@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.progress import Bar
-from drafters import TargetModel
+from drafters import TargetModel, make_drafter
 from drafters.decoding.call import eos_ids
 from drafters.drafting.draft_model import load_draft_model
 from drafters.program import keeping
@@ -24,7 +24,8 @@ from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
-from eval.prompts import PromptSet, in_whole_batches, load_prompts
+from eval.measure.turns import ANSWERS, with_later_turns
+from eval.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt, shown_sizes
 from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
 from eval.report.page import print_table
 from eval.report.rows import best_throughput, failures, make_rows, shortage_line, tolerance_note
@@ -66,6 +67,12 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1) -> Models:
     return Models(target, chosen.engine, stock)
 
 
+def tokenizer_of(chosen: TargetEntry) -> Any:
+    """The target's tokenizer, with a chat template; raises ValueError where there is none."""
+    template = None if chosen.chat_template is None else str(chosen.chat_template)
+    return load_tokenizer(chosen.path, chosen.revision, template).tokenizer
+
+
 def run(
     config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None, guests: Guests | None = None
 ) -> dict[str, Any]:
@@ -89,11 +96,12 @@ def run(
     lineup = Lineup(config.entries, models)
     left_out = refused(config, lineup)
     assistants = load_assistants(config.stock, models)
-    prompts = prompts_for(config, min([lineup.max_context, *(model.max_context for model in assistants.values())]))
+    most = min([lineup.max_context, *(model.max_context for model in assistants.values())])
+    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
+    prompts = prompts_for(config, target, most, limits)
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     facts = describe(config, argv, target, prompts)
-    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
     if guests is not None:
         guests.start(target, prompts, limits)
         facts |= guests.facts
@@ -145,19 +153,36 @@ def described_rows(config: SpeedConfig, lineup: Lineup, guests: Guests | None) -
     return {**lineup.described, **stock, **(guests.described if guests is not None else {})}
 
 
-def prompts_for(config: SpeedConfig, max_context: int) -> PromptSet:
-    """The prompts that every batch size measures.
+def prompts_for(config: SpeedConfig, target: TargetModel, max_context: int, limits: Limits) -> PromptSet:
+    """The prompts that every batch size measures, with later turns where a suite has them.
 
     Raises:
-        ValueError: as ``load_prompts``, or too few for the largest batch.
+        ValueError: as ``load_prompts``, too few for the largest batch, or of several lengths of answers in a batch.
     """
+    tokenizer = tokenizer_of(config.target)
     found = load_prompts(
         config.prompts,
-        load_tokenizer(config.target.path, config.target.revision).tokenizer,
+        tokenizer,
         warmup=config.warmup,
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=limits.max_new_tokens,
         max_context=max_context,
     )
+    answers = {prompt.max_new_tokens or limits.max_new_tokens for prompt in found.measured}
+    if max(config.batch) > 1 and len(answers) > 1:
+        raise ValueError(
+            f"batch is {config.batch}, and the suites' answers have at most {shown_sizes(sorted(answers))} new tokens: "
+            f"prompts of one batch need one limit; give max_new_tokens={min(answers)}, or batch=1"
+        )
+    plain = drafter_method(target, make_drafter("autoregressive", target), 0.0, limits)
+
+    def answer(prompt: Prompt) -> list[int]:
+        return plain([prompt.ids], limits.seed, prompt.max_new_tokens or limits.max_new_tokens).tokens
+
+    def longest(prompt: Prompt) -> int:
+        return longest_prompt(config.prompts, prompt.max_new_tokens or limits.max_new_tokens, max_context)
+
+    decoding = [target.fingerprint(), target.dtype, target.quantize, limits.max_new_tokens]
+    found = with_later_turns(found, tokenizer, answer, longest, config.out / ANSWERS, list(map(str, decoding)))
     return in_whole_batches(found, config.batch)
 
 

@@ -236,7 +236,7 @@ def test_batches_go_through_the_same_prompts() -> None:
     calls: list[tuple[int, list[int], int]] = []
 
     def make(temperature: float, batch: int) -> dict[str, Method]:
-        def decode(prompts: list[list[int]], seed: int) -> Outcome:
+        def decode(prompts: list[list[int]], seed: int, most: int) -> Outcome:
             calls.append((batch, [ids[1] - 6 for ids in prompts], seed))
             if batch == 1:
                 return Outcome([1, 2], 0.0, 0.1, trace_of(1))
@@ -249,7 +249,7 @@ def test_batches_go_through_the_same_prompts() -> None:
     assert calls[3:9] == [(1, [4], 6), (1, [5], 5), *((1, [n], 7 + n) for n in range(4))]
     assert calls[9:] == [(4, [4, 5, 4, 5], 6), (4, [0, 1, 2, 3], 7)]
     assert [(run.batch, run.prompt) for run in runs] == [(2, 0), (2, 2), (1, 0), (1, 1), (1, 2), (1, 3), (4, 0)]
-    short = {"m": lambda prompts, seed: batch_of([[1], []], [])}
+    short = {"m": lambda prompts, seed, most: batch_of([[1], []], [])}
     with pytest.raises(MeasurementError, match="on prompt 'p0' .2 tokens., 'p1' .2 tokens.: .*0 new tokens"):
         next(measure(lambda *_: short, PROMPTS[:2], [], [0.0], 1, Limits(8), batches=[2]))
 

@@ -75,7 +75,7 @@ def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
     builds: list[float] = []
 
     def method(name: str) -> Method:
-        def decode(ids: list[list[int]], seed: int) -> Outcome:
+        def decode(ids: list[list[int]], seed: int, most: int) -> Outcome:
             calls.append((name, ids[0][1]))
             return Outcome([1, 2], 0.0, 0.1, trace_of(1))
 
@@ -96,13 +96,13 @@ def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
 def test_a_failure_names_method_and_prompt_and_keeps_what_was_measured() -> None:
     """Catches an error that is swallowed while an earlier time is reused."""
 
-    def fine(ids: list[list[int]], seed: int) -> Outcome:
+    def fine(ids: list[list[int]], seed: int, most: int) -> Outcome:
         return Outcome([1, 2], 0.0, 0.1, trace_of(1))
 
-    def breaks(ids: list[list[int]], seed: int) -> Outcome:
+    def breaks(ids: list[list[int]], seed: int, most: int) -> Outcome:
         if ids == [PROMPTS[2].ids]:
             raise RuntimeError("out of memory")
-        return fine(ids, seed)
+        return fine(ids, seed, most)
 
     kept: list[Run] = []
     with pytest.raises(MeasurementError, match="bad failed at temperature 0 on prompt 'p2'.*out of memory"):
@@ -118,8 +118,8 @@ def test_the_journal_holds_all_of_every_run() -> None:
         [Step(0, 7, 4, 2, 3, 2), Step(0, 5, 3, 0, 1)], [0.1, 1 / 3], [0.2, 0.4], [0.01, 0.02], [0.2, 0.5], 0.7
     )
     methods: dict[str, Method] = {
-        "loop": lambda ids, seed: Outcome([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
-        "stock": lambda ids, seed: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
+        "loop": lambda ids, seed, most: Outcome([4, 5, 6, 7, 8], 0.7, trace.decode_seconds, trace),
+        "stock": lambda ids, seed, most: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
     }
     runs = list(measure(lambda *_: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8)))
     runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5, promised=Promised(2, 3.0, 2.5, "x"))
@@ -140,7 +140,7 @@ def test_a_rounds_drafters_are_released_before_the_next() -> None:
             nonlocal alive
             alive -= 1
 
-        def __call__(self, ids: list[list[int]], seed: int) -> Outcome:
+        def __call__(self, ids: list[list[int]], seed: int, most: int) -> Outcome:
             return Outcome([1, 2], 0.0, 0.1, trace_of(1))
 
     def make(temperature: float, batch: int) -> dict[str, Method]:
@@ -154,7 +154,7 @@ def test_a_rounds_drafters_are_released_before_the_next() -> None:
 def test_overcounting_is_refused(tokens: list[int], message: str) -> None:
     """Catches tokens after EOS, or past the limit, that would count as speed."""
 
-    def decode(ids: list[list[int]], seed: int) -> Outcome:
+    def decode(ids: list[list[int]], seed: int, most: int) -> Outcome:
         return Outcome(tokens, 0.0, 0.1)
 
     with pytest.raises(MeasurementError, match=message):
@@ -167,7 +167,7 @@ def test_tokens_that_the_prefill_gave_are_not_decoded() -> None:
     assert (run.decoded_tokens, run.seconds_per_token) == (2, 1.0)
     with pytest.raises(MeasurementError, match="cannot have given 4 of 3"):
         wrong = Outcome([1, 2, 3], 0, 1, first_tokens=4)
-        next(measure(lambda *_: {"m": lambda ids, seed: wrong}, PROMPTS, [], [0.0], 1, Limits(8)))
+        next(measure(lambda *_: {"m": lambda ids, seed, most: wrong}, PROMPTS, [], [0.0], 1, Limits(8)))
 
 
 def test_speedup_is_paired_and_leaves_the_prefill_out() -> None:

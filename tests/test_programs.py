@@ -49,6 +49,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["max_new_tokens=many"], "max_new_tokens: .*found 'many'"),
         (['drafters=[{"drafter": "ouroborus"}]'], "did you mean 'ouroboros'"),
         (['drafters=[{"drafter": "eagle", "checkpoint": "./none"}]'], NO_FOLDER),
+        (["--suite", "gsm9k"], "no suite 'gsm9k'; did you mean 'gsm8k'"),
         (["seed=1", "seed=2"], "overrides seed=1 and seed=2: the second would undo the first"),
     ],
     "eval.sweep": [(["target.path=./none"], NO_FOLDER), (['vary={"seeed": [1]}'], "did you mean 'seed'")],

@@ -47,7 +47,7 @@ HOUSE = {
         "target",
     ],
     "eval": [
-        "entries prompt_files prompt_context prompts",
+        "entries prompt_files prompt_context suites prompts",
         "engine_workers",
         "measure",
         "figures",

@@ -205,10 +205,15 @@ def _records(source: str) -> Iterable[Any]:
     check_source(source)
     if Path(source).is_file():
         return (record for _, record in read_records(Path(source)))
-    return _dataset_records(source)
+    return dataset_records(source)
 
 
-def _dataset_records(name: str) -> Iterable[Any]:
+def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
+    """The records of a local dataset folder or of a Hub dataset, ``owner/name`` or ``owner/name:split``.
+
+    Raises:
+        ValueError: `datasets` is not installed, or there is no such dataset.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -218,9 +223,10 @@ def _dataset_records(name: str) -> Iterable[Any]:
         ) from error
     folder, colon, split = name.rpartition(":")
     repository, split = (folder, split) if colon else (name, "train")
+    what = f"a subset {subset!r} and a split {split!r}" if subset else f"a split {split!r}"
     try:
-        return datasets.load_dataset(repository, split=split)  # from 4.0 on datasets runs no repository's script
+        return datasets.load_dataset(repository, subset, split=split)  # from 4.0 on it runs no repository's script
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"no dataset {repository!r} with a split {split!r} could be loaded ({type(error).__name__}: {error})"
+            f"no dataset {repository!r} with {what} could be loaded ({type(error).__name__}: {error})"
         ) from error

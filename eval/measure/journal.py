@@ -128,7 +128,7 @@ class RunJournal:
         parts: list[dict[str, Any]] = []
         prompt: list[Run] = []
         end = 0
-        for place, line in _lines(self._file):
+        for place, line in json_lines(self._file):
             start = line.get("environment") or line.get("resumed")
             if start is not None:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
@@ -144,8 +144,8 @@ class RunJournal:
         return [part for part in parts if part["runs"]]
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every line, and where it ends; up to the first that a kill or a full disk left half written."""
+def json_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The object on every line, and where it ends; up to the first that a kill or a full disk left half written."""
     file.seek(0)
     end = 0
     for line in file.readlines():
@@ -172,7 +172,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 def _about_other(path: Path, identity: dict[str, Any]) -> str:
     with path.open("rb") as file:
-        lines = [line for _, line in _lines(file)]
+        lines = [line for _, line in json_lines(file)]
     runs = sum("method" in line for line in lines)
     theirs = lines[0].get("identity", {}) if lines else {}
     other = ", ".join(differing(theirs, identity)) or "everything"

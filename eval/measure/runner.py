@@ -113,7 +113,8 @@ class Run(Outcome):
         return found
 
 
-Method = Callable[[list[list[int]], int], Outcome]  # of the ids of one prompt or of a batch of them, and a seed
+# Of the ids of one prompt or of a batch of them, a seed, and how many new tokens each may have at most.
+Method = Callable[[list[list[int]], int, int], Outcome]
 
 
 def measure(
@@ -190,14 +191,15 @@ def _run(
     index: int,
 ) -> Run:
     on_run(method)
+    most = min(prompt.max_new_tokens or limits.max_new_tokens for prompt in prompts)
     try:
         with meter.measure() if meter else contextlib.nullcontext(Reading()) as joules:
             start = time.perf_counter()
             # The seed is the prompt's: every method draws from the same numbers, and rounds repeat each other.
-            made = methods[method]([prompt.ids for prompt in prompts], limits.seed + index)
+            made = methods[method]([prompt.ids for prompt in prompts], limits.seed + index, most)
             wall = time.perf_counter() - start
         if made.failure is None:
-            check_tokens(made, limits)
+            check_tokens(made, replace(limits, max_new_tokens=most))
     except Exception as error:
         told = ", ".join(f"{prompt.id!r} ({len(prompt.ids)} tokens)" for prompt in prompts)
         raise MeasurementError(
@@ -223,13 +225,13 @@ def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, li
     """Decode in the shared loop; a batch until the last of its prompts has ended."""
     sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
 
-    def decode(prompts: list[list[int]], seed: int) -> Outcome:
+    def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         before = drafter.promised()
         result = generate(
             target,
             drafter,
             prompts,
-            max_new_tokens=limits.max_new_tokens,
+            max_new_tokens=most,
             temperature=temperature,
             eos_token_id=sorted(limits.eos),
             seed=seed,

@@ -6,6 +6,7 @@ A streamer notes when the first new tokens come out, so that the prefill is take
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,11 +36,11 @@ def stock_method(
         entry: how it is accelerated; None: not at all.
         assistant: the loaded ``entry.assistant_model``.
     """
-    settings = _settings(temperature, limits, entry)
     assisted = {"assistant_model": assistant.model} if assistant is not None else {}
     drafting = _drafting(entry.num_assistant_tokens if entry is not None else None)
 
-    def decode(prompts: list[list[int]], seed: int) -> Outcome:
+    def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
+        settings = _settings(temperature, replace(limits, max_new_tokens=most), entry)
         width = max(map(len, prompts))
         input_ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=target.device)
         lengths = torch.tensor([[len(ids)] for ids in prompts], device=target.device)

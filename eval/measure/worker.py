@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Self
@@ -184,13 +185,13 @@ def worker_method(worker: Worker, temperature: float, limits: Limits, vocabulary
         vocabulary: number of the target's tokens.
     """
 
-    def decode(prompts: list[list[int]], seed: int) -> Outcome:
+    def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         (ids,) = prompts
         try:
-            made = worker.ask(question(ids, seed, temperature, limits.max_new_tokens))
+            made = worker.ask(question(ids, seed, temperature, most))
             try:
                 outcome = _outcome(validate(Answer, made, "the engine's answer"), vocabulary)
-                check_tokens(outcome, limits)
+                check_tokens(outcome, replace(limits, max_new_tokens=most))
             except ValueError as error:
                 raise worker.give_up(WorkerError(f"{error} (see {worker.log})")) from None
         except WorkerError as error:

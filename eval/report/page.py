@@ -187,10 +187,11 @@ def setting(report: dict[str, Any]) -> list[str]:
     filled = f" (filled up to {earlier['tokens']:,} with dialogues of {earlier['files']})" if earlier else ""
     counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
     by_category = f" (by category: {counts}{order})" if counts else ""
+    later = f", {prompts['later_turns']} of them later turns" if prompts.get("later_turns") else ""
     return [
         f"{target_line(facts)}, {batch_line(facts)}",
         machine_line(facts),
-        f"- prompts: {prompts['prompts']} of {prompts['file']} ({prompts['format']}){by_category}, "
+        f"- prompts: {prompts['prompts']}{later} of {prompts['file']} ({prompts['format']}){by_category}, "
         f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}{filled}; "
         f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
         f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
@@ -264,15 +265,18 @@ def _acceptance(report: dict[str, Any]) -> list[str]:
 
 
 def _categories(report: dict[str, Any]) -> list[str]:
-    rows = [row for row in report["rows"] if "categories" in row]
-    if not rows:
-        return []
-    names = list(rows[0]["categories"])
-    cells = []
-    for row in rows:
-        figures = [f"{number(c['speedup'], 2, 'x')} ({number(c['tau'], 2)})" for c in row["categories"].values()]
-        cells.append([shown_name(row), f"{row['temperature']:g}", *figures])
-    return ["## Speedup (tau) by category", "", *table(["drafter", "T", *names], cells), ""]
+    """A table for the categories, and one for the sub-categories."""
+    lines = []
+    for kind, shown in (("categories", "category"), ("sub_categories", "sub-category")):
+        rows = [row for row in report["rows"] if kind in row]
+        names = list(rows[0][kind]) if rows else []
+        cells = []
+        for row in rows:
+            figures = [f"{number(c['speedup'], 2, 'x')} ({number(c['tau'], 2)})" for c in row[kind].values()]
+            cells.append([shown_name(row), f"{row['temperature']:g}", *figures])
+        if rows:
+            lines += [f"## Speedup (tau) by {shown}", "", *table(["drafter", "T", *names], cells), ""]
+    return lines
 
 
 def _grids(report: dict[str, Any]) -> list[str]:

@@ -127,13 +127,15 @@ def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt],
     }
     if len(outputs) > len(typical):
         return row  # a batch may hold several categories, whose times cannot be told apart
-    for name in sorted({prompt.category for prompt in prompts if prompt.category is not None}):
-        chosen = [place for place, prompt in enumerate(prompts) if prompt.category == name]
-        row.setdefault("categories", {})[name] = {
-            "prompts": len(chosen),
-            "tau": metrics.acceptance([typical[place] for place in chosen], set())["tau"],
-            "speedup": _speedup_on(chosen, rounds, plain),
-        }
+    kinds = {"categories": [p.category for p in prompts], "sub_categories": [p.sub_category for p in prompts]}
+    for kind, of_prompts in kinds.items():
+        for name in sorted({of for of in of_prompts if of is not None}):
+            chosen = [place for place, of in enumerate(of_prompts) if of == name]
+            row.setdefault(kind, {})[name] = {
+                "prompts": len(chosen),
+                "tau": metrics.acceptance([typical[place] for place in chosen], set())["tau"],
+                "speedup": _speedup_on(chosen, rounds, plain),
+            }
     return row
 
 
@@ -253,10 +255,11 @@ def _without_all_readings(report: dict[str, Any]) -> bool:
 
 def shortage_line(prompts: dict[str, Any]) -> str | None:
     """Says that fewer prompts are measured than the config asks for; None where they are not."""
-    if prompts["requested"] is None or prompts["prompts"] >= prompts["requested"]:
+    first = prompts["prompts"] - prompts.get("later_turns", 0)
+    if prompts["requested"] is None or first >= prompts["requested"]:
         return None
     return (
-        f"only {prompts['prompts']} prompts are measured, not the {prompts['requested']} asked for: "
+        f"only {first} prompts are measured, not the {prompts['requested']} asked for: "
         f"{prompts['file']} has no more that can be used"
     )
 
