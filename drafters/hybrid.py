@@ -88,9 +88,12 @@ class HybridDrafter(Drafter):
             copies = _matching(found, state.finished.count(False), self.match)
         self._copied = any(one.tokens for one in copies)
         if self._copied:
-            return draft_of(copies, self.target.device)
+            draft = draft_of(copies, self.target.device)
+            draft.source = self.lookup.name
+            return draft
         before = self.head.promised()
         draft = self.head.propose(state)
+        draft.source = self.head.name
         if self.weighing is not None and before is not None:
             self.weighing.note_head(before, self.head.promised() or before)
         return draft

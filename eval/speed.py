@@ -2,10 +2,11 @@
 
     python -m eval.speed --config configs/speed/stdlib.yaml [--suite gsm8k] [key=value ...]
 
-Writes report.json, report.md, speedup.png and measurements.jsonl (the environment, then every single run with its
-tokens and steps) into ``out``. They replace those of an earlier report when everything is measured. Until then the runs
-so far are in measurements.unfinished.*.jsonl, from which the same command goes on after a kill; runs of another config,
-commit or machine are never mixed in. ``eval.sweep`` does this for several values of one key.
+Writes report.html, report.json, report.md, speedup.png and measurements.jsonl (the environment, then every single run
+with its tokens and steps) into ``out``. They replace those of an earlier report when everything is measured. Until then
+the runs so far are in measurements.unfinished.*.jsonl, from which the same command goes on after a kill; runs of
+another config, commit or machine are never mixed in. ``eval.pages`` makes the pages again from measurements.jsonl,
+``eval.sweep`` does this for several values of one key.
 
 --suite takes the place of the config's prompts: names of configs/suites, or YAML files in their form, with commas
 between them; the report is then in a folder of that name within ``out``.

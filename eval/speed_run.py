@@ -26,9 +26,12 @@ from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
 from eval.measure.turns import ANSWERS, with_later_turns
 from eval.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt, shown_sizes
-from eval.report.files import PAGE, PICTURE, REPORT, draw_picture, write_report
+from eval.report.build import build, ending
+from eval.report.files import write_pages, write_report
+from eval.report.judged import judge
 from eval.report.page import print_table
-from eval.report.rows import best_throughput, failures, make_rows, shortage_line, tolerance_note
+from eval.report.rows import shortage_line, tolerance_note
+from eval.report.texts import make_texts
 from eval.speed import SpeedConfig, TargetEntry
 
 
@@ -120,31 +123,17 @@ def run(
         facts["energy"] = meter.describe()
         names = described_rows(config, lineup, guests), config.entries[0].name
         facts |= quantised(models, [run for run in journal.runs if run.method == names[1]], prompts)
-        baseline, rows = make_rows(journal.runs, *names, prompts.measured, target, config.seed)
-        report = {"format_version": 1, "environment": facts, "baseline": baseline, "rows": rows}
-        report["failures"] = failures(journal.runs, names[0], prompts.measured)
-        report |= about_batches(config, left_out, names[0], rows, baseline)
+        known = *names, prompts.measured
+        texts = make_texts(journal.runs, *known, tokenizer_of(config.target))
+        end = ending(facts, *known, judge(journal.runs, *known, target), left_out, texts)
+        journal.end(end)
+        report = build(end, journal.runs)
         try:
             write_report(report, config.out, journal)
         finally:
             print_table(report, console)  # should the disk be full, the figures are at least on the screen
-        draw_picture(report, config.out)
-    console.print(f"{config.out / PAGE}, {config.out / REPORT}, {config.out / PICTURE}", markup=False, highlight=False)
+        write_pages(report, end, journal.runs, config.out, console)
     return report
-
-
-def about_batches(
-    config: SpeedConfig,
-    left_out: list[dict[str, Any]],
-    described: dict[str, dict[str, Any]],
-    rows: list[dict[str, Any]],
-    baseline: dict[str, Any],
-) -> dict[str, Any]:
-    """What only a report of batches has: what could not be measured, and the best throughput."""
-    if config.batch == [1]:
-        return {}
-    shown = [{**row, **described[row["drafter"]]} for row in left_out]
-    return {"left_out": shown, "throughput": best_throughput(rows, baseline)}
 
 
 def described_rows(config: SpeedConfig, lineup: Lineup, guests: Guests | None) -> dict[str, dict[str, Any]]:

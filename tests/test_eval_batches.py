@@ -10,22 +10,19 @@ from typing import Any
 import pytest
 import yaml
 from programs import status
-from test_eval_metrics import PROMPTS, placed, trace_of
+from test_eval_metrics import PROMPTS, placed, rows_of, trace_of
 from test_eval_prompts import sharegpt, write, write_target
 from test_eval_resume import decoded, journalled, killed_after, report
-from tiny import build
 from transformers import PreTrainedModel
 
 import eval.engines
 import eval.speed
 import eval.sweep
 import eval.tune
-from drafters import TargetModel
 from drafters.decoding.trace import Step, Trace
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
 from eval.prompts import PromptsConfig, PromptSet, in_whole_batches
-from eval.report.rows import make_rows
 
 
 @pytest.fixture
@@ -205,7 +202,7 @@ def test_a_batch_by_hand() -> None:
         runs.append(placed(batch_of(rows, own, 2.0 if place == 0 else 4.0), place, 5.0, "m"))
     described = {name: {"lossless": True, "stock": False, "entry": name, "grid": None} for name in ("plain", "m")}
     prompts = [replace(prompt, category="c") for prompt in PROMPTS[:4]]
-    _, (_, row) = make_rows(runs, described, "plain", prompts, TargetModel(build("llama")), 0)
+    _, (_, row) = rows_of(runs, described, prompts)
     assert (row["prompts"], row["new_tokens"], row["decoded_tokens"], row["batch"]) == (4, 34, 30, 2)
     assert row["tokens_per_second"] == pytest.approx(30 / 6) and row["speedup"] == pytest.approx(16 / 6)
     assert row["speedup_without_loops"] == pytest.approx(8 / 4)  # of the second batch, in which nothing loops
@@ -215,7 +212,7 @@ def test_a_batch_by_hand() -> None:
     read = [run_from_line(json.loads(json.dumps(journal_line(run, *PROMPTS[:2])))) for run in runs]
     assert read == runs and [len(run.outputs()) for run in read] == [2] * 4
     wrong = replace(runs[3], tokens=[8, 9, 10, 11, 12, 99 % 60])
-    _, (_, row) = make_rows([*runs[:3], wrong], described, "plain", prompts, TargetModel(build("llama")), 0)
+    _, (_, row) = rows_of([*runs[:3], wrong], described, prompts)
     assert (row["exact_match"], row["divergences"]["count"]) == (0.75, 1)
     assert row["divergences"]["each"][0]["prompt"] == "p3"
 
@@ -226,7 +223,7 @@ def test_a_batch_that_changes_an_answer_is_told() -> None:
     alone = [placed(Outcome([3, token], 0.1, 1.0, trace_of(1)), n, 2.0, "plain") for n, token in enumerate((4, 5))]
     steps = [Step(0, 0, 0, 0, 1), Step(1, 0, 0, 0, 1)]
     together = placed(batch_of([[3, 4], [3, 9]], steps), 0, 2.0, "plain")
-    _, rows = make_rows([*alone, together], described, "plain", PROMPTS[:2], TargetModel(build("llama")), 0)
+    _, rows = rows_of([*alone, together], described, PROMPTS[:2])
     assert [(row["batch"], row["exact_match"]) for row in rows] == [(1, 1.0), (2, 0.5)]
 
 

@@ -19,6 +19,7 @@ from eval.figures.perplexity import OutputPerplexity
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
 from eval.prompts import Prompt
+from eval.report.judged import judge
 from eval.report.rows import make_rows
 
 PROMPTS = [Prompt(f"p{i}", None, [5, 6 + i]) for i in range(6)]
@@ -33,6 +34,14 @@ def placed(made: Outcome, prompt: int, wall_seconds: float, method: str = "m", t
     """A run of round 0."""
     where: dict[str, Any] = {"method": method, "temperature": temperature, "round": 0, "prompt": prompt}
     return Run(**vars(made), **where, wall_seconds=wall_seconds)
+
+
+def rows_of(
+    runs: list[Run], described: dict[str, Any], prompts: list[Prompt]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The baseline and the rows of a report, as a tiny target judges the outputs."""
+    judged = judge(runs, described, "plain", prompts, TargetModel(build("llama")))
+    return make_rows(runs, described, "plain", prompts, judged, 0)
 
 
 def trace_of(count: int) -> Trace:
@@ -272,7 +281,7 @@ def test_each_row_leaves_its_own_loops_out() -> None:
     runs = rows("plain", [looped, varied], [1, 1]) + rows("lossy", [varied, looped], [2, 5])
     runs += [replace(run, method=STOCK, trace=None) for run in runs[:2]]
     described: dict[str, Any] = {name: {"lossless": False} for name in ("plain", "lossy")}
-    baseline, (plain, lossy) = make_rows(runs, described, "plain", PROMPTS[:2], TargetModel(build("llama")), 0)
+    baseline, (plain, lossy) = rows_of(runs, described, PROMPTS[:2])
     assert (baseline["loop_share"], plain["loop_share"], lossy["loop_share"]) == (0.5, 0.5, 0.5)
     assert lossy["tau"] == pytest.approx(3.5)
     assert lossy["tau_without_loops"] == pytest.approx(2.0)

@@ -137,6 +137,7 @@ def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path
     assert all((row["tau"], row["speedup"], row["speedup_ci"]) == (1.0, 1.0, [1.0, 1.0]) for row in plain.values())
     head, *lines = [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()]
     assert head["environment"]["commit"] == report["environment"]["commit"]
+    assert lines.pop()["end"]["environment"] == report["environment"]
     assert len(lines) == (2 + 2 + 2) * 4 * 3  # two drafters and stock generate, two temperatures, prompts, rounds
     assert all(line["wall_seconds"] >= line["prefill_seconds"] + line["decode_seconds"] for line in lines)
     assert all(sum(line["committed"]) == line["new_tokens"] - 1 for line in lines if "committed" in line)
@@ -286,7 +287,7 @@ def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
     config = config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4)
     assert run(config, tmp_path) == 0
     finished = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert finished.keys() == {"report.json", "report.md", "speedup.png", "measurements.jsonl"}
+    assert finished.keys() == {"report.html", "report.json", "report.md", "speedup.png", "measurements.jsonl"}
 
     propose, steps = SpeculativeDrafter.propose, 0
 
@@ -320,7 +321,7 @@ def test_a_report_outlives_its_picture(
     (out / "speedup.png").write_text("of another run")
     assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: the picture could not be drawn (RuntimeError: no such font)")
-    assert {path.name for path in out.iterdir()} == {"report.json", "report.md", "measurements.jsonl"}
+    assert {path.name for path in out.iterdir()} == {"report.html", "report.json", "report.md", "measurements.jsonl"}
 
 
 def test_a_report_outlives_the_search_for_divergences(

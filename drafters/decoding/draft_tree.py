@@ -35,6 +35,7 @@ class DraftTree:
         see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the host knows the shape of the tree.
         draws: level by level from the root, the most children of one row that were sampled from ``q``. Verification
             goes by these levels; where None, it takes a tree for as deep and as wide as N nodes can be.
+        source: which of several drafters made it; for reports.
     """
 
     tokens: Tensor
@@ -51,6 +52,7 @@ class DraftTree:
     target_forwards: int = 0
     see: Tensor | None = None
     draws: tuple[int, ...] | None = None
+    source: str = ""
 
     @property
     def size(self) -> int:

@@ -232,7 +232,7 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
         # limit, the last kept one is a draft token, whose row is dropped for the invariant's sake.
         verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
         nodes = draft.size - draft.scratch
-        steps.append(Step(row, nodes, verdict.depths[row], accepted, kept, 1 + draft.target_forwards))
+        steps.append(Step(row, nodes, verdict.depths[row], accepted, kept, 1 + draft.target_forwards, draft.source))
     state.cache.commit(verdict.rows)
     return steps
 

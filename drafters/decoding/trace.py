@@ -17,6 +17,7 @@ class Step:
         drafted: nodes proposed. depth: length of the longest path among them.
         accepted: draft tokens accepted by the rule. committed: tokens kept, after EOS and limits cut them.
         forwards: target forwards it took: the loop's one, and those that a drafter spent on its draft (MJGD).
+        source: which of several drafters made the draft.
     """
 
     row: int
@@ -25,6 +26,7 @@ class Step:
     accepted: int
     committed: int
     forwards: int = 1
+    source: str = ""
 
 
 @dataclass

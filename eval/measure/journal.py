@@ -18,6 +18,7 @@ from eval.prompts import Prompt
 
 JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"
 START = ("date", "load_average")
+END = "end"  # the key of the last line: what a report needs beside the runs
 RUN_FIELDS = (
     "method", "temperature", "round", "tokens", "prefill_seconds", "decode_seconds", "wall_seconds", "first_tokens",
     "energy_joules", "host_energy_joules",
@@ -98,6 +99,14 @@ class RunJournal:
         self._append(journal_line(run, *prompts))
         self.runs.append(run)
 
+    def end(self, found: dict[str, Any]) -> None:
+        """Everything is measured: append what the report needs beside the runs, so that it can be made again.
+
+        Raises:
+            OSError: the disk is full, say; the runs stay.
+        """
+        self._append({END: found})
+
     def kept(self) -> str:
         """What an interrupted run leaves, and the command that goes on."""
         if self.path.name == JOURNAL:
@@ -129,6 +138,8 @@ class RunJournal:
         prompt: list[Run] = []
         end = 0
         for place, line in json_lines(self._file):
+            if END in line:
+                continue  # of a process that was killed while it wrote the report: it is made again, and cut off here
             start = line.get("environment") or line.get("resumed")
             if start is not None:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
@@ -157,6 +168,20 @@ def json_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
             return
         end += len(line)
         yield end, found
+
+
+def read_runs(path: Path) -> tuple[list[Run], dict[str, Any] | None]:
+    """The runs of a finished journal, and its last line's ``END``; None where it has none.
+
+    Raises:
+        ValueError: there is no run in it.
+    """
+    with path.open("rb") as file:
+        lines = [line for _, line in json_lines(file)]
+    runs = [run_from_line(line) for line in lines if "method" in line]
+    if not runs:
+        raise ValueError(f"{path} has no runs; is it what eval.speed writes?")
+    return runs, lines[-1].get(END)
 
 
 def _lock(file: IO[bytes]) -> bool:
@@ -196,6 +221,8 @@ def journal_line(run: Run, *prompts: Prompt) -> dict[str, Any]:
     if run.trace is not None:
         if run.lengths:
             line["row"] = [step.row for step in run.trace.steps]
+        if any(step.source for step in run.trace.steps):
+            line["source"] = [step.source for step in run.trace.steps]
         line |= {name: [getattr(step, name) for step in run.trace.steps] for name in STEP_FIELDS}
         line |= {name: getattr(run.trace, name) for name in TIME_FIELDS}
     return line
@@ -205,8 +232,9 @@ def run_from_line(line: dict[str, Any]) -> Run:
     """The run that ``journal_line`` wrote down."""
     trace = None
     if STEP_FIELDS[0] in line:
-        rows = line.get("row", [0] * len(line[STEP_FIELDS[0]]))
-        steps = [Step(*figures) for figures in zip(rows, *(line[name] for name in STEP_FIELDS), strict=True)]
+        count = len(line[STEP_FIELDS[0]])
+        rows, sources = line.get("row", [0] * count), line.get("source", [""] * count)
+        steps = [Step(*figures) for figures in zip(rows, *(line[name] for name in STEP_FIELDS), sources, strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
     promised = Promised(**line["promised"]) if "promised" in line else None
     known: dict[str, Any] = {"trace": trace, "promised": promised, "failure": line.get("failure")}

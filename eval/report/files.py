@@ -10,10 +10,12 @@ from rich.console import Console
 from drafters.files import replace_json, replace_text
 from drafters.program import Failure
 from eval.measure.journal import RunJournal
+from eval.measure.runner import Run
+from eval.report.html import html
 from eval.report.page import markdown
 from eval.report.picture import draw
 
-REPORT, PAGE, PICTURE = "report.json", "report.md", "speedup.png"
+REPORT, PAGE, PICTURE, HTML = "report.json", "report.md", "speedup.png", "report.html"
 
 
 class PictureError(Failure):
@@ -29,26 +31,39 @@ def write_page(found: dict[str, Any], page: str, out: Path, stem: str, console: 
     console.print(f"{files[0]}, {files[1]}", markup=False, highlight=False)
 
 
-def write_report(report: dict[str, Any], out: Path, journal: RunJournal) -> None:
-    """report.json (strict JSON: a NaN is an error), the journal under its final name, and report.md.
+def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None = None) -> None:
+    """report.json (strict JSON: a NaN is an error), the journal, if given, under its final name, and report.md.
 
-    The most valuable first; each is replaced at once. The picture of an earlier report goes, for it shows another run.
+    The most valuable first; each is replaced at once. The picture and the page of an earlier report go, for they show
+    another run.
     """
     replace_json(out / REPORT, report)
-    journal.finish()
-    (out / PICTURE).unlink(missing_ok=True)
+    if journal is not None:
+        journal.finish()
+    for name in (PICTURE, HTML):
+        (out / name).unlink(missing_ok=True)
     replace_text(out / PAGE, markdown(report, Path(PICTURE)))
 
 
-def draw_picture(report: dict[str, Any], out: Path) -> None:
-    """Draw speedup.png; raises PictureError as ``drawing`` does."""
+def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], out: Path, console: Console) -> None:
+    """report.html and speedup.png, and all names on the screen.
+
+    Args:
+        end: the last line of the journal. runs: those before it.
+
+    Raises:
+        PictureError: one of them could not be drawn.
+    """
+    with drawing(out / REPORT, out / PAGE, HTML):
+        replace_text(out / HTML, html(report, end["texts"], runs))
     with drawing(out / REPORT, out / PAGE):
         draw(report, out / PICTURE)
+    console.print(", ".join(str(out / name) for name in (HTML, PAGE, REPORT, PICTURE)), markup=False, highlight=False)
 
 
 @contextlib.contextmanager
-def drawing(data: Path, page: Path) -> Iterator[None]:
-    """Draw the last of a report's files, when the others are written.
+def drawing(data: Path, page: Path, what: str = "the picture") -> Iterator[None]:
+    """Draw the last of a report's files, when the others are written; ``what``: of which the message speaks.
 
     Raises:
         PictureError: whatever stopped the drawing.
@@ -57,5 +72,5 @@ def drawing(data: Path, page: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise PictureError(
-            f"the picture could not be drawn ({type(error).__name__}: {error}); {data} and {page} are complete"
+            f"{what} could not be drawn ({type(error).__name__}: {error}); {data} and {page} are complete"
         ) from error

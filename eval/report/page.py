@@ -92,7 +92,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 NOT_ON_SCREEN = ("median", "other ms")  # the page has them; a terminal is narrow
 
 
-def _columns(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
+def columns_of(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
     """All columns; the host's energy only where it was measured, which is beside a GPU, the batch where it is not 1."""
     hidden = set() if any(row["host_joules_per_token"] is not None for row in report["rows"]) else {"host J/token"}
     hidden |= set() if batched(report) else {"batch"}
@@ -107,7 +107,7 @@ def batched(report: dict[str, Any]) -> bool:
 def print_table(report: dict[str, Any], console: Console) -> None:
     """What a terminal is wide enough for, and what is remarkable about it."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = {name: cell for name, cell in _columns(report).items() if name not in NOT_ON_SCREEN}
+    shown = {name: cell for name, cell in columns_of(report).items() if name not in NOT_ON_SCREEN}
     for index, column in enumerate(shown):
         grid.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
     for _, rows in itertools.groupby(report["rows"], key=itemgetter("temperature")):
@@ -133,7 +133,7 @@ def _failed(row: Row, columns: list[str]) -> list[str]:
 def markdown(report: dict[str, Any], picture: Path) -> str:
     """``report.md``."""
     lines = ["# Speed of drafters", "", *setting(report), "", f"![speedup over plain decoding]({picture.name})", ""]
-    columns = _columns(report)
+    columns = columns_of(report)
     rows = [[cell(row) for cell in columns.values()] for row in report["rows"]]
     lines += table([*columns], [*rows, *(_failed(row, [*columns]) for row in report["failures"])])
     lines += ["", *(f"- {line}" for line in statements(report))]

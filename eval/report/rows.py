@@ -8,7 +8,6 @@ from drafters import TargetModel
 from eval.entries import STOCK
 from eval.figures import divergence, metrics
 from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
-from eval.figures.perplexity import OutputPerplexity
 from eval.figures.quantisation import about_quantisation
 from eval.measure.runner import Run
 from eval.prompts import Prompt
@@ -19,33 +18,40 @@ def make_rows(
     described: dict[str, dict[str, Any]],
     baseline_label: str,
     prompts: list[Prompt],
-    target: TargetModel,
+    judged: list[dict[str, Any]],
     seed: int,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The report's ``baseline`` and ``rows``. ``described``: the methods in their order, and what is known of them."""
-    by_key: dict[tuple[float, int, str], list[list[Run]]] = {}
-    # By temperature, batch size and method, then by prompt, or by batch of them: the rounds of each.
-    for run in runs:
-        key = run.temperature, run.batch, run.method
-        rounds = by_key.setdefault(key, [[] for _ in range(0, len(prompts), run.batch)])
-        rounds[run.prompt // run.batch].append(run)
+    """The report's ``baseline`` and ``rows``; needs no model.
+
+    Args:
+        described: the methods in their order, and what is known of them.
+        judged: what the target says of every row's outputs; see ``eval.report.judged``.
+    """
+    by_key = rounds_by_key(runs, len(prompts))
+    said = {(row["temperature"], row["batch"], row["drafter"]): row["figures"] for row in judged}
     rows, baselines = [], []
-    perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
-    smallest = min(run.batch for run in runs)
     for temperature, batch in dict.fromkeys((run.temperature, run.batch) for run in runs):
         plain = by_key[temperature, batch, baseline_label]
-        exact = by_key[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
         baselines.append(_baseline(temperature, batch, plain, by_key.get((temperature, batch, STOCK))))
         # Every method of that temperature against it, prompt by prompt.
         for label, known in described.items():
             rounds = by_key.get((temperature, batch, label), [])
             if rounds and all(run.failure is None for run in chain(*rounds)):
                 row: dict[str, Any] = {"drafter": label, "temperature": temperature, "batch": batch, **known}
-                row |= _row(rounds, plain, prompts, seed)
-                row |= perplexity.describe(_outputs([typical_run(of_prompt) for of_prompt in rounds]))
-                row |= _exactness(rounds, exact, prompts, target) if temperature == 0 else {"exact_match": None}
-                rows.append(row)
+                rows.append(row | _row(rounds, plain, prompts, seed) | said[temperature, batch, label])
     return {**baselines[0], "temperatures": baselines}, rows
+
+
+Key = tuple[float, int, str]  # temperature, batch size, method
+
+
+def rounds_by_key(runs: list[Run], prompts: int) -> dict[Key, list[list[Run]]]:
+    """By method, then by prompt, or by batch of them: the rounds of each."""
+    found: dict[Key, list[list[Run]]] = {}
+    for run in runs:
+        rounds = found.setdefault((run.temperature, run.batch, run.method), [[] for _ in range(0, prompts, run.batch)])
+        rounds[run.prompt // run.batch].append(run)
+    return found
 
 
 def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,12 +72,12 @@ def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> lis
     return list(found.values())
 
 
-def _outputs(runs: list[Run]) -> list[Run]:
+def outputs_of(runs: list[Run]) -> list[Run]:
     """Of each prompt, where some were decoded together."""
     return [output for run in runs for output in run.outputs()]
 
 
-def _outputs_by_prompt(rounds: list[list[Run]]) -> list[list[Run]]:
+def outputs_by_prompt(rounds: list[list[Run]]) -> list[list[Run]]:
     """The rounds of each prompt from those of each batch."""
     return [list(found) for of_batch in rounds for found in zip(*(run.outputs() for run in of_batch), strict=True)]
 
@@ -92,8 +98,8 @@ def failures(runs: list[Run], described: dict[str, dict[str, Any]], prompts: lis
 def _baseline(temperature: float, batch: int, plain: list[list[Run]], stock: list[list[Run]] | None) -> dict[str, Any]:
     """Plain decoding; of stock generate None where it was not measured."""
     typical = [typical_run(rounds) for rounds in plain]
-    outputs = _outputs(typical)
-    exact = divergence.exact_share(_outputs_by_prompt(stock), outputs) if stock and temperature == 0 else None
+    outputs = outputs_of(typical)
+    exact = divergence.exact_share(outputs_by_prompt(stock), outputs) if stock and temperature == 0 else None
     return {
         "temperature": temperature,
         "batch": batch,
@@ -113,7 +119,7 @@ def _looping(runs: list[Run]) -> set[int]:
 
 def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt], seed: int) -> dict[str, Any]:
     typical = [typical_run(of_prompt) for of_prompt in rounds]
-    outputs = _outputs(typical)
+    outputs = outputs_of(typical)
     looping = _looping(outputs)
     steady = [place for place, run in enumerate(typical) if not any(one.prompt in looping for one in run.outputs())]
     row = metrics.acceptance(outputs, looping) | metrics.times(typical) | metrics.expected(typical)
@@ -142,19 +148,6 @@ def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt],
 def _speedup_on(places: list[int], rounds: list[list[Run]], plain: list[list[Run]]) -> float | None:
     """The speedup over these prompts alone."""
     return paired_speedup([rounds[place] for place in places], [plain[place] for place in places]).speedup
-
-
-def _exactness(
-    rounds: list[list[Run]], baseline: list[list[Run]], prompts: list[Prompt], target: TargetModel
-) -> dict[str, Any]:
-    rounds = _outputs_by_prompt(rounds)
-    plain = _outputs([typical_run(of_prompt) for of_prompt in baseline])
-    row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
-    try:
-        found = divergence.find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
-    except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
-        return row | {"divergences": divergence.unavailable(rounds, plain, error)}
-    return row | {"divergences": divergence.summary(found, len(prompts))}
 
 
 def warnings(report: dict[str, Any]) -> list[str]:

@@ -1,0 +1,221 @@
+"""report.html: nothing that a model wrote is obeyed or lost, and the page is made again from the journal alone."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from programs import status
+from test_eval_metrics import placed
+from test_eval_prompts import sharegpt, tiny_tokenizer, write
+from tiny import build
+
+import eval.pages
+import eval.speed
+from data_prep.dialogues.encoding import load_tokenizer
+from drafters.decoding.trace import Step, Trace
+from eval.measure import journal
+from eval.measure.runner import Outcome, Run
+from eval.prompts import Prompt
+from eval.report import files
+from eval.report.build import build as build_report
+from eval.report.build import ending
+from eval.report.html import html
+from eval.report.texts import make_texts, pieces, visible
+
+HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
+SHOWN = "\u05e9\u05dc\u05d5\u05dd {{ 7 * 7 }} & \u202eenod\u202c \x00\x1b[31m\x7f\u200b\u2028" + "x" * 100_000
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Letters:
+    """A tokenizer: token n is letter n of what a model wrote."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(self.text[token] for token in ids)
+
+
+def run_of(method: str, tokens: list[int], accepted: list[int], temperature: float = 0.0, source: str = "") -> Run:
+    """A run whose steps accepted so many draft tokens; the last one is cut to the tokens that there are."""
+    left, steps = len(tokens) - 1, []
+    for each in accepted:
+        steps.append(Step(0, each, each, each, min(each + 1, left), source=source if each else ""))
+        left -= steps[-1].committed
+    times = [0.01] * len(steps)
+    trace = Trace(steps, times, times, times, times, 0.1)
+    return placed(Outcome(tokens, 0.1, 0.04 * len(steps), trace), 0, 1.0, method, temperature)
+
+
+def report_of(text: str) -> str:
+    """The page of plain decoding and of a lossy drafter that parts from it, whose labels are hostile, too."""
+    ids = list(range(len(text)))
+    drafter, prompt = f"mine {HOSTILE}", Prompt(f"p {HOSTILE}", "c\u202e", ids[:5])
+    half = len(ids) // 2
+    runs = [run_of("plain", ids, [0] * (len(ids) - 1))]
+    runs.append(run_of(drafter, ids[:-1] + [0], [half - 2, len(ids) - half - 1], source="lookup"))
+    described: dict[str, Any] = {name: {"lossless": name == "plain", "stock": False} for name in ("plain", drafter)}
+    described = {name: {**known, "entry": name, "grid": None} for name, known in described.items()}
+    each = [{"prompt": prompt.id, "position": len(ids) - 1, "margin": 0.5, "gap": 1.0, "tolerance": 0.1}]
+    parted = {"count": 1, "unexplained": 1, "largest_margin": 0.5, "each": [{**each[0], "accepted": False}]}
+    figures = [{"perplexity": 2.0, "exact_match": 1.0}, {"perplexity": 2.0, "exact_match": 0.0, "divergences": parted}]
+    places = [{"drafter": name, "temperature": 0.0, "batch": 1} for name in described]
+    judged = [{**place, "figures": each} for place, each in zip(places, figures, strict=True)]
+    known = described, "plain", [prompt]
+    end = ending(facts(), *known, judged, [], make_texts(runs, *known, Letters(text)))
+    end = json.loads(json.dumps(end))  # as it comes out of the journal
+    return html(build_report(end, runs), end["texts"], runs)
+
+
+def facts() -> dict[str, Any]:
+    """A report's environment."""
+    prompts = {"file": HOSTILE, "format": "f", "prompts": 1, "requested": 1, "categories": {}, "consecutive": None}
+    prompts |= {"warmup_prompts": 1, "context": None, "prompt_tokens": {"mean": 5.0, "max": 5}, "skipped": {}}
+    limits = {"max_new_tokens": 9, "temperatures": [0.0], "top_k": 0, "top_p": 1.0, "rounds": 1, "warmup": 1, "seed": 0}
+    return {
+        "target": {"name": HOSTILE, "revision": None, "parameters": 1e6}, "dtype": "float32", "engine": "fused",
+        "quantize": None, "date": "2026-01-01", "load_average": 0.1, "load_average_after": 0.1, "cpu": "C", "gpu": None,
+        "cpu_cores": 2, "threads": 2, "versions": {}, "commit": None, "dirty": False, "batch": 1, "limits": limits,
+        "prompt_set": prompts, "config": {"out": HOSTILE}, "argv": ["python", HOSTILE], "energy": {},
+    }  # fmt: skip
+
+
+class Seen(HTMLParser):
+    """The tags of a page, and the text in its scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.append(tag)
+        assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "srcset")]
+        self.scripts += [""] if tag == "script" else []
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script" and self.scripts:
+            self.scripts[-1] += data
+
+
+def test_what_a_model_wrote_is_neither_obeyed_nor_lost() -> None:
+    """Catches an answer that ends the page's script, text that turns its neighbours round, and one that is cut."""
+    page = report_of(HOSTILE + SHOWN)
+    seen = Seen(page)
+    assert "img" not in seen.tags and seen.tags.count("script") == 2 and "http" not in re.sub(r"http-equiv", "", page)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u200b\u2028\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
+    data = json.loads(seen.scripts[0])
+    (prompt,) = data["prompts"]
+    by_kind = {output["kind"]: output for output in prompt["outputs"]}
+    assert "".join(by_kind["plain"]["rest"]) == visible(HOSTILE + SHOWN)
+    assert by_kind["lossy"]["same"] == len(HOSTILE + SHOWN) - 1 and by_kind["lossy"]["rest"] == ["<"]
+    assert by_kind["lossy"]["name"].endswith("(lossy)") and by_kind["lossy"]["parted"]["accepted"] is False
+    steps = by_kind["lossy"]["steps"]
+    assert sum(steps[::3]) == len(HOSTILE + SHOWN) - 1 and data["sources"] == ["lookup"]
+
+
+def test_what_is_not_seen_is_written_out() -> None:
+    """Catches control and direction characters that pass, and readable text that is spoilt."""
+    assert (
+        visible("a\tb\nc \u05d0\u0628\u00e9\u200d\U0001f600\u00a0")
+        == "a\tb\nc \u05d0\u0628\u00e9\u200d\U0001f600\u00a0"
+    )
+    assert visible("\x00\x1b\r\x7f") == "\u2400\u241b\u240d\u2421"
+    assert visible("a\u202eb\ud800\ufeff") == "a\u27e8U+202E\u27e9b\u27e8U+D800\u27e9\u27e8U+FEFF\u27e9"
+
+
+def test_the_pieces_are_the_text() -> None:
+    """Catches halves of characters, and characters twice, where an output parts within one of several tokens."""
+    tokenizer = load_tokenizer("checkpoints/stdlib-target").tokenizer
+    text = "na\u00efve \u05e9\u05dc\u05d5\u05dd \U0001f469\u200d\U0001f680 def f():\n    return 'x'"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert "".join(pieces(tokenizer, ids)) == text and len(pieces(tokenizer, ids)) == len(ids) > len(text) // 2
+    for start in range(len(ids)):
+        rest = pieces(tokenizer, ids, start)
+        whole = tokenizer.decode(ids[:start]).rstrip("\ufffd")
+        assert len(rest) == len(ids) - start and whole + "".join(rest) == text
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report: plain decoding and prompt lookup, greedy and sampled."""
+    folder = tmp_path_factory.mktemp("html")
+    build("llama").save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    prompts = write(folder / "prompts.jsonl", [sharegpt(f"w{i} w7 w{i} w7", "w1") for i in range(4)])
+    config = {
+        "target": {"path": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "prompts": {"file": str(prompts), "count": 3}, "drafters": [{"drafter": "prompt_lookup"}],
+        "out": str(folder / "out"), "max_new_tokens": 12, "warmup": 1, "stock_generate": False,
+    }  # fmt: skip
+    (folder / "speed.yaml").write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+        assert status(eval.speed.main, "--config", folder / "speed.yaml") == 0
+    return folder / "out"
+
+
+def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a report that needs its model, or anything but its journal, to be made again; and old journals."""
+    monkeypatch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+    shutil.copy(finished / "measurements.jsonl", tmp_path)
+    assert status(eval.pages.main, tmp_path) == 0
+    for name in ("report.json", "report.md", "report.html"):
+        assert (tmp_path / name).read_text() == (finished / name).read_text()
+    lines = (tmp_path / "measurements.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "measurements.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match="has no line 'end'.* earlier version, or cut off"):
+        eval.pages.main([str(tmp_path)])
+
+
+def test_a_kill_while_the_page_is_written(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a page, and another run's page beside the new figures."""
+    monkeypatch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+    shutil.copy(finished / "measurements.jsonl", tmp_path)
+    (tmp_path / "report.html").write_text("of another run")
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "report.html":
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    replace = Path.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            eval.pages.main([str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {"measurements.jsonl", "report.json", "report.md"}
+    assert status(eval.pages.main, tmp_path) == 0
+    assert (tmp_path / "report.html").read_text() == (finished / "report.html").read_text()
+
+
+def test_a_journal_that_was_ended_goes_on(finished: Path, tmp_path: Path) -> None:
+    """Catches a kill between the journal's end and the report: the end would stand in the middle of the next one."""
+    lines = [json.loads(line) for line in (finished / "measurements.jsonl").read_text().splitlines()]
+    facts, identity = lines[0]["environment"], lines[0]["identity"]
+    opened = journal.RunJournal(tmp_path, identity, facts, lambda *_: ["autoregressive", "prompt_lookup"])
+    shutil.copy(finished / "measurements.jsonl", opened.path)
+    with opened:
+        assert len(opened.runs) == len(lines) - 2
+    assert not [line for line in opened.path.read_text().splitlines() if journal.END in json.loads(line)]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: the page's script is not run")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """Catches a script that fails, one that a text starts, and outputs that are not shown in full."""
+    (tmp_path / "report.html").write_text(report_of(HOSTILE + SHOWN[:2000]), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    address = (tmp_path / "report.html").as_uri()
+    done = subprocess.run([str(CHROMIUM), *options, address], capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    assert "<title>Speed of drafters" in done.stdout and "obeyed</title>" not in done.stdout
+    tokens = re.findall(r"<span[^>]*>([^<]*)</span>", done.stdout)
+    assert "x" * 1900 in "".join(tokens) and 'class="parted"' in done.stdout
