@@ -2,14 +2,15 @@
 
     python -m eval.compare runs/before runs/after [--out F]
 
-Reads report.json and measurements.jsonl of both folders. tau, tokens/s and the speedup over plain decoding are compared
-on the prompts that both measured, prompt by prompt; what may not be compared, for the machine, the prompts, the target
-or the limits differ, is not, and the page says why. Of all figures together, reports of the same thing differ
-significantly in at most one pair of twenty. Writes compare.json and compare.md into --out, or into the second folder.
+Reads report.json and prompts.csv (of older reports measurements.jsonl) of both folders. tau, tokens/s and the speedup
+over plain decoding are compared on the prompts that both measured, prompt by prompt; what may not be compared, for the
+machine, the prompts, the target or the limits differ, is not, and the page says why. Of all figures together, reports
+of the same thing differ significantly in at most one pair of twenty. Writes compare.json and compare.md into --out, or
+into the second folder.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from data_prep.disk import check_folder
 from drafters.program import CommandLine, run_program
 from drafters.wording import shortened
 
-REPORT, JOURNAL = "report.json", "measurements.jsonl"
+REPORT, PROMPTS, JOURNAL = "report.json", "prompts.csv", "measurements.jsonl"
 BASELINE = "autoregressive"
 ALPHA = 0.05  # of all figures of a comparison together
 # What a report is of: where these differ, the texts are others, and no figure of them can be compared.
@@ -26,26 +27,31 @@ MACHINE = ("cpu", "cpu_cores", "gpu", "threads", "device", "host")
 
 
 def read(folder: Path) -> "Read":
-    """The report of a folder, and the lines of its journal that are runs.
+    """The report of a folder, and the text of its table of prompts or, where it has none, the journal's runs.
 
     Raises:
-        ValueError: one is missing or no such file.
+        ValueError: a file is missing or no such file.
     """
     folder = folder.parent if folder.name == REPORT else folder
-    found: list[Any] = []
-    for name in (REPORT, JOURNAL):
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"there is no {file}; give the folders of two reports: python -m eval.speed writes them")
-        try:
-            text = file.read_text(encoding="utf-8")
-            found.append(json.loads(text) if name == REPORT else [json.loads(line) for line in text.splitlines()])
-        except ValueError as error:
-            raise ValueError(f"{file} is not what eval.speed writes: {error}") from None
-    report, lines = found
+    report = _parsed(folder / REPORT, json.loads)
     if not isinstance(report, dict) or not {"environment", "rows", "baseline"} <= report.keys():
         raise ValueError(f"{folder / REPORT} is no report of eval.speed; it has {shortened([*report])}")
+    if (folder / PROMPTS).is_file():
+        return report, _parsed(folder / PROMPTS, str)
+    lines = _parsed(folder / JOURNAL, lambda text: [json.loads(line) for line in text.splitlines()])
     return report, [line for line in lines if "method" in line and "failure" not in line]
+
+
+def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
+    if not file.is_file():
+        raise ValueError(
+            f"there is no {file}; give the folders of two reports, with {REPORT} and {PROMPTS} (or {JOURNAL}) as "
+            "python -m eval.speed writes them"
+        )
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not what eval.speed writes: {error}") from None
 
 
 def settings(report: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +81,7 @@ def check_comparable(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[An
     return found
 
 
-Read = tuple[dict[str, Any], list[dict[str, Any]]]  # a report, and the runs of its journal
+Read = tuple[dict[str, Any], str | list[dict[str, Any]]]  # a report; its table of prompts, or its journal's runs
 Key = tuple[str, float, int]  # a method at a temperature, so many prompts together
 
 

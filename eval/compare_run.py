@@ -9,10 +9,9 @@ from rich.console import Console
 
 from drafters.wording import shortened
 from eval.compare import ALPHA, BASELINE, MACHINE, Key, Read, check_comparable, keys
-from eval.figures.metrics import typical_pair, typical_run
 from eval.figures.paired import Figure, change, holm
 from eval.measure.journal import run_from_line
-from eval.measure.runner import Run
+from eval.report.by_prompt import Line, by_prompt, from_csv
 from eval.report.files import write_page
 from eval.report.page import run_again, table
 
@@ -21,12 +20,11 @@ FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns whose sums it is
     "tau": (["tokens", "forwards"], lambda sums: sums[..., 0] / sums[..., 1]),
     "tokens/s": (["tokens", "seconds"], lambda sums: sums[..., 0] / sums[..., 1]),
     "speedup": (
-        ["pair's tokens", "pair's seconds", "plain tokens", "plain seconds"],
+        ["pair_tokens", "pair_seconds", "plain_tokens", "plain_seconds"],
         lambda sums: sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3]),
     ),
 }
 FEWEST = 2  # prompts
-COLUMNS = ["tokens", "seconds", "forwards", "pair's tokens", "pair's seconds", "plain tokens", "plain seconds"]
 ABOUT = """\
 Figures are of the prompts that both reports measured (a batch of them counts as one); of several rounds, the median
 one. In brackets the 95% interval of the paired bootstrap over those prompts. *p*: a sign-flip test's (were both runs of
@@ -58,7 +56,7 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
         ValueError: there is none.
     """
     differ = check_comparable(a[0], b[0])
-    runs = [_by_key(lines) for _, lines in (a, b)]
+    runs = [_by_key(a), _by_key(b)]
     plain = [_plain(report) for report, _ in (a, b)]
     left_out = ["tokens/s"] if differ.keys() & set(MACHINE) else []
     rows: list[dict[str, Any]] = []
@@ -66,13 +64,10 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
         units = [unit for unit in runs[0].get(key, {}) if unit in runs[1].get(key, {})]
         if len(units) < FEWEST:
             continue
-        bases = [of.get((label, *key[1:]), {}) for of, label in zip(runs, plain, strict=True)]
-        sides = [_columns(of[key], base, units) for of, base in zip(runs, bases, strict=True)]
         for name, (columns, figure) in FIGURES.items():
             if name in left_out or (name != "tokens/s" and key[0] in plain):
                 continue  # plain decoding has tau 1 and is itself what speedups are over
-            one, other = ([side[column] for column in columns] for side in sides)
-            pair = np.array(one, dtype=float).T, np.array(other, dtype=float).T
+            pair = [np.array([[of[key][unit][c] or 0.0 for c in columns] for unit in units], float) for of in runs]
             told = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # nothing to decode, or steps that are not told
             if told.sum() >= FEWEST:
                 made = asdict(change(pair[0][told], pair[1][told], figure))
@@ -94,13 +89,22 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _by_key(lines: list[dict[str, Any]]) -> dict[Key, dict[Unit, list[Run]]]:
-    """The rounds of every prompt by every method."""
-    found: dict[Key, dict[Unit, list[Run]]] = {}
+def _by_key(read: Read) -> dict[Key, dict[Unit, Line]]:
+    """Every method's line of every prompt.
+
+    Raises:
+        ValueError: the table of prompts is no such table.
+    """
+    report, given = read
+    if isinstance(given, str):
+        lines = from_csv(given)
+    else:
+        runs = ((line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in given)
+        lines = by_prompt(runs, _plain(report))
+    found: dict[Key, dict[Unit, Line]] = {}
     for line in lines:
-        made = run_from_line(line)
-        units = found.setdefault((made.method, made.temperature, made.batch), {})
-        units.setdefault((line["prompt"], line["prompt_tokens"]), []).append(made)
+        units = found.setdefault((line["drafter"], line["temperature"], line["batch"]), {})
+        units[line["prompt"], line["prompt_tokens"]] = line
     return found
 
 
@@ -108,20 +112,6 @@ def _plain(report: dict[str, Any]) -> str:
     """Plain decoding's label."""
     entries = report["environment"]["config"]["drafters"]
     return next((entry.get("label") or BASELINE for entry in entries if entry["drafter"] == BASELINE), BASELINE)
-
-
-def _columns(runs: dict[Unit, list[Run]], plain: dict[Unit, list[Run]], units: list[Unit]) -> dict[str, list[float]]:
-    """What sums are of, by prompt; 0 where it is not told."""
-    found: dict[str, list[float]] = {name: [] for columns, _ in FIGURES.values() for name in columns}
-    for unit in units:
-        typical = typical_run(runs[unit])
-        steps = typical.trace.steps if typical.trace is not None else []
-        pair = typical_pair(runs[unit], plain[unit]) if unit in plain else None
-        values = [typical.decoded_tokens, typical.decode_seconds, sum(step.forwards for step in steps)]
-        values += [x for run in pair or () for x in (run.decoded_tokens, run.decode_seconds)] or [0.0] * 4
-        for name, value in zip(COLUMNS, values, strict=True):
-            found[name].append(value)
-    return found
 
 
 def statements(found: dict[str, Any]) -> list[str]:

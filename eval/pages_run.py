@@ -24,7 +24,10 @@ def run(journal: Path, out: Path, console: Console) -> dict[str, Any]:
             f"{journal} has no line {END!r}, with which eval.speed ends it: it is of an earlier version, or cut off; "
             "measure again with the command in report.md"
         )
-    report = build(end, runs)
+    try:
+        report = build(end, runs)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{journal} is of another version of eval.speed ({type(error).__name__}: {error})") from None
     out.mkdir(parents=True, exist_ok=True)
     write_report(report, out)
     write_pages(report, end, runs, out, console)

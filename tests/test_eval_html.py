@@ -13,6 +13,7 @@ import yaml
 from programs import status
 from test_eval_metrics import placed
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
+from test_eval_speed import PAGES
 from tiny import build
 
 import eval.pages
@@ -174,6 +175,9 @@ def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monke
     (tmp_path / "measurements.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(ValueError, match="has no line 'end'.* earlier version, or cut off"):
         eval.pages.main([str(tmp_path)])
+    (tmp_path / "measurements.jsonl").write_text("".join([*lines[:-1], '{"end": {"prompts": []}}\n']))
+    with pytest.raises(ValueError, match="is of another version of eval.speed .KeyError"):
+        eval.pages.main([str(tmp_path)])
 
 
 def test_a_kill_while_the_page_is_written(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +196,7 @@ def test_a_kill_while_the_page_is_written(finished: Path, tmp_path: Path, monkey
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             eval.pages.main([str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == {"measurements.jsonl", "report.json", "report.md"}
+    assert {path.name for path in tmp_path.iterdir()} == (PAGES - {"report.html"}) | {"measurements.jsonl"}
     assert status(eval.pages.main, tmp_path) == 0
     assert (tmp_path / "report.html").read_text() == (finished / "report.html").read_text()
 

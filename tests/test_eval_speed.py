@@ -34,6 +34,8 @@ ROW_KEYS = {
     "joules_per_token",
 }  # fmt: skip
 
+PAGES = {"report.html", "report.json", "report.md", "report.csv", "prompts.csv"}
+
 
 @pytest.fixture(scope="module")
 def files(
@@ -287,7 +289,7 @@ def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
     config = config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4)
     assert run(config, tmp_path) == 0
     finished = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert finished.keys() == {"report.html", "report.json", "report.md", "speedup.png", "measurements.jsonl"}
+    assert finished.keys() == PAGES | {"speedup.png", "measurements.jsonl"}
 
     propose, steps = SpeculativeDrafter.propose, 0
 
@@ -321,7 +323,7 @@ def test_a_report_outlives_its_picture(
     (out / "speedup.png").write_text("of another run")
     assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: the picture could not be drawn (RuntimeError: no such font)")
-    assert {path.name for path in out.iterdir()} == {"report.html", "report.json", "report.md", "measurements.jsonl"}
+    assert {path.name for path in out.iterdir()} == PAGES | {"measurements.jsonl"}
 
 
 def test_a_report_outlives_the_search_for_divergences(

@@ -11,11 +11,13 @@ from drafters.files import replace_json, replace_text
 from drafters.program import Failure
 from eval.measure.journal import RunJournal
 from eval.measure.runner import Run
+from eval.report.by_prompt import as_csv, flat, in_report
 from eval.report.html import html
 from eval.report.page import markdown
 from eval.report.picture import draw
 
 REPORT, PAGE, PICTURE, HTML = "report.json", "report.md", "speedup.png", "report.html"
+TABLE, PROMPTS = "report.csv", "prompts.csv"
 
 
 class PictureError(Failure):
@@ -40,13 +42,13 @@ def write_report(report: dict[str, Any], out: Path, journal: RunJournal | None =
     replace_json(out / REPORT, report)
     if journal is not None:
         journal.finish()
-    for name in (PICTURE, HTML):
+    for name in (PICTURE, HTML, TABLE, PROMPTS):
         (out / name).unlink(missing_ok=True)
     replace_text(out / PAGE, markdown(report, Path(PICTURE)))
 
 
 def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], out: Path, console: Console) -> None:
-    """report.html and speedup.png, and all names on the screen.
+    """report.csv, prompts.csv, report.html and speedup.png, and all names on the screen.
 
     Args:
         end: the last line of the journal. runs: those before it.
@@ -54,11 +56,14 @@ def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], ou
     Raises:
         PictureError: one of them could not be drawn.
     """
+    replace_text(out / TABLE, as_csv(flat(report["rows"])))
+    replace_text(out / PROMPTS, as_csv(in_report(end, runs)))
     with drawing(out / REPORT, out / PAGE, HTML):
         replace_text(out / HTML, html(report, end["texts"], runs))
     with drawing(out / REPORT, out / PAGE):
         draw(report, out / PICTURE)
-    console.print(", ".join(str(out / name) for name in (HTML, PAGE, REPORT, PICTURE)), markup=False, highlight=False)
+    names = HTML, PAGE, REPORT, PICTURE, TABLE, PROMPTS
+    console.print(", ".join(str(out / name) for name in names), markup=False, highlight=False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,86 @@
+"""The figures of every prompt: what ``eval.compare`` compares, and a table for other programs (CSV)."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from eval.figures.metrics import typical_pair, typical_run
+from eval.measure.runner import Run
+
+Line = dict[str, Any]
+PLACE = ("drafter", "temperature", "batch", "prompt", "prompt_tokens")
+# Of the round with the median time a token; then of the round with the median speedup, the method's and plain
+# decoding's. Empty where there is nothing: stock generate tells no forwards.
+COLUMNS = ("tokens", "seconds", "forwards", "pair_tokens", "pair_seconds", "plain_tokens", "plain_seconds")
+
+
+def by_prompt(placed: Iterable[tuple[str, int, Run]], plain: str) -> list[Line]:
+    """A line for every method and prompt, or batch of them.
+
+    Args:
+        placed: all runs, each with its prompt's name and tokens. plain: plain decoding's label.
+    """
+    rounds: dict[tuple[Any, ...], list[Run]] = {}
+    for name, tokens, run in placed:
+        if run.failure is None:
+            rounds.setdefault((run.method, run.temperature, run.batch, name, tokens, run.prompt), []).append(run)
+    found = []
+    for (method, *where), runs in rounds.items():
+        base = rounds.get((plain, *where))
+        typical = typical_run(runs)
+        pair = typical_pair(runs, base) if base is not None else None
+        forwards = sum(step.forwards for step in typical.trace.steps) if typical.trace is not None else None
+        values = [typical.decoded_tokens, typical.decode_seconds, forwards]
+        values += [x for run in pair or () for x in (run.decoded_tokens, run.decode_seconds)] or [None] * 4
+        found.append(dict(zip(PLACE, (method, *where[:-1]), strict=True)) | dict(zip(COLUMNS, values, strict=True)))
+    return found
+
+
+def in_report(end: dict[str, Any], runs: Sequence[Run]) -> list[Line]:
+    """``by_prompt`` of a report's runs; ``end`` is the last line of their journal."""
+    prompts = end["prompts"]
+    together = [prompts[run.prompt : run.prompt + run.batch] for run in runs]
+    names = [(", ".join(p["id"] for p in some), sum(p["tokens"] for p in some)) for some in together]
+    return by_prompt(((*name, run) for name, run in zip(names, runs, strict=True)), end["baseline"])
+
+
+def as_csv(lines: Sequence[Line]) -> str:
+    """The lines as CSV, a head first; None is an empty cell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]) if lines else [*PLACE, *COLUMNS], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def from_csv(text: str) -> list[Line]:
+    """``by_prompt``'s lines again.
+
+    Raises:
+        ValueError: it is no such table.
+    """
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if (head := reader.fieldnames) is None or list(head) != [*PLACE, *COLUMNS]:
+        raise ValueError(f"its head is {head}, not {[*PLACE, *COLUMNS]}")
+    found = []
+    for line in reader:
+        place: Line = {"drafter": line["drafter"], "temperature": float(line["temperature"])}
+        place |= {"batch": int(line["batch"]), "prompt": line["prompt"], "prompt_tokens": int(line["prompt_tokens"])}
+        found.append(place | {name: float(line[name]) if line[name] else None for name in COLUMNS})
+    return found
+
+
+def flat(rows: Sequence[Line]) -> list[Line]:
+    """The report's rows without their lists and tables, every one with the same keys; an interval as two figures."""
+    plain = []
+    for row in rows:
+        ends = {
+            f"{key}_{end}": pair[n]
+            for key, pair in row.items()
+            if key.endswith("_ci") and pair
+            for n, end in enumerate(("low", "high"))
+        }
+        plain.append({key: value for key, value in row.items() if isinstance(value, str | int | float)} | ends)
+    names = dict.fromkeys(name for row in plain for name in row)
+    return [{name: row.get(name) for name in names} for row in plain]
