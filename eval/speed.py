@@ -8,6 +8,9 @@ the runs so far are in measurements.unfinished.*.jsonl, from which the same comm
 another config, commit or machine are never mixed in. ``eval.pages`` makes the pages again from measurements.jsonl,
 ``eval.sweep`` does this for several values of one key.
 
+Several processes share the prompts, each with a GPU of its own where there are some: torchrun --nproc-per-node 4 -m
+eval.speed --config ..., or --rank 0 --ranks 4 and so on. The one that ends last writes the report.
+
 --suite takes the place of the config's prompts: names of configs/suites, or YAML files in their form, with commas
 between them; the report is then in a folder of that name within ``out``.
 """
@@ -21,6 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
 from data_prep.disk import check_folder
+from data_prep.ranks import add_rank_arguments, find_rank, refuse_shared_map
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, load_config
 from drafters.program import CommandLine, command, keeping, run_program
@@ -163,15 +167,18 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure every method of a config and write the report."""
     parser = CommandLine("eval.speed", __doc__, "YAML, see SpeedConfig", "prompts.count=8")
     add_suite(parser)
+    add_rank_arguments(parser)
     parsed = parser.parse(arguments)
     config = load(SpeedConfig, parsed)
+    rank = find_rank(parsed.rank, parsed.ranks)
+    refuse_shared_map(rank, config.target.device_map, "target.device_map")
     check(config)
 
     from eval.report.screen import make_console
     from eval.speed_run import run
 
     with keeping(lambda: f"nothing was measured since this start, and what was before stays; to go on: {command()}"):
-        run(config, parsed.command, make_console())
+        run(config, parsed.command, make_console(), rank=rank)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What eval.speed does with its config."""
 
 import itertools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.progress import Bar
+from data_prep.ranks import Rank
 from drafters import TargetModel, make_drafter
 from drafters.decoding.call import eos_ids
 from drafters.drafting.draft_model import load_draft_model
@@ -20,7 +22,7 @@ from eval.entries import STOCK, StockEntry
 from eval.figures.quantisation import quantisation_cost
 from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
-from eval.measure.journal import RunJournal
+from eval.measure.journal import ALONE, RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
@@ -52,18 +54,20 @@ class Guests(Protocol):
         """By label."""
 
 
-def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1) -> Models:
+def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank = ALONE) -> Models:
     """The target; draft models join it when they are needed.
 
     Args:
         tokens: of the longest text that is known already. batch: of so many such texts the cache has to fit, too.
+        rank: of several processes, each of which has a GPU of its own where no particular one is configured.
 
     Raises:
         ValueError: it cannot be loaded, or there is too little memory.
     """
 
     disable_progress_bar()  # transformers' own, one for every model loaded
-    where = chosen.path, chosen.dtype, chosen.device, chosen.revision
+    device = chosen.device if chosen.device_map is not None else rank.device(chosen.device)
+    where = chosen.path, chosen.dtype, device, chosen.revision
     more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (batch, tokens)}
     target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize, **more)
     stock = TargetModel.from_pretrained(*where, "eager", **more) if chosen.quantize else target
@@ -77,13 +81,20 @@ def tokenizer_of(chosen: TargetEntry) -> Any:
 
 
 def run(
-    config: SpeedConfig, argv: list[str], console: Console, models: Models | None = None, guests: Guests | None = None
+    config: SpeedConfig,
+    argv: list[str],
+    console: Console,
+    models: Models | None = None,
+    guests: Guests | None = None,
+    rank: Rank = ALONE,
 ) -> dict[str, Any]:
     """Measure, write the report and print its table; returns the report.
 
     Args:
         models: of ``config.target``, where they are loaded already.
         guests: methods from elsewhere.
+        rank: of several processes that share the prompts. The one that ends last writes the report of all; the others
+            return an empty one.
 
     Raises:
         ValueError: something configured is missing or does not fit; found before anything is measured.
@@ -94,7 +105,8 @@ def run(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_options(config.entries)
-    models = models or load_models(config.target, config.prompts.longest + config.max_new_tokens, max(config.batch))
+    longest = config.prompts.longest + config.max_new_tokens
+    models = models or load_models(config.target, longest, max(config.batch), rank)
     target = models.target
     lineup = Lineup(config.entries, models)
     left_out = refused(config, lineup)
@@ -104,7 +116,8 @@ def run(
     prompts = prompts_for(config, target, most, limits)
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
-    facts = describe(config, argv, target, prompts)
+    share = share_of(rank, len(prompts.measured), config.batch)
+    facts = describe(config, argv, target, prompts) | ({"processes": rank.count} if rank.count > 1 else {})
     if guests is not None:
         guests.start(target, prompts, limits)
         facts |= guests.facts
@@ -114,18 +127,39 @@ def run(
         known = [*config.methods(temperature), *(guests.described if guests is not None else ())]
         return [name for name in known if name not in alone]
 
-    with RunJournal(config.out, identity(facts, prompts), facts, methods) as journal, keeping(journal.kept):
+    with RunJournal(config.out, identity(facts, prompts), facts, methods, rank) as journal, keeping(journal.kept):
         for note in journal.notes:
             console.print(note, markup=False, highlight=False)
-        meter = EnergyMeter(target.device)
-        measure_all(config, methods, models, lineup, assistants, prompts, journal, meter, limits, guests)
+        meter = EnergyMeter(target.device, shared=rank.count > 1)
+        measure_all(config, methods, models, lineup, assistants, prompts, share, journal, meter, limits, guests)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
-        names = described_rows(config, lineup, guests), config.entries[0].name
-        facts |= quantised(models, [run for run in journal.runs if run.method == names[1]], prompts)
-        known = *names, prompts.measured
+        return finish(
+            config, journal, facts, described_rows(config, lineup, guests), left_out, models, prompts, console
+        )
+
+
+def finish(
+    config: SpeedConfig,
+    journal: RunJournal,
+    facts: dict[str, Any],
+    described: dict[str, dict[str, Any]],
+    left_out: list[dict[str, Any]],
+    models: Models,
+    prompts: PromptSet,
+    console: Console,
+) -> dict[str, Any]:
+    """Make and write the report of what is in the journal; none while other processes are at work on their shares."""
+    with journal.alone():
+        if not journal.gather():
+            told = f"{len(journal.runs):,} runs, this process's share, are measured; the last of all writes the report"
+            console.print(told, markup=False, highlight=False)
+            return {}
+        plain = config.entries[0].name
+        facts |= quantised(models, [run for run in journal.runs if run.method == plain], prompts)
+        known = described, plain, prompts.measured
         texts = make_texts(journal.runs, *known, tokenizer_of(config.target))
-        end = ending(facts, *known, judge(journal.runs, *known, target), left_out, texts)
+        end = ending(facts, *known, judge(journal.runs, *known, models.target), left_out, texts)
         journal.end(end)
         report = build(end, journal.runs)
         try:
@@ -134,6 +168,21 @@ def run(
             print_table(report, console)  # should the disk be full, the figures are at least on the screen
         write_pages(report, end, journal.runs, config.out, console)
     return report
+
+
+def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:
+    """The numbers of the prompts that this process measures: in turn with the others, as many as the batches take.
+
+    Raises:
+        ValueError: there are more processes than shares.
+    """
+    unit = math.lcm(*batches)
+    if rank.count > count // unit:
+        raise ValueError(
+            f"{rank.count} processes would share {count} prompts, {unit} at a time: start at most {count // unit}, or "
+            "give more prompts"
+        )
+    return [number for number in range(count) if number // unit % rank.count == rank.index]
 
 
 def described_rows(config: SpeedConfig, lineup: Lineup, guests: Guests | None) -> dict[str, dict[str, Any]]:
@@ -207,7 +256,9 @@ def identity(facts: dict[str, Any], prompts: PromptSet) -> Identity:
     config = {key: value for key, value in facts["config"].items() if key != "out"}
     names = ("device", "engine", "commit", "cpu", "cpu_cores", "gpu", "platform", "versions", "threads")
     kept = {name: facts[name] for name in (*names, "code", "host", "files")}
-    kept |= {"engines": facts["engines"]} if "engines" in facts else {}
+    kept |= {name: facts[name] for name in ("engines", "processes") if name in facts}
+    if "processes" in facts:
+        del kept["host"]  # they may be of several machines of one kind
     ids = [[prompt.ids for prompt in some] for some in (prompts.measured, prompts.warmup)]
     return {"config": config, "weights": facts["target"]["fingerprint"], "prompt_tokens": digest(ids), **kept}
 
@@ -251,6 +302,7 @@ def measure_all(
     lineup: Lineup,
     assistants: dict[str, TargetModel],
     prompts: PromptSet,
+    share: list[int],
     journal: RunJournal,
     meter: EnergyMeter,
     limits: Limits,
@@ -260,6 +312,7 @@ def measure_all(
 
     Args:
         names: the labels of what decodes at a temperature and a batch size.
+        share: the numbers of the prompts that this process measures.
     """
 
     def build(temperature: float, batch: int) -> Mapping[str, Method]:
@@ -271,7 +324,7 @@ def measure_all(
             methods[STOCK] = stock_method(models.stock, temperature, limits)
         return methods if guests is None else {**methods, **guests.methods(temperature, limits)}
 
-    measured, others = prompts.measured, prompts.warmup
+    measured = [prompts.measured[number] for number in share]
     sizes = itertools.product(config.temperatures, config.batch)
     total = sum(len(names(t, batch)) * (len(measured) // batch) for t, batch in sizes) * config.rounds
     remembering = lineup.remembering | {entry.label for entry in config.stock if entry.remembers}
@@ -281,7 +334,21 @@ def measure_all(
         def on_run(method: str) -> None:
             bar.set_description(f"{method:<24}", refresh=False)
 
-        rounds = config.temperatures, config.rounds
-        for run in measure(build, measured, others, *rounds, limits, on_run, meter, done, remembering, config.batch):
-            journal.write(run, *measured[run.prompt : run.prompt + run.batch])
+        found = measure(
+            build,
+            measured,
+            prompts.warmup,
+            config.temperatures,
+            config.rounds,
+            limits,
+            on_run,
+            meter,
+            done,
+            remembering,
+            config.batch,
+            numbers=share,
+            needed=config.entries[0].name.__eq__,
+        )
+        for run in found:
+            journal.write(run, *prompts.measured[run.prompt : run.prompt + run.batch])
             bar.update()

@@ -146,6 +146,36 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert "interrupted" not in (tmp_path / "whole" / "report.md").read_text()
 
 
+def test_processes_share_the_prompts_and_write_one_report(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a prompt that two processes measure or none, a report of one share alone, other tokens than a single
+    process's, and a share lost when its process is killed."""
+    config["prompts"]["count"] = None
+    config["drafters"] = config["drafters"][:1]
+    alone = copy.deepcopy(config) | {"out": str(tmp_path / "alone")}
+    assert run(alone) == 0
+    assert run(config, "--rank", "0", "--ranks", "2") == 0
+    assert "the last of all writes the report" in capsys.readouterr().out
+    killed_after(len(METHODS) - 1, config, monkeypatch, "--rank", "1", "--ranks", "2")
+    assert run(config, "--rank", "0", "--ranks", "2") == 0
+    assert not (tmp_path / "out" / "report.json").exists()
+    assert run(config, "--rank", "1", "--ranks", "2") == 0
+    both = [decoded(journalled(one)) for one in (alone, config)]
+    assert sorted(both[0]) == sorted(both[1]) and len(both[0]) == 2 * PROMPTS * (len(METHODS) - 1)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in (tmp_path / "alone").iterdir()
+    }
+    found, whole = report(config), report(alone)
+    assert found["environment"]["processes"] == 2
+    timeless = ("drafter", "temperature", "tau", "exact_match", "prompts", "new_tokens", "perplexity")
+    assert [[row[key] for key in timeless] for row in found["rows"]] == [
+        [row[key] for key in timeless] for row in whole["rows"]
+    ]
+    assert run(config, "--rank", "3", "--ranks", "4") == 1
+    assert "4 processes would share 3 prompts, 1 at a time: start at most 3" in capsys.readouterr().err
+
+
 def test_only_what_remembers_decodes_the_prompts_before_again(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,7 @@ def test_energy_is_reported_or_its_absence_explained(
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "energy: a counter of our own" in page
-    monkeypatch.setattr("eval.speed_run.EnergyMeter", lambda device: EnergyMeter(device, tmp_path / "none"))
+    monkeypatch.setattr("eval.speed_run.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none"))
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
@@ -284,14 +284,15 @@ def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
 def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a good report deleted when the next run starts, and a journal lost to the run after it."""
+    """Catches a good report deleted when the next run starts, and a journal lost to the run after it; without plain
+    decoding nothing can be said."""
     out = tmp_path / "out"
     config = config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4)
     assert run(config, tmp_path) == 0
     finished = {path.name: path.read_bytes() for path in out.iterdir()}
     assert finished.keys() == PAGES | {"speedup.png", "measurements.jsonl"}
 
-    propose, steps = SpeculativeDrafter.propose, 0
+    propose, steps = AutoregressiveDrafter.propose, 0
 
     def fail(*arguments: Any) -> Any:
         nonlocal steps
@@ -300,13 +301,39 @@ def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
             raise torch.OutOfMemoryError("out of memory")
         return propose(*arguments)
 
-    monkeypatch.setattr(SpeculativeDrafter, "propose", fail)
+    monkeypatch.setattr(AutoregressiveDrafter, "propose", fail)
     for _ in range(2):
         assert run(config, tmp_path) == 1
         assert "out of memory" in capsys.readouterr().err
         left = {path.name: path.read_bytes() for path in out.iterdir()}
         assert left.items() >= finished.items()
         assert len(left) == len(finished) + 1
+
+
+def test_a_drafter_that_fails_has_no_figures_and_the_others_go_on(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a night's run ended by one drafter, a failure that counts as a speed, and one that is run on and on."""
+    calls = 0
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 5:  # the warm-up and a prompt have at most three each
+            raise torch.OutOfMemoryError("out of memory")
+        return propose(*arguments)
+
+    propose = SpeculativeDrafter.propose
+    monkeypatch.setattr(SpeculativeDrafter, "propose", fail)
+    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1, max_new_tokens=4)
+    config["drafters"].append({"drafter": "prompt_lookup"})
+    assert run(config, tmp_path) == 0
+    report = strict((tmp_path / "out" / "report.json").read_text())
+    assert [row["drafter"] for row in report["rows"]] == ["autoregressive", "prompt_lookup"]
+    (failure,) = report["failures"]
+    assert failure["drafter"] == "draft model" and "OutOfMemoryError: out of memory (" in failure["reason"]
+    assert calls == 6
+    assert "draft model, T = 0: no figures, for it failed on prompt" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_report_outlives_its_picture(

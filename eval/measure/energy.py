@@ -197,17 +197,21 @@ class EnergyMeter:
 
     Args:
         powercap: where the kernel exposes RAPL.
+        shared: whether other processes use the CPU, whose counters tell nothing of this one's part.
     """
 
-    def __init__(self, device: torch.device, powercap: Path = POWERCAP) -> None:
+    def __init__(self, device: torch.device, powercap: Path = POWERCAP, shared: bool = False) -> None:
         self._counters: dict[str, Counter] = {}
         self._how: dict[str, str] = {}  # by what is measured: how, or why not
-        if device.type == "cpu":
+        if device.type in ("cpu", "cuda") and shared:
+            self._how["device" if device.type == "cpu" else "host"] = "several processes share the CPU"
+        elif device.type == "cpu":
             self._open("device", lambda: Rapl(powercap))
         elif device.type == "cuda":
-            self._open("device", lambda: gpu_counter(str(torch.cuda.get_device_properties(device).uuid)))
             self._open("host", lambda: Rapl(powercap))
-        else:
+        if device.type == "cuda":
+            self._open("device", lambda: gpu_counter(str(torch.cuda.get_device_properties(device).uuid)))
+        elif device.type != "cpu":
             self._how["device"] = f"there is no energy counter for devices of type {device.type!r}"
 
     def _open(self, place: str, make: Callable[[], Counter]) -> None:

@@ -1,22 +1,26 @@
 """The journal: every single run of a report as a line of JSON, from which a killed report goes on."""
 
+import contextlib
 import fcntl
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
+from data_prep.ranks import Rank
 from drafters.base import Promised
 from drafters.decoding.trace import Step, Trace
-from drafters.files import naming
+from drafters.files import naming, replacing
 from drafters.program import command
 from eval.measure.identity import differing, digest
 from eval.measure.runner import Run
 from eval.prompts import Prompt
 
-JOURNAL, UNFINISHED = "measurements.jsonl", "measurements.unfinished.*.jsonl"
+JOURNAL, UNFINISHED, LOCK = "measurements.jsonl", "measurements.unfinished.*.jsonl", ".measurements.lock"
+ALONE = Rank()
 START = ("date", "load_average")
 END = "end"  # the key of the last line: what a report needs beside the runs
 RUN_FIELDS = (
@@ -40,6 +44,7 @@ class RunJournal:
         facts: the environment as it is now. ``parts`` is added: date and load average of every start, of those before
             with the runs that they left.
         methods: the labels that decode every prompt at a temperature and a batch size.
+        rank: of several processes that share the prompts, each with a journal of its own until all are measured.
 
     Attributes:
         runs: what earlier starts measured, whole prompts only.
@@ -56,8 +61,11 @@ class RunJournal:
         identity: dict[str, Any],
         facts: dict[str, Any],
         methods: Callable[[float, int], Iterable[str]],
+        rank: Rank = ALONE,
     ) -> None:
-        self.path = out / UNFINISHED.replace("*", digest(identity))
+        names = [f"{digest(identity)}{_share(Rank(index, rank.count))}" for index in range(rank.count)]
+        self._all = [out / UNFINISHED.replace("*", name) for name in names]
+        self.path = self._all[rank.index]
         self._identity, self._facts = identity, facts
         self._methods = functools.cache(lambda temperature, batch: frozenset(methods(temperature, batch)))
         self.runs: list[Run] = []
@@ -116,13 +124,58 @@ class RunJournal:
         kept = f"{whole:,} runs, those of whole prompts, are kept in {self.path}" if whole else "no prompt is whole yet"
         return f"{kept}; to go on: {command()}"
 
+    def gather(self) -> bool:
+        """Whether all processes have measured their shares; then ``runs`` are everybody's. To be asked ``alone``."""
+        if len(self._all) == 1:
+            return True
+        self._append({"measured": len(self.runs)})
+        if not all(_whole(path) for path in self._all):
+            return False
+        _, lines, _ = self._everything()
+        self.runs = [run_from_line(line) for line in lines]
+        return True
+
+    def _everything(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Of all processes' journals the starts, the runs in the order in which one process makes them, and the end."""
+        lines = [line for path in self._all for line in _whole(path)]
+        runs = [line for line in lines if "method" in line]
+        temperatures = list(dict.fromkeys(line["temperature"] for line in runs))
+        batches = list(dict.fromkeys(len(line.get("lengths", "1")) for line in runs))
+
+        def order(line: dict[str, Any]) -> tuple[int, ...]:
+            batch = batches.index(len(line.get("lengths", "1")))
+            return temperatures.index(line["temperature"]), line["round"], batch, line["index"]
+
+        first, *starts = (start for line in lines if (start := line.get("environment") or line.get("resumed")))
+        told = [{"resumed": {name: start[name] for name in START}} for start in starts]
+        begun = {"environment": first, "identity": self._identity}
+        return [begun, *told], sorted(runs, key=order), [line for line in lines if END in line]
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While none of the other processes is in here."""
+        if len(self._all) == 1:
+            yield
+            return
+        with (self.path.parent / LOCK).open("a") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def finish(self) -> None:
-        """The report is written: the journal takes its final name, and those of other identities go."""
+        """The report is written: the journal, of all processes, takes its final name; those of other identities go."""
+        if len(self._all) > 1:
+            with naming(self.path), replacing(self.path.with_name(JOURNAL)) as whole, whole.open("wb") as file:
+                for line in itertools.chain(*self._everything()):
+                    file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            for path in [*self._all, self.path.with_name(LOCK)]:
+                path.unlink(missing_ok=True)
         for other in self._others():
             with other.open("rb+") as file:  # NFS locks only what is open for writing
                 if _lock(file):  # else another process is at it
                     other.unlink()
-        self.path = self.path.replace(self.path.with_name(JOURNAL))
+        final = self.path.with_name(JOURNAL)
+        self.path = self.path.replace(final) if len(self._all) == 1 else final
 
     def _append(self, line: dict[str, Any]) -> None:
         with naming(self.path):
@@ -130,7 +183,7 @@ class RunJournal:
             self._file.flush()
 
     def _others(self) -> list[Path]:
-        return [path for path in sorted(self.path.parent.glob(UNFINISHED)) if path != self.path]
+        return [path for path in sorted(self.path.parent.glob(UNFINISHED)) if path not in self._all]
 
     def _take_over(self) -> list[dict[str, Any]]:
         """Read ``runs``, cut off what follows the last whole prompt, and return every start with what it measured."""
@@ -141,6 +194,8 @@ class RunJournal:
             if END in line:
                 continue  # of a process that was killed while it wrote the report: it is made again, and cut off here
             start = line.get("environment") or line.get("resumed")
+            if "measured" in line:
+                continue  # it is said again when this start has come so far
             if start is not None:
                 parts.append({name: start[name] for name in START} | {"runs": 0})
             else:
@@ -182,6 +237,20 @@ def read_runs(path: Path) -> tuple[list[Run], dict[str, Any] | None]:
     if not runs:
         raise ValueError(f"{path} has no runs; is it what eval.speed writes?")
     return runs, lines[-1].get(END)
+
+
+def _whole(path: Path) -> list[dict[str, Any]]:
+    """The lines of a process's journal, if it has measured its share; else none."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        lines = [line for _, line in json_lines(file)]
+    return lines if lines and ("measured" in lines[-1] or END in lines[-1]) else []
+
+
+def _share(rank: Rank) -> str:
+    """In a journal's name: which of several processes writes it."""
+    return f".{rank.index}-of-{rank.count}" if rank.count > 1 else ""
 
 
 def _lock(file: IO[bytes]) -> bool:

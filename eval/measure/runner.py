@@ -8,8 +8,10 @@ import functools
 import itertools
 import random
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from drafters import Drafter, TargetModel, generate
@@ -19,9 +21,11 @@ from drafters.program import Failure
 from eval.measure.energy import EnergyMeter, Reading
 from eval.prompts import Prompt
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 class MeasurementError(Failure):
-    """A method failed on a prompt. Nothing is reused in its place: the run ends."""
+    """A method failed on a prompt. Nothing is reused in its place."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,14 @@ def measure(
     done: Sequence[Run] = (),
     remembering: Collection[str] = (),
     batches: Sequence[int] = (1,),
+    numbers: Sequence[int] | None = None,
+    needed: Callable[[str], bool] = lambda method: True,
 ) -> Iterator[Run]:
     """Run every method on every prompt, ``rounds`` times at each temperature; yields each run as soon as it is done.
 
     Args:
-        build: the methods of a temperature and a batch size by label. Called again for every round, so that a method
-            that remembers (a pool that outlives a prompt) has never seen the prompts it is measured on; the round's
-            before are released first.
+        build: the methods of a temperature and a batch size by label. Called for every round, when those before are
+            released, so that a method that remembers has never seen the prompts it is measured on.
         warmup: decoded first by every method of a round; not measured. Those that fill the last batch come again.
         on_run: called before each run with its method's label.
         meter: of the energy; None measures none.
@@ -144,31 +149,36 @@ def measure(
             prompts before once more, unmeasured, so that each comes to its next prompt as if nothing had happened.
         batches: sizes, each of which every round goes through: so many prompts are decoded together, the next so many
             after them. Each must divide the number of prompts.
+        numbers: of the prompts, where they are a share of more; None: 0, 1, 2, ...
+        needed: whether nothing can be said without a method. Of another that fails, or breaks a rule of counting, that
+            is the outcome from then on: it is not run any more, and the others go on.
 
     Raises:
-        MeasurementError: a method failed, or broke a rule of counting; names the method and the prompt.
+        MeasurementError: a method that is needed failed; names the method and the prompt.
     """
+    placed = range(len(prompts)) if numbers is None else numbers
+    failed = {(run.temperature, run.batch, run.method): run.failure for run in done if run.failure is not None}
     for temperature, number, batch in itertools.product(temperatures, range(rounds), batches):
         place = temperature, number, batch
         before = len({run.prompt for run in done if (run.temperature, run.round, run.batch) == place})
         if before * batch == len(prompts):
             continue
         methods = build(temperature, batch)
-        run = functools.partial(_run, methods, limits, temperature, number, on_run, meter)
+        run = functools.partial(_run, methods, limits, temperature, number, on_run, meter, failed, needed)
         # Warm-up: kernels are chosen, memory pools grow.
         for index, some in enumerate(in_batches(warmup, batch)):
             for method in methods:
                 run(method, some, -1 - index)
         together = in_batches(prompts, batch)
-        # Of a round that was interrupted: what a method remembers of the prompts before.
+        # Of an interrupted round: what a method remembers of the prompts before.
         for index, some in enumerate(together[:before]):
             for method in methods:
                 if method in remembering:
-                    run(method, some, index * batch)
+                    run(method, some, placed[index * batch])
         # The measurement: on each prompt every method, in an order that changes.
         for index, some in enumerate(together[before:], start=before):
             for method in method_order(list(methods), index, limits.seed + number):
-                yield run(method, some, index * batch)
+                yield run(method, some, placed[index * batch])
         del methods, run  # the round's drafters, before the next round's are built
 
 
@@ -186,10 +196,16 @@ def _run(
     number: int,
     on_run: Callable[[str], None],
     meter: EnergyMeter | None,
+    failed: dict[tuple[float, int, str], str],
+    needed: Callable[[str], bool],
     method: str,
     prompts: list[Prompt],
     index: int,
 ) -> Run:
+    key = temperature, len(prompts), method
+    place: dict[str, Any] = {"method": method, "temperature": temperature, "round": number, "prompt": index}
+    if key in failed:
+        return _failure(failed[key], len(prompts), place)
     on_run(method)
     most = min(prompt.max_new_tokens or limits.max_new_tokens for prompt in prompts)
     try:
@@ -202,12 +218,27 @@ def _run(
             check_tokens(made, replace(limits, max_new_tokens=most))
     except Exception as error:
         told = ", ".join(f"{prompt.id!r} ({len(prompt.ids)} tokens)" for prompt in prompts)
-        raise MeasurementError(
-            f"{method} failed at temperature {temperature:g} on prompt {told}: {type(error).__name__}: {error}"
-        ) from error
-    place: dict[str, Any] = {"method": method, "temperature": temperature, "round": number, "prompt": index}
+        reason = f"{type(error).__name__}: {error}"
+        if needed(method):
+            raise MeasurementError(
+                f"{method} failed at temperature {temperature:g} on prompt {told}: {reason}"
+            ) from error
+        failed[key] = f"{'in the warm-up, ' if index < 0 else ''}{reason}{_where(error)}"
+        return _failure(failed[key], len(prompts), place)
     place |= {"energy_joules": joules.device, "host_energy_joules": joules.host}
     return Run(**vars(made), **place, wall_seconds=wall)
+
+
+def _failure(reason: str, batch: int, place: dict[str, Any]) -> Run:
+    """No output of a prompt, or of a batch of them."""
+    return Run([], 0.0, 0.0, failure=reason, lengths=(0,) * batch if batch > 1 else (), wall_seconds=0.0, **place)
+
+
+def _where(error: BaseException) -> str:
+    """The line of this project that raised it, or that called what did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
+    return f" ({Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno})" if own else ""
 
 
 def method_order(methods: list[str], index: int, seed: int) -> list[str]:

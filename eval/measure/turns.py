@@ -3,6 +3,7 @@
 Whatever a method itself answered, all are given the same prompts, and are compared on them one by one.
 """
 
+import contextlib
 import fcntl
 import json
 from collections.abc import Callable
@@ -36,7 +37,8 @@ def with_later_turns(
     found, skipped = [], prompts.skipped.copy()
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.open("ab+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks: every process makes its own
+            fcntl.flock(file, fcntl.LOCK_EX)
         lines = list(json_lines(file))
         file.truncate(lines[-1][0] if lines else 0)  # a kill may have left half a line
         known = {line["prompt"]: line["tokens"] for _, line in lines}

@@ -126,8 +126,11 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def _failed(row: Row, columns: list[str]) -> list[str]:
-    """The line of an engine that failed: no figure; ``warnings`` says why."""
-    return [COLUMNS[name](row) if name in ("drafter", "T") else "failed" if name == "tau" else "-" for name in columns]
+    """The line of a method that failed: no figure; ``warnings`` says why."""
+    return [
+        COLUMNS[name](row) if name in ("drafter", "T", "batch") else "failed" if name == "tau" else "-"
+        for name in columns
+    ]
 
 
 def markdown(report: dict[str, Any], picture: Path) -> str:
@@ -198,7 +201,18 @@ def setting(report: dict[str, Any]) -> list[str]:
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
         software_line(facts),
         *engine_lines(facts),
+        *processes_line(facts),
         *parts_line(facts),
+    ]
+
+
+def processes_line(facts: dict[str, Any]) -> list[str]:
+    """Of a report that several processes made."""
+    if facts.get("processes", 1) == 1:
+        return []
+    return [
+        f"- {facts['processes']} processes shared the prompts: every speed is that of one of them, and a method that "
+        "remembers prompts knew those of its own process"
     ]
 
 

@@ -32,11 +32,13 @@ def make_rows(
     rows, baselines = [], []
     for temperature, batch in dict.fromkeys((run.temperature, run.batch) for run in runs):
         plain = by_key[temperature, batch, baseline_label]
-        baselines.append(_baseline(temperature, batch, plain, by_key.get((temperature, batch, STOCK))))
+        stock = by_key.get((temperature, batch, STOCK))
+        stock = stock if stock and _succeeded(stock) else None
+        baselines.append(_baseline(temperature, batch, plain, stock))
         # Every method of that temperature against it, prompt by prompt.
         for label, known in described.items():
             rounds = by_key.get((temperature, batch, label), [])
-            if rounds and all(run.failure is None for run in chain(*rounds)):
+            if rounds and _succeeded(rounds):
                 row: dict[str, Any] = {"drafter": label, "temperature": temperature, "batch": batch, **known}
                 rows.append(row | _row(rounds, plain, prompts, seed) | said[temperature, batch, label])
     return {**baselines[0], "temperatures": baselines}, rows
@@ -52,6 +54,10 @@ def rounds_by_key(runs: list[Run], prompts: int) -> dict[Key, list[list[Run]]]:
         rounds = found.setdefault((run.temperature, run.batch, run.method), [[] for _ in range(0, prompts, run.batch)])
         rounds[run.prompt // run.batch].append(run)
     return found
+
+
+def _succeeded(rounds: list[list[Run]]) -> bool:
+    return all(run.failure is None for run in chain(*rounds))
 
 
 def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,13 +89,13 @@ def outputs_by_prompt(rounds: list[list[Run]]) -> list[list[Run]]:
 
 
 def failures(runs: list[Run], described: dict[str, dict[str, Any]], prompts: list[Prompt]) -> list[dict[str, Any]]:
-    """The rows that have no figures, of engines that failed: the first prompt that each has no output of, and why."""
-    first: dict[tuple[float, str], Run] = {}
+    """The rows that have no figures, of methods that failed: the first prompt that each has no output of, and why."""
+    first: dict[tuple[float, int, str], Run] = {}
     for run in runs:
         if run.failure is not None:
-            first.setdefault((run.temperature, run.method), run)
+            first.setdefault((run.temperature, run.batch, run.method), run)
     return [
-        {"drafter": run.method, "temperature": run.temperature, **described[run.method]}
+        {"drafter": run.method, "temperature": run.temperature, "batch": run.batch, **described[run.method]}
         | {"prompt": prompts[run.prompt].id, "round": run.round, "reason": run.failure}
         for run in first.values()
     ]
@@ -151,10 +157,9 @@ def _speedup_on(places: list[int], rounds: list[list[Run]], plain: list[list[Run
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
-    """What casts doubt on the figures: failed engines, a slow baseline, and what rounding does not explain."""
+    """What casts doubt on the figures: failed methods, a slow baseline, and what rounding does not explain."""
     lines = [
-        f"{shown_name(row)}, T = {row['temperature']:g}: no figures, for it failed on prompt {row['prompt']!r}: "
-        f"{row['reason']}"
+        f"{shown_name(row)}, {setting_of(row)}: no figures, for it failed on prompt {row['prompt']!r}: {row['reason']}"
         for row in report["failures"]
     ]
     for baseline in report["baseline"]["temperatures"]:
