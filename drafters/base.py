@@ -113,7 +113,10 @@ class Drafter:
         raise NotImplementedError(f"{self.name} cannot go back")
 
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        """Catch caches and pools up: a step was committed (``output`` holds [root, nodes]), and it was not the last."""
+        """Catch caches and pools up: a step was committed (``output`` holds [root, nodes]), and it was not the last.
+
+        Of a drafter that ``follows``, other nodes may hang behind its ``draft``: see ``Verdict.own_rows``.
+        """
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
         """As ``observe``, of a step that another drafter drafted.

@@ -282,9 +282,9 @@ class EagleDrafter(LearnedDrafter):
             if not state.finished[0]:  # else cut short
                 self._growing.learn(verdict.rows[0], verdict.tokens[0])
         elif self.auto is not None and draft.size:
-            for row, path in enumerate(verdict.rows):
+            for row in range(state.batch):
                 if not state.finished[row]:  # else cut short
-                    self.auto.learn_path(self.plan, path)
+                    self.auto.learn_path(self.plan, verdict.own_rows(row, draft.size))
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._more.append(_of_step(output, verdict))

@@ -14,6 +14,7 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
+from .drafting.one_tree import Held, held_nodes, with_copies
 from .drafting.retrieval import NOTHING, Found, Retrieval, draft_of
 from .drafting.weighing import Weighing
 from .methods import inner_drafter
@@ -29,18 +30,24 @@ class HybridOptions(Config):
 
     ``match``: a step is drafted by copying where so many of the text's last tokens were found (of a batch, in half of
     the rows or more); auto: where, and as far as, that is worth more time than the head's draft.
+
+    ``one_tree``: where the head drafts, a copy hangs behind its draft, in the same tree, and one forward verifies both;
+    with ``match: auto`` as much of it as pays for its rows, and what pays most alone is still copied alone, with a
+    number the head drafts every step.
     """
 
     head: InstanceOf[Drafter] | dict[str, Any]
     lookup: InstanceOf[Drafter] | dict[str, Any] = Field(default_factory=lambda: dict(LOOKUP))
     match: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    one_tree: bool = False
 
 
 class HybridDrafter(Drafter):
     """Copies or has the head draft, step by step; the head takes in the tokens that were copied when it drafts next.
 
-    Which of the two it is hangs on the text before the step alone, so that either's lossless drafts stay lossless. The
-    rows of a batch, which go through the head together, copy together, too.
+    Which of the two it is hangs on the text before the step alone, so that either's lossless drafts stay lossless; why
+    both in one tree are is said in ``drafting/one_tree.py``. The rows of a batch, which go through the head together,
+    copy together, too.
 
     Raises:
         ValueError: a ``lookup`` that does not copy; a head that has to draft every step itself, or that for ``match:
@@ -54,17 +61,21 @@ class HybridDrafter(Drafter):
     def __init__(self, target: TargetModel, options: HybridOptions) -> None:
         super().__init__(target, options)
         self.head, self.match = inner_drafter(options.head, target), options.match
+        self.one_tree = options.one_tree
         self.lookup = _copying(inner_drafter(options.lookup, target))
         _check(self.head, self.match)
         most = [one.max_batch for one in (self.head, self.lookup) if one.max_batch is not None]
         self.max_batch = min(most, default=None)  # type: ignore[misc]
-        self.max_draft = max(self.head.max_draft, self.lookup.max_draft)
+        sizes = self.head.max_draft, self.lookup.max_draft
+        self.max_draft = sum(sizes) if self.one_tree else max(sizes)
         self.max_context = min(self.head.max_context, self.lookup.max_context)
         self.taps = self.head.taps
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self.weighing = Weighing(target) if self.match == "auto" else None
         self._found: list[Found] = []
         self._copied = False
+        self._own: DraftTree  # the head's part of the latest draft
+        self._held: list[Held] | None = None  # with one_tree, what of the copies is in that
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self.head.begin(state, output)
@@ -86,25 +97,41 @@ class HybridDrafter(Drafter):
             copies = self.weighing.best_parts(found, state)
         else:
             copies = _matching(found, state.finished.count(False), self.match)
-        self._copied = any(one.tokens for one in copies)
+        self._copied = any(one.tokens for one in copies) and not (self.one_tree and self.weighing is None)
+        self._held = None
         if self._copied:
             draft = draft_of(copies, self.target.device)
             draft.source = self.lookup.name
             return draft
         before = self.head.promised()
-        draft = self.head.propose(state)
+        draft = self._own = self.head.propose(state)
         draft.source = self.head.name
         if self.weighing is not None and before is not None:
             self.weighing.note_head(before, self.head.promised() or before)
-        return draft
+        return self._with_copies(state, draft, copies) if self.one_tree else draft
+
+    def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Found]) -> DraftTree:
+        """The head's draft, and behind it what of the copies is not in it and pays, or matches."""
+        if self.weighing is not None:
+            copies = self._found
+        held = held_nodes(draft, copies)
+        if self.weighing is not None:
+            self._held, kept = held, self.weighing.beside(copies, held, draft.size, state)
+        else:
+            pairs = zip(copies, held, strict=True)
+            kept = [[node for node in range(len(one.tokens)) if node not in has] for one, has in pairs]
+        whole = with_copies(draft, copies, held, kept)
+        if whole is not draft:
+            whole.source = f"{self.head.name} and {self.lookup.name}"
+        return whole
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.weighing is not None:
-            self.weighing.learn(self._found, verdict)
+            self.weighing.learn(self._found, verdict, self._held)
         if self._copied:
             self.head.follow(state, output, verdict)
         else:
-            self.head.observe(state, draft, output, verdict)
+            self.head.observe(state, self._own, output, verdict)
         self.lookup.follow(state, output, verdict)
 
 

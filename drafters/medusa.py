@@ -124,6 +124,7 @@ class MedusaDrafter(LearnedDrafter):
     name = "medusa"
     options = MedusaOptions
     max_batch = None
+    follows = True
 
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
         super().__init__(target, module, options)
@@ -191,12 +192,15 @@ class MedusaDrafter(LearnedDrafter):
         return self._draft(self._feature, plan, state.sampling, state.generator)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        self.follow(state, output, verdict)
+        if self.auto is not None and draft.size:
+            for row in range(state.batch):
+                if not state.finished[row]:  # else cut short
+                    self.auto.learn_path(self._used, verdict.own_rows(row, draft.size))
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)
         self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
-        if self.auto is not None and draft.size:
-            for row, path in enumerate(verdict.rows):
-                if not state.finished[row]:  # else cut short
-                    self.auto.learn_path(self._used, path)
 
     # ------------------------------------------------------------------------------------------- a step's parts
 

@@ -79,11 +79,12 @@ class SpeculativeDrafter(DraftModelDrafter):
         return DraftTree.chain(torch.cat(tokens, 1), q=self.lm_head.spread(torch.stack(q, 1)) if q else None)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        lengths = zip(self._cache.lengths, state.tokens, strict=True)
-        self._cache.crop([min(length, len(tokens) - 1) for length, tokens in lengths])
-        for path, finished in zip(verdict.rows, state.finished, strict=True):
+        right = [max(len(verdict.own_rows(row, draft.size)) - 1, 0) for row in range(state.batch)]
+        rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
+        self._cache.crop([min(known, len(tokens) - max(len(path) - own, 1)) for known, tokens, path, own in rows])
+        for count, finished in zip(right, state.finished, strict=True):
             if self.auto is not None and not finished:  # else cut short
-                self.auto.learn_chain(draft.size, len(path) - 1)
+                self.auto.learn_chain(draft.size, count)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """The draft model reads what it has not read before it drafts."""

@@ -34,6 +34,11 @@ class Verdict:
     tokens: list[list[int]]
     depths: list[int]
 
+    def own_rows(self, row: int, size: int) -> list[int]:
+        """Of a batch row's accepted rows those of [root, the first ``size`` nodes]: a drafter's own, where other nodes
+        hang behind them."""
+        return [one for one in self.rows[row] if one <= size]
+
 
 def verify_greedy(
     draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None

@@ -42,6 +42,13 @@ def draft_of(found: Sequence[Found], device: torch.device) -> DraftTree:
     return DraftTree.of_rows([one.tokens for one in found], [one.parents for one in found], device)
 
 
+def part_of(found: Found, kept: Sequence[int]) -> Found:
+    """Only the nodes ``kept``, in their order; the parent of each is among them."""
+    number = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
+    parents = [number[found.parents[node]] for node in kept]
+    return Found([found.tokens[n] for n in kept], parents, [found.claims[n] for n in kept], found.match)
+
+
 class Next(NamedTuple):
     """A token that follows at so many ``places``. Of equally likely ones the smallest ``rank`` is drafted first. ``at``
     is what ``likeliest_tree`` goes on from there.

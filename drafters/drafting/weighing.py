@@ -12,7 +12,8 @@ from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
 from ..model.target import TargetModel
 from .counted import Counted
-from .retrieval import NOTHING, Found
+from .one_tree import Held, leaves_draft
+from .retrieval import NOTHING, Found, part_of
 
 MATCHES = (1, 2, 3, 4, 8, 16, 32)  # kinds of matches: as long, or shorter; the last kind is longer
 CLAIMS = (0.3, 0.5, 0.7, 0.9)  # kinds of claims, likewise
@@ -53,11 +54,12 @@ class Scales:
 
     Attributes:
         costs: at the present length.
+        trust: in what is copied. apart: in a copied token that the head has not drafted where it could have.
         promised: steps that were copied, their tokens, and their time in steps without a draft.
     """
 
     def __init__(self, costs: Costs) -> None:
-        self.costs, self.trust = costs, Trust()
+        self.costs, self.trust, self.apart = costs, Trust(), Trust()
         # Steps, their tokens, and their time in plain steps, fading; before anything is known, as of a plain step.
         self._all, self._head = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
         self.promised = [0.0, 0.0, 0.0]
@@ -89,16 +91,34 @@ class Scales:
         for place, value in enumerate((1.0, tokens_then, steps_then)):
             self.promised[place] += value
         kept = [sorted(node for _, node in nodes[:count]) for nodes in ordered]
-        return [_part(one, nodes) for one, nodes in zip(found, kept, strict=True)]
+        return [part_of(one, nodes) for one, nodes in zip(found, kept, strict=True)]
 
-    def _likeliest(self, found: Found) -> list[tuple[float, int]]:
+    def beside(self, found: list[Found], held: list[Held], size: int, going: int) -> list[list[int]]:
+        """Which nodes of each row's copy to verify behind a head's draft of ``size`` nodes, where ``held`` ones are
+        already: as many as pay for their rows."""
+        pairs = zip(found, held, strict=True)
+        ordered = [[pair for pair in self._likeliest(one, has) if pair[1] not in has] for one, has in pairs]
+        worth, verify = min(self._all[2] / self._all[1], 1.0), self.costs.verify
+        count, tokens, steps = 0, 0.0, 0.0
+        for place in range(max(map(len, ordered))):
+            more = sum(nodes[place][0] for nodes in ordered if place < len(nodes)) / going
+            cost = (verify.at(size + place + 2) - verify.at(size + place + 1)) / self.costs.plain
+            if more * worth <= cost:
+                break
+            count, tokens, steps = place + 1, tokens + more, steps + cost
+        for sums in (self._all, self._head, self.promised):
+            sums[1], sums[2] = sums[1] + tokens, sums[2] + steps
+        return [[node for _, node in nodes[:count]] for nodes in ordered]
+
+    def _likeliest(self, found: Found, held: Held | None = None) -> list[tuple[float, int]]:
         """Each node with its chance of being accepted, the likeliest first: no child before its parent."""
         chances: list[float] = []
         matches: list[int] = []
-        for parent, claim in zip(found.parents, found.claims, strict=True):
+        for node, (parent, claim) in enumerate(zip(found.parents, found.claims, strict=True)):
             matches.append(found.match if parent == ROOT else matches[parent] + 1)
             above = 1.0 if parent == ROOT else chances[parent]
-            chances.append(above * self.trust.of(matches[-1], claim))
+            trust = self.apart if held is not None and leaves_draft(found, held, node) else self.trust
+            chances.append(above * trust.of(matches[-1], claim))
         return sorted(((chance, node) for node, chance in enumerate(chances)), key=lambda pair: -pair[0])
 
     def note_plain(self) -> None:
@@ -111,17 +131,23 @@ class Scales:
         _fade(self._all, tokens, steps)
         _fade(self._head, tokens, steps)
 
-    def learn(self, found: Found, tokens: list[int]) -> None:
-        """From what was committed, whoever drafted it, and whatever of what was found was drafted."""
+    def learn(self, found: Found, tokens: list[int], held: Held | None = None) -> None:
+        """From what was committed, whoever drafted it, and whatever of what was found was drafted.
+
+        ``held``: of a step that the head drafted, what of it its draft held.
+        """
         at, match = ROOT, found.match
         for token in tokens:
             nodes = [node for node, parent in enumerate(found.parents) if parent == at]
             for node in nodes:
-                self.trust.learn(match, found.claims[node], found.tokens[node] == token)
-            held = [node for node in nodes if found.tokens[node] == token]
-            if not held:
+                right = found.tokens[node] == token
+                self.trust.learn(match, found.claims[node], right)
+                if held is not None and leaves_draft(found, held, node):
+                    self.apart.learn(match, found.claims[node], right)
+            right_ones = [node for node in nodes if found.tokens[node] == token]
+            if not right_ones:
                 return
-            at, match = held[0], match + 1
+            at, match = right_ones[0], match + 1
 
 
 class Weighing:
@@ -162,10 +188,14 @@ class Weighing:
         self._plain += 1
         self._now.note_plain()
 
-    def learn(self, found: list[Found], verdict: Verdict) -> None:
-        """What was committed in each batch row, where that had been found."""
-        for one, tokens in zip(found, verdict.tokens, strict=True):
-            self._now.learn(one, tokens)
+    def beside(self, found: list[Found], held: list[Held], size: int, state: DecodeState) -> list[list[int]]:
+        """As ``Scales.beside``."""
+        return self._now.beside(found, held, size, state.finished.count(False))
+
+    def learn(self, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
+        """What was committed in each batch row, where that had been found; ``held``: as ``Scales.learn`` has it."""
+        for row, (one, tokens) in enumerate(zip(found, verdict.tokens, strict=True)):
+            self._now.learn(one, tokens, held[row] if held else None)
 
     def promised(self, head: Promised | None = None) -> Promised:
         """For all steps so far, those that a ``head`` drafted included."""
@@ -174,13 +204,6 @@ class Weighing:
         of = steps + other.steps
         choice = f"{steps / of:.0%} of the steps copied, else {other.choice}" if of else other.choice
         return Promised(of, tokens + other.tokens, plain + other.plain_steps, choice)
-
-
-def _part(found: Found, kept: list[int]) -> Found:
-    """Only the nodes ``kept``, in their order; the parent of each is among them."""
-    number = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
-    parents = [number[found.parents[node]] for node in kept]
-    return Found([found.tokens[n] for n in kept], parents, [found.claims[n] for n in kept], found.match)
 
 
 def _fade(sums: list[float], tokens: float, steps: float) -> None:
