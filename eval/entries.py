@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -15,7 +15,8 @@ from drafters.wording import shortened
 
 # Options that name a model or a file, wherever in an entry they stand (a cascade's drafter has options of its own).
 DRAFT_MODELS = ("draft_model", "draft_models")
-FOLDERS = ("checkpoint", "adapter", *DRAFT_MODELS)
+CHECKPOINTS = ("checkpoint", "adapter")
+FOLDERS = (*CHECKPOINTS, *DRAFT_MODELS)
 FILES = ("pool", "datastore")
 STOCK = "stock generate"
 
@@ -142,8 +143,12 @@ def check_entries(entries: list[DrafterEntry], paths: dict[str, str]) -> None:
 
 def paths_of(entries: list[DrafterEntry]) -> list[str]:
     """The models, checkpoints and files that the entries name."""
-    texts = (found for entry in entries for found in _texts(entry.options, "", ""))
-    return [text for _, key, text in texts if key in (*FOLDERS, *FILES)]
+    return [text for entry in entries for text in named_in(entry.options, (*FOLDERS, *FILES))]
+
+
+def named_in(options: dict[str, Any], keys: Collection[str]) -> list[str]:
+    """What stands under ``keys`` in an entry's options, however deep."""
+    return [text for _, key, text in _texts(options, "", "") if key in keys]
 
 
 def _texts(value: Any, key: str, place: str) -> Iterator[tuple[str, str, str]]:

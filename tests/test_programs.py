@@ -94,6 +94,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "eval.seeds": [(["none"], "there is no none/report.json; measure first")],
     "eval.compare": [(["none", "none"], "there is no none/report.json; give the folders of two reports")],
     "eval.pages": [(["none"], "there is no none/measurements.jsonl; give the folder of a report")],
+    "eval.leaderboard": [(["--results", "none"], "there is no report.json in none or below it")],
     "eval.gpu": [(["--only", "rooflines"], "--only: invalid choice: 'rooflines'")],
     "data_prep.features": [
         (["target=./none"], NO_FOLDER),

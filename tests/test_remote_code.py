@@ -245,6 +245,7 @@ WITHOUT_A_MODEL = {
     "data_prep/stdlib_corpus.py",
     "eval/compare.py",
     "eval/gpu.py",
+    "eval/leaderboard.py",
     "eval/pages.py",
     "eval/roofline.py",
     "eval/seeds.py",

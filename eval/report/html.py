@@ -208,7 +208,7 @@ def _output(
         kept = min(step.accepted, step.committed)
         flat += [step.committed, kept, sources.setdefault(step.source, len(sources)) if kept else 0]
     each = (row.get("divergences") or {}).get("each") or []
-    parted = next((one for one in each if one["prompt"] == prompt), None)
+    parted = next((one for one in each if (one["prompt"], one["position"]) == (prompt, output["same"])), None)
     return {
         "name": visible(shown_name(row)),
         "kind": charts.kind(row),

@@ -86,7 +86,7 @@
   };
   const shown = (output, plain) => {
     const tokens = plain.slice(0, output.same).concat(output.rest);
-    const text = make("div", undefined, "text");
+    const text = make("div", undefined, "written");
     text.dir = "auto";
     const marks = origins(output, tokens.length);
     const mark = parting(output, plain, tokens);
@@ -125,7 +125,7 @@
     const plain = base ? base.rest : [];
     place.replaceChildren();
     const question = make("details", undefined, "output");
-    question.append(make("summary", "The prompt, as the target has it"), make("div", prompt.prompt, "text"));
+    question.append(make("summary", "The prompt, as the target has it"), make("div", prompt.prompt, "written"));
     place.append(question);
     let opened = 0;
     for (const output of outputs) {

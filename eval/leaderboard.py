@@ -1,0 +1,36 @@
+"""The leaderboard: every method of the committed reports, with what it was trained with.
+
+    python -m eval.leaderboard [--results docs/results] [--out docs]
+
+Reads report.json, lossless.json and training summaries (a run folder's summary.json, under any name that ends so) below
+--results, targets.yaml there, and what checkpoints/ records. Writes leaderboard.md and leaderboard.html into --out. To
+add an entry: measure with eval.speed into a folder of --results, put the summary of the training beside it, run this.
+"""
+
+from pathlib import Path
+
+from data_prep.disk import check_folder
+from drafters.program import CommandLine, run_program
+
+RESULTS, OUT = Path("docs/results"), Path("docs")
+REPORT = "report.json"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the results and write both pages."""
+    parser = CommandLine("eval.leaderboard", __doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder; default: {RESULTS}")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder; default: {OUT}")
+    parsed = parser.parse(arguments)
+    if not any(parsed.results.rglob(REPORT)):
+        raise ValueError(f"there is no {REPORT} in {parsed.results} or below it; python -m eval.speed writes them")
+    check_folder(parsed.out)
+
+    from eval.leaderboard_run import run
+    from eval.report.screen import make_console
+
+    run(parsed.results, parsed.out, make_console())
+
+
+if __name__ == "__main__":
+    run_program(main)
