@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from drafters.card_evidence import CARD_FILE, check_card
 from drafters.config import Config, validate
 from drafters.files import replacing, save_tensors, sync
 from drafters.hub import look_up
@@ -44,7 +45,6 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
-CARD_FILE = "README.md"
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 
@@ -273,6 +273,8 @@ def push_to_hub(
     commit_message: str = "Upload drafter",
     license: str | None = None,
     figures: Mapping[str, str | float] | None = None,
+    certificate: str | Path | Mapping[str, Any] | None = None,
+    report: str | Path | Mapping[str, Any] | None = None,
 ) -> str:
     """Publish the checkpoint in ``folder`` as the Hub model ``repo_id`` ("user/name"), with a short model card.
 
@@ -283,24 +285,17 @@ def push_to_hub(
         token: as huggingface_hub takes it (None: the one stored by ``hf auth login``).
         license: an identifier of the Hub, for the card; None leaves it out, for only its author can choose one.
         figures: measured values for the card, by name; a card without them claims nothing.
+        certificate, report: for the card, of ``eval.lossless`` and ``eval.speed``: their JSON, or its folder.
 
     Returns:
         the address of the repository.
 
     Raises:
-        ValueError: ``folder`` is no complete checkpoint, ``repo_id`` no repository name, or the Hub refuses.
+        ValueError: ``folder`` is no complete checkpoint, ``repo_id`` no repository name, what was measured is of
+            another drafter or target or would not be on the card, or the Hub refuses.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
-    config, weights = load_checkpoint(folder)
-    _check_finite(weights, source=str(folder))
-    written = folder / CARD_FILE
-    if written.is_file():
-        card = written.read_bytes()
-    else:
-        count = sum(value.numel() for value in weights.values())
-        card = model_card(config, repo_id, parameters=count, license=license, figures=figures).encode()
+    card = card_of(folder, repo_id, license, figures, certificate, report).encode()
     try:
         return _upload(folder, card, repo_id, private, token, commit_message)
     except HFValidationError as error:
@@ -313,6 +308,24 @@ def push_to_hub(
         raise ValueError(f"the Hub refused to publish {repo_id!r}: {_one_line(error)}{fix}") from None
     except (OSError, HTTPError) as error:
         raise ValueError(f"cannot publish {repo_id!r}: the Hub cannot be reached ({_one_line(error)})") from None
+
+
+def card_of(
+    folder: Path,
+    repo_id: str,
+    license: str | None = None,
+    figures: Mapping[str, str | float] | None = None,
+    certificate: str | Path | Mapping[str, Any] | None = None,
+    report: str | Path | Mapping[str, Any] | None = None,
+) -> str:
+    """The model card that ``push_to_hub`` publishes with the checkpoint in ``folder``; arguments and errors are its."""
+    check_card(folder, certificate, report)
+    config, weights = load_checkpoint(folder)
+    _check_finite(weights, source=str(folder))
+    if (written := folder / CARD_FILE).is_file():
+        return written.read_text(encoding="utf-8")
+    count = sum(value.numel() for value in weights.values())
+    return model_card(config, repo_id, count, license, figures, certificate, report)
 
 
 def _upload(

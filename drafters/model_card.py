@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from drafters.card_evidence import CERTIFICATE, REPORT, losslessness, measured, read_evidence
+
 _KNOWN = {  # other types show their own name
     "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
     "medusa": "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))",
@@ -27,6 +29,8 @@ def model_card(
     parameters: int,
     license: str | None = None,
     figures: Mapping[str, str | float] | None = None,
+    certificate: str | Path | Mapping[str, Any] | None = None,
+    report: str | Path | Mapping[str, Any] | None = None,
 ) -> str:
     """The text of ``README.md`` for a checkpoint's ``config``, to be published as ``repo_id``.
 
@@ -35,6 +39,10 @@ def model_card(
         parameters: how many weights the drafter has.
         license: an identifier of the Hub, or None to name none.
         figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out"), or None.
+        certificate, report: of ``eval.lossless`` and ``eval.speed``: their JSON, or its file or folder, or None.
+
+    Raises:
+        ValueError: the certificate or the report is of another method or target, or no such file.
     """
     kind, target, base = config["drafter_type"], config["target"], config.get("base")
     base_name = _shown(base["name"]) if base else None
@@ -59,6 +67,10 @@ def model_card(
     ]
     more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": figures}
     sections += [f"## {title}\n\n{_table(values)}" for title, values in more.items() if values]
+    if certificate is not None:
+        sections.append(losslessness(config, read_evidence(certificate, CERTIFICATE)))
+    if report is not None:
+        sections.append(measured(config, read_evidence(report, REPORT)))
     return "\n\n".join(sections) + "\n"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -17,6 +18,7 @@ from hub_server import TOKEN, HubServer, Repository
 from huggingface_hub import constants
 from torch import nn
 
+import drafters.publish
 from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
 from drafters.head_adapter import fingerprint, load_head
 from drafters.model.files import load_bare_tokenizer, load_config_only
@@ -179,6 +181,76 @@ def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
     full = files(hub, "user/full")["README.md"].decode()
     assert yaml.safe_load(full.split("---\n")[1])["license"] == "mit"
     assert "| tau, greedy, held-out | 2.91 |" in full
+
+
+def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict[str, Any]]:
+    """A certificate and a report, as far as a card reads them."""
+    facts = {"target": {"name": "t", "fingerprint": fingerprint}, "dtype": "bfloat16", "gpu": None, "cpu": "A CPU"}
+    facts |= {
+        "commit": None,
+        "dirty": False,
+        "date": "2026-01-01T00",
+        "argv": ["python", "-m", "x", "a b"],
+        "threads": 2,
+    }
+    facts |= {"prompt_set": {"prompts": 3, "file": "/home/me/q.jsonl"}, "limits": {"max_new_tokens": 9}}
+    tests = [{"distance": 0.034}, {"distance": 0.5}]
+    sampled = {"tokens": 16000, "p_value": 0.5, "tests": tests, "power": 0.99}
+    greedy = [{"dtype": "float32", "tokens": 4096, "texts": 32, "divergences": [{}], "unexplained": 1}]
+    certificate = {"verdict": "not lossless", "reasons": ["a reason"], "greedy": greedy, "sampled": sampled}
+    certificate |= {"drafter": {"drafter": method, "checkpoint": "/home/me/x", "tree": "chain"}, "environment": facts}
+    same = {"temperature": 0.0, "tokens_per_second": 5.0, "tau": 2.0, "speedup": 1.5, "speedup_ci": [1.25, 1.75]}
+    names = {"autoregressive": True, "E|1": True, "E, lossy": False, "other": True}
+    rows = [same | {"drafter": name, "lossless": lossless} for name, lossless in names.items()]
+    entries = [{"drafter": "autoregressive", "label": None}, {"drafter": method, "label": "E|1"}]
+    entries += [{"drafter": method, "label": "E, lossy"}, {"drafter": "kangaroo", "label": "other"}]
+    return {
+        "certificate": certificate,
+        "report": {"environment": facts | {"config": {"drafters": entries}}, "rows": rows},
+    }
+
+
+def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
+    """Catches a certificate whose verdict is left out, another drafter's figures, a lossy row that goes unmarked, a
+    table broken by a bar, and the author's paths."""
+    found = evidence()
+    (tmp_path / "lossless.json").write_text(json.dumps(found["certificate"]))
+    card = model_card(CONFIG, "user/d", 128, certificate=tmp_path, report=found["report"])
+    assert "## Losslessness\n\n**not lossless**, by `eval.lossless` (tree chain)." in card and "- a reason" in card
+    assert "4,096 tokens of 32 texts against transformers' own model; 1 differ, 1 of them by more" in card
+    assert "p = 0.5; a total variation of 0.034 would have been caught with 99%" in card
+    assert "| E\\|1 | 0 | 2.00 | 1.50 (1.25 to 1.75) | 5.0 |" in card and "| E, lossy (**lossy**) |" in card
+    assert "| autoregressive |" in card and "| other |" not in card and "/home/me" not in card
+    assert "    python -m x 'a b'" in card
+    for wrong, message in (
+        (evidence(fingerprint="beef"), "is of the target 't' .fingerprint beef., and the drafter was trained for"),
+        (
+            evidence(method="medusa"),
+            "no row of type 'eagle'|of the method 'medusa', and the drafter is of type 'eagle'",
+        ),
+    ):
+        for name, each in wrong.items():
+            with pytest.raises(ValueError, match=message):
+                model_card(CONFIG, "user/d", 128, **{name: each})
+    with pytest.raises(ValueError, match="report.json; python -m eval.speed writes it"):
+        model_card(CONFIG, "user/d", 128, report=tmp_path / "report.json")
+    with pytest.raises(ValueError, match="is not what python -m eval.lossless writes .KeyError"):
+        (tmp_path / "lossless.json").write_text("{}")
+        model_card(CONFIG, "user/d", 128, certificate=tmp_path)
+
+
+def test_a_card_from_the_shell(hub: HubServer, login: Login, saved: Path, tmp_path: Path) -> None:
+    """Catches a card that is published without what was measured, and one that is only to be looked at."""
+    (tmp_path / "report.json").write_text(json.dumps(evidence()["report"]))
+    arguments = [str(saved), "user/d", "--report", str(tmp_path), "--license", "mit"]
+    drafters.publish.main([*arguments, "--card", str(tmp_path / "card.md")])
+    card = (tmp_path / "card.md").read_text()
+    assert "## Speed" in card and not hub.repositories
+    drafters.publish.main(arguments)
+    assert files(hub, "user/d")["README.md"].decode() == card
+    (saved / "README.md").write_text("My own words.")
+    with pytest.raises(ValueError, match="published as it is, without the certificate or report given: take it away"):
+        drafters.publish.main(arguments)
 
 
 def test_card_written_by_hand_and_older_revision_are_kept(hub: HubServer, login: Login, saved: Path) -> None:

@@ -64,6 +64,10 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (["patience=0"], "patience: .*greater than 0"),
     ],
+    "drafters.publish": [
+        (["./none", "user/d"], "no folder none; save the drafter first"),
+        (["checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),
+    ],
     "drafters.export": [
         (["./none", "--engine", "vllm", "--out", "x"], "there is no folder ./none"),
         (["./none", "--engine", "sglang", "--out", "x"], "--engine: invalid choice: 'sglang'"),

@@ -1,0 +1,133 @@
+"""What was measured of a drafter, for its model card: a certificate of eval.lossless and a report of eval.speed.
+
+Both are read as they were written; of a drafter or target other than the card's they are refused.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CERTIFICATE, REPORT, CARD_FILE = "lossless.json", "report.json", "README.md"
+Found = Mapping[str, Any]
+
+
+def check_card(folder: Path, *evidence: object) -> None:
+    """Raise ValueError where there is no ``folder``, or it has a card on which the ``evidence`` given would not be."""
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
+    if (folder / CARD_FILE).is_file() and any(one is not None for one in evidence):
+        raise ValueError(
+            f"{folder / CARD_FILE} is published as it is, without the certificate or report given: take it away, and a "
+            "card is written with them"
+        )
+
+
+def read_evidence(given: str | Path | Found, name: str) -> Found:
+    """The JSON of a file, or of ``name`` in a folder; what is read already is returned.
+
+    Raises:
+        ValueError: there is no such file, or it is something else.
+    """
+    if isinstance(given, Mapping):
+        return given
+    file = Path(given) / name if Path(given).is_dir() else Path(given)
+    program = "eval.lossless" if name == CERTIFICATE else "eval.speed"
+    if not file.is_file():
+        raise ValueError(f"there is no {file}; python -m {program} writes it")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        _ = (found["environment"]["target"]["fingerprint"], found["verdict"] if name == CERTIFICATE else found["rows"])
+    except (ValueError, KeyError, TypeError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} is not what python -m {program} writes ({wrong})") from None
+    assert isinstance(found, dict)
+    return found
+
+
+def losslessness(config: Found, certificate: Found) -> str:
+    """The card's section of a certificate, for a checkpoint's ``config``.
+
+    Raises:
+        ValueError: it is of another method or target.
+    """
+    _check_target(config, certificate, "the certificate")
+    kind, certified = config["drafter_type"], certificate["drafter"]["drafter"]
+    if certified != kind:
+        raise ValueError(f"the certificate is of the method {certified!r}, and the drafter is of type {kind!r}")
+    options = {name: value for name, value in certificate["drafter"].items() if name not in NOT_OPTIONS and value}
+    shown = ", ".join(f"{name} {value}" for name, value in options.items() if name not in ("drafter", "checkpoint"))
+    lines = [
+        f"## Losslessness\n\n**{certificate['verdict']}**, by `eval.lossless`{f' ({shown})' if shown else ''}.",
+        "",
+    ]
+    lines += [f"- {reason}" for reason in certificate["reasons"]]
+    for part in certificate["greedy"]:
+        lines.append(
+            f"- greedy, {part['dtype']}: {part['tokens']:,} tokens of {part['texts']:,} texts against transformers' "
+            f"own model; {len(part['divergences']):,} differ, {part['unexplained']:,} of them by more than rounding "
+            "explains"
+        )
+    if (sampled := certificate["sampled"]) is not None:
+        distance = next((f"{test['distance']:.3f}" for test in sampled["tests"]), "-")
+        lines.append(
+            f"- sampled, {sampled['tokens']:,} tokens against the target's own probabilities: p = "
+            f"{sampled['p_value']:.2g}; a total variation of {distance} would have been caught with "
+            f"{sampled['power']:.0%}"
+        )
+    return "\n".join([*lines, *_made(certificate["environment"])])
+
+
+NOT_OPTIONS = ("name", "label", "temperatures", "grid")
+
+
+def measured(config: Found, report: Found) -> str:
+    """The card's section of a report: the rows of the drafter's method, and plain decoding.
+
+    Raises:
+        ValueError: it is of another target, or has no row of the method.
+    """
+    _check_target(config, report, "the report")
+    kind, facts = config["drafter_type"], report["environment"]
+    entries = {entry.get("label") or entry["drafter"]: entry["drafter"] for entry in facts["config"]["drafters"]}
+    methods = [entries.get(row.get("entry"), entries.get(row["drafter"])) for row in report["rows"]]
+    if kind not in methods:
+        raise ValueError(
+            f"the report has no row of type {kind!r}; it has {', '.join(map(repr, dict.fromkeys(entries)))}"
+        )
+    prompts = f"{facts['prompt_set']['prompts']} prompts of {Path(facts['prompt_set']['file']).name}"
+    lines = [
+        f"Over plain decoding in the same loop, {facts['dtype']}, on {facts['gpu'] or facts['cpu']} with "
+        f"{facts['threads']} threads; {prompts}, at most {facts['limits']['max_new_tokens']} new tokens. On another "
+        "machine they are others.",
+        "",
+        "| | temperature | tau | speedup (95% interval) | tokens/s |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row, method in zip(report["rows"], methods, strict=True):
+        if method in (kind, "autoregressive"):
+            interval = "" if row["speedup_ci"] is None else " ({:.2f} to {:.2f})".format(*row["speedup_ci"])
+            name = row["drafter"].replace("|", "\\|") + ("" if row["lossless"] else " (**lossy**)")
+            figures = [
+                f"{row['temperature']:g}",
+                *("-" if row[k] is None else f"{row[k]:.2f}" for k in ("tau", "speedup")),
+            ]
+            figures[-1] += interval
+            speed = row["tokens_per_second"]
+            lines.append(f"| {name} | {' | '.join(figures)} | {'-' if speed is None else f'{speed:.1f}'} |")
+    return "\n".join(["## Speed\n", *lines, *_made(facts)])
+
+
+def _made(facts: Found) -> list[str]:
+    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
+    return ["", f"Of {facts['date'][:10]}, commit {commit}:", "", f"    {shlex.join(facts['argv'])}"]
+
+
+def _check_target(config: Found, found: Found, what: str) -> None:
+    ours, theirs = config["target"], found["environment"]["target"]
+    if ours["fingerprint"] != theirs["fingerprint"]:
+        raise ValueError(
+            f"{what} is of the target {theirs['name']!r} (fingerprint {theirs['fingerprint']}), and the drafter was "
+            f"trained for {ours['name']!r} (fingerprint {ours['fingerprint']})"
+        )
