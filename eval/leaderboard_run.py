@@ -127,7 +127,15 @@ def _tables(report: Found, link: str, trainings: list[Found], names: dict[str, s
 
 def _row(row: Found, entries: dict[str, Found], date: str, trainings: list[Found]) -> Found:
     entry = entries.get(str(row.get("entry", row["drafter"])), {})
-    trained = [_training(path, date, trainings) for path in named_in(entry, CHECKPOINTS)]
+    paths = named_in(entry, CHECKPOINTS)
+    filed = [_training(path, date, trainings) for path in paths]
+    trained = [one for one in filed if one is not None]
+    if len(trained) < len(paths):
+        nothing = {"time": UNKNOWN, "energy": UNKNOWN}
+        told = [_by_itself(one) for one in row.get("trained", [])]
+        trained = told or [
+            one or {"data": f"{Path(path).name}: {UNKNOWN}", **nothing} for path, one in zip(paths, filed, strict=True)
+        ]
     models = [Path(path).name for path in named_in(entry, DRAFT_MODELS)]
     with_what = [one["data"] for one in trained] + [f"the draft model {name}" for name in models]
     return {
@@ -176,11 +184,11 @@ def _trainings(results: Path) -> Iterator[Found]:
             }
 
 
-def _training(path: str, date: str, trainings: list[Found]) -> Found:
-    """What is known of the training of the weights at ``path``, before the report of ``date``."""
+def _training(path: str, date: str, trainings: list[Found]) -> Found | None:
+    """What is known of the training of the weights at ``path`` before the report of ``date``; None: nothing."""
     chain: list[Found] = []
     wanted: Any = path
-    while wanted is not None and len(chain) < 9:
+    while wanted is not None:
         known = [one for one in trainings if wanted in one["paths"] and one["date"] <= date and one not in chain]
         if chain:  # its folder may since have been given another name, by which its summary was filed
             filed = chain[-1]["name"][0], Path(wanted).name
@@ -189,23 +197,31 @@ def _training(path: str, date: str, trainings: list[Found]) -> Found:
             break
         chain.append(max(known, key=lambda one: one["date"]))
         wanted = chain[-1]["from"]
-    if not chain:
-        return {"data": f"{Path(path).name}: {UNKNOWN}", "time": UNKNOWN, "energy": UNKNOWN}
+    return _told(chain, wanted) if chain else None
+
+
+def _told(chain: list[Found], before: str | None) -> Found:
+    """A training and those that it began from, in words; ``before``: what the first of them began from."""
     minutes = [one["minutes"] for one in chain]
-    hardware = chain[0]["hardware"]
-    time = UNKNOWN if None in minutes else f"{sum(minutes):,.0f} min"
-    if len(chain) > 1 and None not in minutes:
-        time += f" ({' + '.join(f'{each:,.0f}' for each in reversed(minutes))})"
-    time += f", after {Path(wanted).name} ({UNKNOWN})" if wanted is not None else ""
-    if time != UNKNOWN and hardware:
-        time += f" on {hardware.get('gpu') or hardware.get('cpu')}"
-    tokens = (
-        f"{sum(one['tokens'] for one in chain) / 1e6:,.1f}M positions of " if all(o["tokens"] for o in chain) else ""
-    )
+    time = UNKNOWN
+    if None not in minutes:
+        time = f"{sum(minutes):,.0f} min"
+        time += f" ({' + '.join(f'{each:,.0f}' for each in reversed(minutes))})" if len(chain) > 1 else ""
+        hardware = chain[0]["hardware"]
+        time += f" on {hardware.get('gpu') or hardware.get('cpu')}" if hardware else ""
+    time += f", after {Path(before).name} ({UNKNOWN})" if before is not None else ""
+    tokens = [one["tokens"] for one in chain]
+    positions = f"{sum(tokens) / 1e6:,.1f}M positions of " if all(tokens) else ""
     joules = [one["joules"] for one in chain]
-    energy = UNKNOWN if None in joules else f"{sum(joules) / 3.6e6:,.2f} kWh"
     data = "/".join(Path(str(chain[0]["data"])).parts[-2:]) if chain[0]["data"] else UNKNOWN
-    return {"data": f"{tokens}{data}", "time": time, "energy": energy}
+    energy = UNKNOWN if None in joules else f"{sum(joules) / 3.6e6:,.2f} kWh"
+    return {"data": f"{positions}{data}", "time": time, "energy": energy}
+
+
+def _by_itself(training: Found) -> Found:
+    """What the report itself says of a training."""
+    known = {name: training.get(name) for name in ("minutes", "tokens", "data", "joules")}
+    return _told([{**known, "hardware": {}}], training.get("init_from"))
 
 
 def _certificate(found: Found, link: str, names: dict[str, str]) -> Found:

@@ -19,6 +19,7 @@ from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from drafters.wording import shortened
 from eval.entries import STOCK, StockEntry
+from eval.figures.coverage import add_coverage
 from eval.figures.quantisation import quantisation_cost
 from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
@@ -134,9 +135,8 @@ def run(
         measure_all(config, methods, models, lineup, assistants, prompts, share, journal, meter, limits, guests)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
-        return finish(
-            config, journal, facts, described_rows(config, lineup, guests), left_out, models, prompts, console
-        )
+        described = described_rows(config, lineup, guests)
+        return finish(config, journal, facts, described, lineup.draft_ids, left_out, models, prompts, console)
 
 
 def finish(
@@ -144,6 +144,7 @@ def finish(
     journal: RunJournal,
     facts: dict[str, Any],
     described: dict[str, dict[str, Any]],
+    draft_ids: dict[str, set[int]],
     left_out: list[dict[str, Any]],
     models: Models,
     prompts: PromptSet,
@@ -159,7 +160,9 @@ def finish(
         facts |= quantised(models, [run for run in journal.runs if run.method == plain], prompts)
         known = described, plain, prompts.measured
         texts = make_texts(journal.runs, *known, tokenizer_of(config.target))
-        end = ending(facts, *known, judge(journal.runs, *known, models.target), left_out, texts)
+        judged = judge(journal.runs, *known, models.target)
+        add_coverage(judged, journal.runs, draft_ids)
+        end = ending(facts, *known, judged, left_out, texts)
         journal.end(end)
         report = build(end, journal.runs)
         try:

@@ -14,7 +14,15 @@ from drafters.base import Promised
 from drafters.decoding.trace import Step, Trace
 from eval.entries import STOCK
 from eval.figures.divergence import TOLERANCE, find_divergences
-from eval.figures.metrics import acceptance, ends_in_loop, joules_per_token, paired_speedup, times, typical_run
+from eval.figures.metrics import (
+    acceptance,
+    by_context,
+    ends_in_loop,
+    joules_per_token,
+    paired_speedup,
+    times,
+    typical_run,
+)
 from eval.figures.perplexity import OutputPerplexity
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
@@ -262,6 +270,7 @@ def test_every_figure_of_the_steps_by_hand() -> None:
         "draft_ms": pytest.approx(200),
         "verify_ms": pytest.approx(600),
         "other_ms": pytest.approx(40),
+        "host_ms": pytest.approx((2.52 - 1.5) / 3 * 1e3),
         "overhead": pytest.approx(1 - 1.5 / 2.52),
         "prefill_ms": pytest.approx(500),
     }
@@ -380,3 +389,17 @@ def test_perplexity_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch)
         }
     monkeypatch.setattr(target, "lm_head", lambda rows: torch.full((len(rows), VOCAB_SIZE), torch.nan))
     assert score.describe(runs)["perplexity"] is None
+
+
+def test_tau_by_context_worked_by_hand() -> None:
+    """Catches the prefill's token, or the step's own, counted wrongly, bins off by one, and tau of a handful of steps.
+
+    Prompts of 10 tokens, and one from the prefill: 11 stand before the first step, 16 before the first of two tokens,
+    56 before the first of three. Of three such runs the bins from 8 and from 64 on have fewer than 20 steps.
+    """
+    run = make_run(0, 60, 1.0, (1,) * 5 + (2,) * 20 + (3,) * 5)
+    assert by_context([run, replace(run, prompt=1), replace(run, prompt=2)], [10, 10, 10]) == [
+        {"from": 16, "to": 31, "steps": 24, "tau": 2.0},
+        {"from": 32, "to": 63, "steps": 45, "tau": pytest.approx((12 * 2 + 3 * 3) / 15)},
+    ]
+    assert by_context([run, replace(run, trace=None)], [10]) == []

@@ -3,7 +3,7 @@
 from typing import Any
 
 from eval.report.acceptance import acceptance_by_position
-from eval.report.page import _grids
+from eval.report.page import _grids, best_settings
 from eval.report.rows import _without_all_readings
 
 
@@ -56,3 +56,14 @@ def test_acceptance_by_position_has_every_drafter_that_drafts() -> None:
     assert acceptance_by_position([plain, told, stock])[1:] == [
         ["E", "0", "1", "2.50", "2.25", "0.80 0.50", "0.75 0.38", "0.70 0.30"]
     ]
+
+
+def test_the_fastest_settings_by_batch_size() -> None:
+    """Catches the best of another batch size, of another entry, or of the highest tau."""
+    rows = [
+        row(speed, 9.0 - speed, gamma=gamma) | {"batch": batch, "speedup": speed / batch}
+        for batch, gamma, speed in ((1, 2, 5.0), (1, 4, 6.0), (2, 2, 8.0), (2, 4, 7.0))
+    ]
+    rows += [row(99.0, 1.0) | {"batch": 1, "speedup": 1.0}, rows[0] | {"entry": "P", "tokens_per_second": None}]
+    report = {"environment": {"batch": [1, 2, 4]}, "rows": rows}
+    assert best_settings(report) == [["O", "0", "gamma 4 (6.00x)", "gamma 2 (4.00x)", "-"]]

@@ -51,9 +51,11 @@ def test_what_a_method_was_trained_with(tmp_path: Path) -> None:
         {"drafter": "speculative", "label": "S|x", "draft_model": "runs/draft"},
         {"drafter": "mjsd", "label": "M"},
     ]
-    speedups = {"autoregressive": 1.0, "E": 1.5, "H": 2.0, "S|x": 1.2, "M": 3.0}
+    entries.append({"drafter": "kangaroo", "label": "K", "checkpoint": "runs/k"})
+    speedups = {"K": 0.5, "autoregressive": 1.0, "E": 1.5, "H": 2.0, "S|x": 1.2, "M": 3.0}
     rows = [{"drafter": name, "speedup": speedup, "tau": 4.0 - speedup} for name, speedup in speedups.items()]
     rows[-1]["lossless"] = False
+    rows[0]["trained"] = [{"drafter": "kangaroo", "data": "x/y/z.jsonl", "minutes": 9.0, "init_from": "runs/k0"}]
     files = {
         "m/one/report.json": report(entries, rows),
         "m/ablations/two/report.json": report(entries, rows),
@@ -67,8 +69,9 @@ def test_what_a_method_was_trained_with(tmp_path: Path) -> None:
     (results / "targets.yaml").write_text("f: A target\n")
     (table,) = run(results, tmp_path / "docs", Console(quiet=True))["tables"]
     by_name = {row["name"]: row["cells"] for row in table["rows"]}
-    assert list(by_name) == ["M (lossy)", "H", "E", "S|x", "autoregressive"] and table["target"] == "A target"
+    assert list(by_name) == ["M (lossy)", "H", "E", "S|x", "autoregressive", "K"] and table["target"] == "A target"
     assert by_name["E"][:3] == ["4.0M positions of train.jsonl", "42 min (12 + 30)", "3.00 kWh"] == by_name["H"][:3]
+    assert by_name["K"][:3] == ["y/z.jsonl", "9 min, after k0 (not recorded)", "not recorded"]
     assert by_name["S|x"][:3] == ["the draft model draft", "not recorded", "not recorded"]
     assert by_name["M (lossy)"][5] == "lossy" and by_name["autoregressive"][:3] == ["-", "-", "-"]
     text = (tmp_path / "docs" / PAGE).read_text()

@@ -160,9 +160,41 @@ def times(runs: Sequence[Run]) -> dict[str, Any]:
         "draft_ms": _mean(trace.draft_seconds, 1e3),
         "verify_ms": _mean(trace.verify_seconds, 1e3),
         "other_ms": _mean(trace.other_seconds, 1e3),
+        "host_ms": _host_ms(trace),
         "overhead": trace.overhead,
         "prefill_ms": _mean([run.prefill_seconds for run in runs], 1e3),
     }
+
+
+def _host_ms(trace: Trace) -> float | None:
+    """Of a step, outside forward passes."""
+    if trace.overhead is None or not trace.draft_seconds:
+        return None
+    return 1e3 * trace.overhead * trace.decode_seconds / len(trace.draft_seconds)
+
+
+FEWEST_STEPS = 20  # of a line of ``by_context``
+
+
+def by_context(runs: Sequence[Run], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """tau by the tokens that stood before a step, in bins from one power of two to the next, of enough steps each.
+
+    Args:
+        runs: of one prompt each. lengths: of all prompts, in tokens.
+    """
+    bins: dict[int, Trace] = {}
+    for run in runs:
+        if run.trace is None:
+            return []
+        context = lengths[run.prompt] + run.first_tokens
+        for step in run.trace.steps:
+            bins.setdefault(context.bit_length() - 1, Trace()).steps.append(step)
+            context += step.committed
+    return [
+        {"from": 2**power, "to": 2 ** (power + 1) - 1, "steps": len(bins[power].steps), "tau": bins[power].tau}
+        for power in sorted(bins)
+        if len(bins[power].steps) >= FEWEST_STEPS
+    ]
 
 
 def joules_per_token(runs: Sequence[Run]) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from eval.measure.runner import Run
 from eval.report import charts
 from eval.report.acceptance import ABOUT, DEFINITIONS, acceptance_beside, acceptance_by_position
-from eval.report.page import COLUMNS, columns_of, explanation, setting
+from eval.report.page import COLUMNS, best_settings, by_context, columns_of, explanation, setting
 from eval.report.rows import number, outputs_of, setting_of, shown_name, statements, warnings
 from eval.report.texts import visible
 
@@ -36,6 +36,7 @@ def html(report: Report, texts: dict[str, Any], runs: list[Run]) -> str:
         {"name": shown_name(row), "kind": charts.kind(row), "cells": [COLUMNS[name](row) for name in shown]}
         for row in report["rows"]
     ]
+    batches = facts["batch"] if isinstance(facts["batch"], list) else []
     smallest = charts.at_settings(report, smallest_batch=True)
     head, *positions = acceptance_by_position(report["rows"])
     return render(
@@ -57,6 +58,9 @@ def html(report: Report, texts: dict[str, Any], runs: list[Run]) -> str:
         beside_about=ABOUT,
         times=_titled((at, charts.steps_of_time(rows)) for at, _, rows in charts.at_settings(report)),
         batches=_batches(report),
+        batch_sizes=batches,
+        best_settings=best_settings(report) if batches else [],
+        contexts=by_context(report),
         expected=_expected(report),
         definitions=markdown(explanation(report) + DEFINITIONS),
         texts=texts_of(report, texts, runs),

@@ -30,11 +30,14 @@ EXPLANATION = """\
   change.
 - **J/token**: energy of the device over whole calls, prefill included, over all new tokens, first ones included; all
   rounds together. It is the counter's own reading, idle power included; where there is none it is not estimated.
-- **draft, verify, other**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
-  before), the target's forward with the acceptance rule, the rest. A drafter's pass over the prompt belongs to the
-  prefill, which is in *end to end* and in none of these.
-- **overhead**: share of a step's time outside forward passes (of the target, draft models and trained heads alike):
-  pools, trees, masks, acceptance rules, the host.
+- **draft, verify, commit**: milliseconds a step: proposing (with whatever a drafter has to catch up on after the step
+  before), the target's forward with the acceptance rule, the rest. **host**: of all three, outside forward passes (of
+  the target, draft models and trained heads alike): pools, trees, masks, acceptance rules; **overhead**: its share.
+- **prefill**: milliseconds a prompt, or a batch of them, until the first token; a drafter's pass over the prompt
+  belongs to it. It is in *end to end* and in none of the others.
+- **tau by the tokens before a step**: prompt and answer so far, from one power of two to the next, of 20 steps or more.
+- **draft vocabulary**: where a drafter's is pruned, the share of its outputs' tokens that are in it: of the others it
+  can draft none.
 - **stock generate**: transformers' `generate`, by the same count. Where sampling, it draws other tokens than the loop
   (same temperature, top-k and top-p, another generator); the two are paired by prompt all the same.
 - rows marked **(stock)** are transformers' accelerated generation, which tells no steps: no tau. It drafts before its
@@ -83,13 +86,15 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "host J/token": lambda row: number(row["host_joules_per_token"], 3),
     "draft ms": lambda row: number(row["draft_ms"], 2),
     "verify ms": lambda row: number(row["verify_ms"], 2),
-    "other ms": lambda row: number(row["other_ms"], 2),
+    "commit ms": lambda row: number(row["other_ms"], 2),
+    "host ms": lambda row: number(row.get("host_ms"), 2),
+    "prefill ms": lambda row: number(row["prefill_ms"], 1),
     "overhead": lambda row: "-" if row["overhead"] is None else f"{row['overhead']:.1%}",
     "drafted": lambda row: number(row["drafted_per_step"], 1),
 }
 
 
-NOT_ON_SCREEN = ("median", "other ms")  # the page has them; a terminal is narrow
+NOT_ON_SCREEN = ("median", "commit ms", "host ms", "prefill ms")  # the page has them; a terminal is narrow
 
 
 def columns_of(report: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
@@ -142,7 +147,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", *_by_batch(report), "## Columns", "", explanation(report)]
-    lines += _acceptance(report) + _grids(report) + _categories(report)
+    lines += _acceptance(report) + _contexts(report) + _grids(report) + _categories(report)
     return "\n".join([*lines, *run_again(report["environment"]["argv"])])
 
 
@@ -166,7 +171,50 @@ def _by_batch(report: dict[str, Any]) -> list[str]:
     heading = "## tokens/s (speedup over plain decoding of the same batch size)"
     titles = ["drafter", "T", *(f"batch {size}" for size in sizes)]
     best = [f"- {line}" for line in _best(report)]
-    return [heading, "", *table(titles, cells), "", *best, ""]
+    lines = [heading, "", *table(titles, cells), "", *best, ""]
+    if settings := best_settings(report):
+        titles = ["drafter", "T", *(f"batch {size}" for size in sizes)]
+        lines += ["## The fastest settings by batch size", "", *table(titles, settings), ""]
+    return lines
+
+
+def best_settings(report: dict[str, Any]) -> list[list[str]]:
+    """Of every entry with a grid, by batch size the knobs of most tokens per second, and the speedup with them."""
+    sizes = report["environment"]["batch"]
+    best: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in report["rows"]:
+        if row["grid"] and row["tokens_per_second"] is not None:
+            line = best.setdefault((row["entry"], f"{row['temperature']:g}"), {})
+            if row["tokens_per_second"] > line.get(row["batch"], {"tokens_per_second": 0.0})["tokens_per_second"]:
+                line[row["batch"]] = row
+    return [
+        [
+            *key,
+            *(f"{_knobs(line[n]['grid'])} ({number(line[n]['speedup'], 2, 'x')})" if n in line else "-" for n in sizes),
+        ]
+        for key, line in best.items()
+    ]
+
+
+def _knobs(grid: dict[str, Any]) -> str:
+    return ", ".join(f"{knob} {value}" for knob, value in grid.items())
+
+
+def by_context(report: dict[str, Any]) -> list[list[str]]:
+    """A table, head first, of tau by the tokens before a step; nothing below the head where there is one bin alone."""
+    rows = [row for row in report["rows"] if row.get("by_context") and row["tau"] != 1.0]
+    bins = sorted({(one["from"], one["to"]) for row in rows for one in row["by_context"]})
+    lines = [["drafter", "T", "batch", *(f"{low:,} to {high:,}" for low, high in bins)]]
+    for row in rows if len(bins) > 1 else []:
+        known = {one["from"]: f"{one['tau']:.2f}" for one in row["by_context"]}
+        place = [shown_name(row), f"{row['temperature']:g}", str(row["batch"])]
+        lines.append([*place, *(known.get(low, "-") for low, _ in bins)])
+    return lines
+
+
+def _contexts(report: dict[str, Any]) -> list[str]:
+    head, *rows = by_context(report)
+    return ["## tau by the tokens before a step", "", *table(head, rows), ""] if rows else []
 
 
 def _best(report: dict[str, Any]) -> list[str]:
@@ -257,10 +305,12 @@ def target_line(facts: dict[str, Any]) -> str:
 
 
 def machine_line(facts: dict[str, Any]) -> str:
-    """The machine and its load, for a list."""
+    """The machine, its load, and the most memory that was held, for a list."""
+    peaks = [f"{n / 1e9:.2f} GB ({where})" for where, n in (facts.get("peak_memory_bytes") or {}).items() if n]
     return (
         f"- machine: {facts['gpu'] or facts['cpu']}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
         f"load average {number(facts['load_average'], 1)} before, {number(facts['load_average_after'], 1)} after"
+        + (f"; at most {' and '.join(peaks)} of memory" if peaks else "")
     )
 
 

@@ -133,6 +133,7 @@ def _row(rounds: list[list[Run]], plain: list[list[Run]], prompts: list[Prompt],
     row |= {
         "speedup_without_loops": _speedup_on(steady, rounds, plain),
         "loop_share": len(looping) / len(outputs),
+        "by_context": metrics.by_context(outputs, [len(prompt.ids) for prompt in prompts]),
         "prompts": len(outputs),
         "new_tokens": sum(len(run.tokens) for run in typical),
         "decoded_tokens": sum(run.decoded_tokens for run in typical),
@@ -278,6 +279,11 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
             f"{row['drafter']}, {setting_of(row)}: chose its drafts by itself, in the end {chosen['choice']}; "
             f"expected tau {chosen['tau']:.2f} and {chosen['speedup']:.2f}x, measured {number(row['tau'], 2)} and "
             f"{number(row['speedup'], 2, 'x')}"
+        )
+    if (coverage := row.get("draft_vocab_coverage")) is not None:
+        lines.append(
+            f"{row['drafter']}, {setting_of(row)}: drafts with {row['draft_vocab']:,} tokens, which are {coverage:.1%} "
+            "of those of its outputs"
         )
     if row["perplexity"] is None:
         which = f"{row['drafter']}, {setting_of(row)}"
