@@ -19,6 +19,7 @@ from transformers import (
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.model import cpu_layer
 from drafters.model.draft_head import quantize_layers
 from drafters.model.fused import FusedLayer
 from drafters.model.layers import AttentionLayer, layer_kind
@@ -64,12 +65,12 @@ def random_tree(batch: int, rows: int) -> Rows:
 
 def steps(target: TargetModel, context: int) -> list[Tensor]:
     """Features, and states between layers, of chains and trees of many sizes, of two prompts and of one alone."""
-    found = []
     lengths = [context, context // 2]
     ids = torch.tensor([prompt(context), prompt(context, 1)])
-    cache = target.new_cache(2, context + 80)
-    target.run(ids, cache)
+    cache = target.new_cache(2, 2 * context + 80)
+    found = [target.run(ids, cache, taps=(1,)).taps[1], target.run(ids, cache).features]
     cache.commit_first(lengths)
+    found.append(target.run(ids[:, 3:], cache).features)  # a prompt behind another
     for rows in (1, 2, 3, 5, 9, 17, 30):
         new = torch.tensor([prompt(rows, 2), prompt(rows, 3)])
         found.append(target.run(new, cache, taps=(1,)).taps[1])
@@ -110,6 +111,23 @@ def test_layers_are_as_near_to_float32_as_torch_comes(name: str, context: int) -
     torchs = steps(by_torch(TargetModel(model_of(name, torch.bfloat16))), context)
     for wanted, found, other in zip(exact, ours, torchs, strict=True):
         assert found.shape == other.shape and error(found, wanted) < 1.5 * error(other, wanted) + 0.004
+
+
+@torch.inference_mode()
+def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches angles, masks, slots or states of the first part in place of a later one's."""
+    target = TargetModel(model_of("llama", torch.bfloat16))
+    batch = torch.tensor([prompt(40, row) for row in range(5)])
+    found = []
+    for together in (1024, 100, 1):
+        monkeypatch.setattr(cpu_layer, "TOGETHER", together)
+        cache = target.new_cache(5, 100)
+        target.run(batch, cache)
+        cache.commit_first([40, 30, 20, 10, 5])
+        found.append(
+            torch.cat([target.run(batch, cache).features, target.run(batch, cache, random_tree(5, 40)).features])
+        )
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @torch.inference_mode()

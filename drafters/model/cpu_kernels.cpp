@@ -29,7 +29,7 @@ void largest(const T *x, int64_t rows, int64_t width, int64_t *to, int threads) 
             most = larger(most, some);
             odd |= some != some;
         }
-        float best = reduce(most, [](float a, float b) { return std::max(a, b); });
+        float best = reduce(most, [](Floats a, Floats b) { return larger(a, b); });
         bool nan = false;
         for (int lane = 0; lane < LANES; lane++) nan |= odd[lane] != 0;
         for (int64_t i = whole; i < width; i++) best = std::max(best, to_float(from[i])), nan |= std::isnan(to_float(from[i]));
@@ -73,7 +73,7 @@ extern "C" int products_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) =
 // x [rows, inputs] -> out [rows, outputs], in bf16.
 extern "C" void multiply(const Product *product, const bf16 *x, bf16 *out, int64_t rows, int threads) {
 #pragma omp parallel num_threads(threads)
-    multiply_in_team(*product, x, nullptr, out, rows);
+    multiply_in_team(*product, by_rows(x, product->inputs), {}, by_rows(out, product->outputs), rows);
 }
 
 // New rows through a layer.

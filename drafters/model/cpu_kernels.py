@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -114,6 +115,43 @@ def most_likely(logits: Tensor) -> Tensor:
     return found
 
 
+class _HugePages:
+    """Memory in pages of 2 MB, handed out piece by piece: where a step reads hundreds of megabytes, looking up pages of
+    4 KB takes a tenth of its time. A block is freed when nothing lies in it any more."""
+
+    PAGE, BLOCK, ADVICE = 1 << 21, 1 << 25, 14  # bytes, bytes, MADV_HUGEPAGE
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same values there."""
+        with self._lock:
+            size = -(-tensor.nbytes // 64) * 64
+            if size > len(self._block):
+                self._block = self._new(-(-max(size, self.BLOCK) // self.PAGE) * self.PAGE)
+            piece, self._block = self._block[:size], self._block[size:]
+        return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _new(self, size: int) -> Tensor:
+        whole = torch.empty(size + self.PAGE, dtype=torch.uint8)
+        block = whole[-whole.data_ptr() % self.PAGE :][:size]
+        advise = getattr(ctypes.CDLL(None), "madvise", None)
+        if advise is not None:  # what it says is only asked for; where it is refused, pages are small
+            advise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(size), self.ADVICE)
+        return block
+
+
+_huge_pages = _HugePages()
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """A large tensor's copy there; a small one as it is."""
+    return _huge_pages.copy(tensor) if tensor.nbytes >= SMALL else tensor
+
+
+SMALL = 1 << 18  # bytes
 GROUP = 32  # inputs of a tile, and of a group in int4
 OUTPUTS = 32  # of two tiles side by side
 
@@ -148,7 +186,7 @@ class Tiles:
             tiles = torch.cat([*(part.view(torch.uint8) for part in both), packed], dim=-1)
         elif scales is not None:
             self.scales = F.pad(scales.float(), (0, -len(scales) % OUTPUTS))
-        self.tiles = tiles
+        self.tiles = tiles = in_huge_pages(tiles)
         self._product = self.product()
         self.nbytes = tiles.nbytes + (self.scales.nbytes if self.scales is not None else 0)
 

@@ -29,67 +29,69 @@ struct Forward {
 constexpr int64_t FEW = 6;  // queries of a key head that are faster by vectors than by tiles, half of which they leave empty
 
 // RMSNorm, rounded once. -> [rows, width]
-inline void norm_in_team(const bf16 *x, const bf16 *weight, float eps, bf16 *to, int64_t rows, int64_t width) {
+inline void norm_in_team(Columns<const bf16> x, const bf16 *weight, float eps, Columns<bf16> to, int64_t rows, int64_t width) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *from = x + row * width;
-        Floats squares = {};
-        for (int64_t i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
-        const float mean = reduce(squares, [](float a, float b) { return a + b; }) / width;
+        Floats squares[2] = {};
+        for (int64_t block = 0; block < width / 32; block++)
+            for (int half = 0; half < 2; half++) {
+                const Floats some = load(x.at(row, block) + LANES * half);
+                squares[half] += some * some;
+            }
+        const float mean = sum_of(squares[0] + squares[1]) / width;
         const float scale = 1.0f / std::sqrt(mean + eps);
-        for (int64_t i = 0; i < width; i += LANES) store(load(from + i) * scale * load(weight + i), to + row * width + i);
+        for (int64_t i = 0; i < width; i += LANES) {
+            const int64_t block = i / 32, half = i % 32;
+            store(load(x.at(row, block) + half) * scale * load(weight + i), to.at(row, block) + half);
+        }
     }
 }
 
 // A head's values [width]: normed if there is a weight, turned by its position's angles.
-inline void turn(const bf16 *from, const bf16 *weight, float eps, const bf16 *cos, const bf16 *sin, bf16 *to, int64_t width) {
-    float x[128];
-    for (int64_t i = 0; i < width; i += LANES) store(load(from + i), x + i);
+inline void turn(float *x, const bf16 *weight, float eps, const bf16 *cos, const bf16 *sin, bf16 *to, int64_t width) {
     if (weight) {
-        float squares = 0;
-        for (int64_t i = 0; i < width; i++) squares += x[i] * x[i];
-        const float scale = 1.0f / std::sqrt(squares / width + eps);
+        Floats squares = {};
+        for (int64_t i = 0; i < width; i += LANES) squares += load(x + i) * load(x + i);
+        const float scale = 1.0f / std::sqrt(sum_of(squares) / width + eps);
         for (int64_t i = 0; i < width; i += LANES)
             store(nearest(nearest(load(x + i) * scale) * load(weight + i)), x + i);
     }
-    float turned[128];
     const int64_t half = width / 2;
-    for (int64_t i = 0; i < width; i++) turned[i] = x[i < half ? i + half : i - half];
     for (int64_t i = 0; i < width; i += LANES)
-        store(nearest(load(x + i) * load(cos + i)) + load(turned + i) * load(sin + i), to + i);
+        store(nearest(load(x + i) * load(cos + i)) + load(x + (i < half ? i + half : i - half)) * load(sin + i), to + i);
 }
 
 // The joined heads [rows, query_heads + 2 key_heads, width] of all new rows: to `queries`, and to the cache.
-inline void place_heads_in_team(const Layer &layer, const Forward &f, const bf16 *joined, bf16 *queries) {
+inline void place_heads_in_team(const Layer &layer, const Forward &f, Columns<const bf16> joined, bf16 *queries) {
     const int64_t width = layer.width, turned = layer.query_heads + layer.key_heads, all = turned + layer.key_heads;
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < f.batch * f.rows * all; task++) {
         const int64_t head = task % all, n = task / all, b = n / f.rows, row = n % f.rows;
-        const bf16 *from = joined + task * width;
         const int64_t slot = b * f.key_batch + (f.ends[b] - f.rows + row) * width;
+        float x[128];
+        for (int64_t i = 0; i < width; i += LANES) store(load(joined.at(n, (head * width + i) / 32) + i % 32), x + i);
         if (head >= turned) {
-            std::memcpy(f.values + slot + (head - turned) * f.key_head, from, width * sizeof(bf16));
+            bf16 *to = f.values + slot + (head - turned) * f.key_head;
+            for (int64_t i = 0; i < width; i += LANES) store(load(x + i), to + i);
             continue;
         }
         bf16 *to = head < layer.query_heads ? queries + (n * layer.query_heads + head) * width
                                             : f.keys + slot + (head - layer.query_heads) * f.key_head;
         const int64_t angle = b * f.angle_batch + row * width;
-        turn(from, layer.head_norm ? layer.head_norm + head * width : nullptr, layer.head_eps, f.cos + angle,
-             f.sin + angle, to, width);
+        turn(x, layer.head_norm ? layer.head_norm + head * width : nullptr, layer.head_eps, f.cos + angle, f.sin + angle, to,
+             width);
     }
 }
 
-// SiLU of the gates times the rest: [rows, 2 width] -> [rows, width].
+// SiLU of the gates times the rest: [rows, 2 width] -> [rows, width], in blocks of columns.
 inline void gate_in_team(const bf16 *both, bf16 *to, int64_t rows, int64_t width) {
 #pragma omp for schedule(static)
-    for (int64_t block = 0; block < rows * (width / 32); block++) {
-        const int64_t row = block / (width / 32), first = block % (width / 32) * 32;
-        for (int64_t i = first; i < first + 32; i += LANES) {
-            const Floats gate = load(both + row * 2 * width + i), up = load(both + row * 2 * width + width + i);
-            const Floats falling = exp_negative(gate < 0 ? gate : -gate);
-            const Floats share = (gate < 0 ? falling : Floats{} + 1.0f) / (falling + 1.0f);
-            store(nearest(gate * share) * up, to + row * width + i);
-        }
+    for (int64_t i = 0; i < rows * width; i += LANES) {
+        const Floats gate = load(both + i), up = load(both + rows * width + i);
+        const Floats falling = exp_negative(gate < 0 ? gate : -gate);
+        const Floats below = falling + 1.0f, guess = (Floats)_mm512_rcp14_ps((__m512)below);
+        const Floats share = (gate < 0 ? falling : Floats{} + 1.0f) * (guess * (2.0f - below * guess));
+        store(nearest(gate * share) * up, to + i);
     }
 }
 
@@ -107,33 +109,34 @@ inline void run_layer(const Layer &layer, const Forward &f, int threads) {
     static thread_local Scratch scratch;
     const int64_t n = f.batch * f.rows, heads = layer.query_heads * layer.width;
     const bool mlp = layer.gate_up.tiles != nullptr;
-    bf16 *normed = Scratch::of(scratch.normed, n * layer.hidden);
-    bf16 *joined = Scratch::of(scratch.joined, n * layer.heads.outputs);
+    const Columns<const bf16> hidden = by_rows(f.hidden, layer.hidden);
+    const Columns<bf16> out = by_rows(f.out, layer.hidden);
+    const Columns<bf16> normed = by_blocks(Scratch::of(scratch.normed, n * layer.hidden), n);
+    const Columns<bf16> joined = by_blocks(Scratch::of(scratch.joined, n * layer.heads.outputs), n);
     bf16 *queries = Scratch::of(scratch.queries, n * heads);
     bf16 *attended = Scratch::of(scratch.attended, n * heads);
-    bf16 *middle = mlp ? Scratch::of(scratch.middle, n * layer.hidden) : f.out;
-    bf16 *gate_up = Scratch::of(scratch.gate_up, n * layer.gate_up.outputs);
-    bf16 *gated = Scratch::of(scratch.gated, n * layer.down.inputs);
+    const Columns<bf16> middle = mlp ? by_blocks(Scratch::of(scratch.middle, n * layer.hidden), n) : out;
+    const Columns<bf16> gate_up = by_blocks(Scratch::of(scratch.gate_up, n * layer.gate_up.outputs), n);
+    const Columns<bf16> gated = by_blocks(Scratch::of(scratch.gated, n * layer.down.inputs), n);
     const Attention<bf16> attention = {
         queries,         f.keys,  f.values,    f.bias,     f.ends,       attended,   f.batch,     f.rows, layer.key_heads,
         layer.query_heads / layer.key_heads, f.rows * heads, heads, f.key_batch, f.key_head, f.bias_batch, f.bias_row, layer.scale};
-    const bool few = attention.count() <= FEW;
+    const bool few = attention.count() <= FEW, prompt = attention.count() >= PROMPT;
     Between &between = scratch.between;
-    between.fit(attention, layer.width, few ? ByVectors<bf16, 32>::MOST : ByTiles<32>::MOST);
-    auto *attend = few ? by_vectors<bf16>(layer.width) : by_tiles(layer.width);
+    few ? between.fit(attention, layer.width, ByVectors<bf16, 32>::MOST) : fit_tiles(attention, layer.width, prompt, between);
+    auto *attend = few ? by_vectors<bf16>(layer.width) : by_tiles(layer.width, prompt);
 #pragma omp parallel num_threads(threads)
     {
-        if (layer.attention_norm)
-            norm_in_team(f.hidden, layer.attention_norm, layer.attention_eps, normed, n, layer.hidden);
-        multiply_in_team(layer.heads, layer.attention_norm ? normed : f.hidden, nullptr, joined, n);
+        if (layer.attention_norm) norm_in_team(hidden, layer.attention_norm, layer.attention_eps, normed, n, layer.hidden);
+        multiply_in_team(layer.heads, layer.attention_norm ? Columns<const bf16>(normed) : hidden, {}, joined, n);
         place_heads_in_team(layer, f, joined, queries);
         attend(attention, between);
-        multiply_in_team(layer.out, attended, f.hidden, middle, n);
+        multiply_in_team(layer.out, by_rows(attended, heads), hidden, middle, n);
         if (mlp) {
             norm_in_team(middle, layer.mlp_norm, layer.mlp_eps, normed, n, layer.hidden);
-            multiply_in_team(layer.gate_up, normed, nullptr, gate_up, n);
-            gate_in_team(gate_up, gated, n, layer.down.inputs);
-            multiply_in_team(layer.down, gated, middle, f.out, n);
+            multiply_in_team(layer.gate_up, normed, {}, gate_up, n);
+            gate_in_team(gate_up.data, gated.data, n, layer.down.inputs);
+            multiply_in_team(layer.down, gated, middle, out, n);
         }
     }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <omp.h>
 
 #include <vector>
 
@@ -22,6 +23,24 @@ struct Product {
 // the order [input / 2][output][input % 2] that the matrix unit wants. `spread` makes bf16 of a tile that is kept smaller.
 constexpr int IN = 32, OUT = 32, TILE = 1024;  // inputs of a tile, outputs of a pair of them, bytes of one in bf16
 constexpr int SCALED = 16;  // rows, up to which a product in int4 scales sums, and not weights
+
+// Values [rows, width] by 32 columns: one row behind the other, or one block of columns [rows, 32] behind the other, as the
+// matrix unit likes them: whatever the width, a tile is 1 KB in one piece, and rows of a panel do not share a cache set.
+template <class Value>
+struct Columns {
+    Value *data;
+    int64_t row, block;  // values from one row to the next, from one block to the next
+
+    Columns() : data(nullptr), row(0), block(0) {}
+    Columns(Value *data, int64_t row, int64_t block) : data(data), row(row), block(block) {}
+    template <class Other>
+    Columns(const Columns<Other> &other) : data(other.data), row(other.row), block(other.block) {}
+    Value *at(int64_t r, int64_t b) const { return data + r * row + b * block; }
+};
+template <class Value>
+Columns<Value> by_rows(Value *data, int64_t width) { return {data, width, 32}; }
+template <class Value>
+Columns<Value> by_blocks(Value *data, int64_t rows) { return {data, 32, 32 * rows}; }
 
 // Before tiles are loaded from what was just written: GCC does not know that those instructions read memory.
 inline void written() { asm volatile("" ::: "memory"); }
@@ -93,15 +112,24 @@ struct Fourths {  // 16 scales and 16 middles (of value 8), then int4: a byte ho
     }
 };
 
+// Weights that are wanted soon, a few lines in every step: those of the next panel, while this one's are multiplied.
+struct Fetch {
+    const uint8_t *at = nullptr, *end = nullptr;
+    int64_t lines = 0;  // a step
+
+    void step() {
+        for (int64_t i = 0; i < lines && at < end; i++, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    }
+};
+
 // One row times 32 outputs, by products of vectors: nothing that is kept smaller has to be written out first.
 template <class Kind>
-void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const float *of_groups, float *sums) {
+void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const float *of_groups, Fetch &fetch, float *sums) {
     Floats total[2] = {};
-    for (int64_t step = 0; step < inputs / IN; step++)
+    for (int64_t step = 0; step < inputs / IN; step++) {
+        fetch.step();
         for (int half = 0; half < 2; half++) {
             const uint8_t *tile = packed + (2 * step + half) * Kind::BYTES;
-            for (int64_t byte = 0; byte < Kind::BYTES; byte += 64)
-                _mm_prefetch(tile + 4 * Kind::BYTES + byte, _MM_HINT_T0);  // which by itself ends at each page
             __m512 part[2] = {};
             for (int i = 0; i < 16; i++) {
                 int32_t both;  // inputs 2i and 2i + 1
@@ -114,14 +142,15 @@ void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const fl
             else
                 total[half] += sum;
         }
+    }
     for (int half = 0; half < 2; half++) store(total[half], sums + 16 * half);
 }
 
 // A few rows times 32 outputs in int4: values are multiplied as they are, and each group's sums are scaled, which are
 // fewer than the weights.
-inline void multiply_few(const bf16 *x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
-                         const float *of_groups, float (*sums)[OUT]) {
-    constexpr int64_t AHEAD = 2, RING = 4, FETCHED = 8;  // steps, steps, tiles
+inline void multiply_few(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
+                         const float *of_groups, Fetch &fetch, float (*sums)[OUT]) {
+    constexpr int64_t AHEAD = 2, RING = 4;  // steps
     alignas(64) float parts[RING][2][SCALED][16];
     const int64_t steps = inputs / IN;
     const auto tile = [&](int64_t step, int half) { return packed + (2 * step + half) * Fourths::BYTES; };
@@ -143,13 +172,12 @@ inline void multiply_few(const bf16 *x, const uint8_t *packed, uint8_t *tiles, i
     std::memset(sums, 0, rows * sizeof(*sums));
     for (int64_t step = 0; step < AHEAD; step++) spread(step);
     for (int64_t step = 0; step < steps; step++) {
-        for (int64_t byte = 0; byte < 2 * Fourths::BYTES; byte += 64)
-            _mm_prefetch(tile(step, 0) + FETCHED * Fourths::BYTES + byte, _MM_HINT_T0);
+        fetch.step();
         spread(step + AHEAD);
         const uint8_t *pair = tiles + 2 * (step % RING) * TILE;
         _tile_loadd(6, pair, 64);
         _tile_loadd(7, pair + TILE, 64);
-        _tile_loadd(4, x + step * IN, inputs * 2);
+        _tile_loadd(4, x.at(0, step), x.row * 2);
         _tile_zero(0);
         _tile_zero(1);
         _tile_dpbf16ps(0, 4, 6);
@@ -162,16 +190,16 @@ inline void multiply_few(const bf16 *x, const uint8_t *packed, uint8_t *tiles, i
     for (int64_t step = std::max<int64_t>(steps - AHEAD, 0); step < steps; step++) add(step);
 }
 
-// Up to 32 rows (two tiles of them, from x[0] and x[1]) times 32 outputs; `first`: nobody has read the weight yet, or put it into `tiles`.
+// Up to 32 rows (two tiles of them, from at[0] and at[1]) times 32 outputs; `fresh`: nobody has put the weight into `tiles` yet.
 template <class Kind, bool BOTH>
-void multiply_block(const bf16 *const *x, const uint8_t *packed, uint8_t *tiles, bool first, int64_t inputs,
-                    float (*sums)[16][OUT]) {
+void multiply_block(Columns<const bf16> x, const int64_t *at, const uint8_t *packed, uint8_t *tiles, bool fresh, int64_t steps,
+                    Fetch &fetch, float (*sums)[16][OUT]) {
     constexpr bool WHOLE = Kind::BYTES == TILE;
-    constexpr int64_t AHEAD = 2, FETCHED = 8;  // steps, tiles
-    const int64_t steps = inputs / IN;
+    constexpr int64_t AHEAD = 2;  // steps
+    const bf16 *const from[2] = {x.at(at[0], 0), x.at(at[1], 0)};
     const auto spread = [&](int64_t step) {
         if constexpr (!WHOLE)
-            if (first && step < steps)
+            if (fresh && step < steps)
                 for (int i = 0; i < 2; i++)
                     Kind::spread(packed + (2 * step + i) * Kind::BYTES, (__m512bh *)(tiles + (2 * step + i) * TILE));
         written();
@@ -182,18 +210,16 @@ void multiply_block(const bf16 *const *x, const uint8_t *packed, uint8_t *tiles,
     _tile_zero(3);
     for (int64_t step = 0; step < AHEAD; step++) spread(step);
     for (int64_t step = 0; step < steps; step++) {
-        if (first)  // each weight is read once: later rows find it in the cache
-            for (int64_t byte = 0; byte < 2 * Kind::BYTES; byte += 64)
-                _mm_prefetch(packed + (2 * step + FETCHED) * Kind::BYTES + byte, _MM_HINT_T0);
+        fetch.step();
         spread(step + AHEAD);
         const uint8_t *pair = (WHOLE ? packed : tiles) + 2 * step * TILE;
         _tile_loadd(6, pair, 64);
         _tile_loadd(7, pair + TILE, 64);
-        _tile_loadd(4, x[0] + step * IN, inputs * 2);
+        _tile_loadd(4, from[0] + step * x.block, x.row * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (BOTH) {
-            _tile_loadd(5, x[1] + step * IN, inputs * 2);
+            _tile_loadd(5, from[1] + step * x.block, x.row * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -204,12 +230,13 @@ void multiply_block(const bf16 *const *x, const uint8_t *packed, uint8_t *tiles,
         _tile_stored(2, sums[1], OUT * 4);
         _tile_stored(3, sums[1][0] + 16, OUT * 4);
     }
+    written();
 }
 
+// To the nearest in bf16, ties to even.
 inline Floats nearest(Floats values) {
-    bf16 rounded[LANES];
-    store(values, rounded);
-    return load(rounded);
+    const Words bits = (Words)values;
+    return (Floats)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
 
 // Sums of a row's 32 outputs, or fewer, scaled and rounded; each thing that is added rounds again, as an operation would.
@@ -217,18 +244,23 @@ inline void finish(const float *sums, const float *scales, const bf16 *bias, con
     Floats low = load(sums), high = load(sums + LANES);
     if (scales) low *= load(scales), high *= load(scales + LANES);
     for (const bf16 *more : {bias, residual})
-        if (more) {
+        if (more && outputs == OUT)
+            low = nearest(low) + load(more), high = nearest(high) + load(more + LANES);
+        else if (more) {
             alignas(64) bf16 added[OUT] = {};
             std::memcpy(added, more, outputs * sizeof(bf16));
             low = nearest(low) + load(added), high = nearest(high) + load(added + LANES);
         }
     const __m512bh rounded = pair((__m512)low, (__m512)high);
-    std::memcpy(to, &rounded, outputs * sizeof(bf16));
+    if (outputs == OUT)
+        std::memcpy(to, &rounded, sizeof(rounded));
+    else
+        std::memcpy(to, &rounded, outputs * sizeof(bf16));
 }
 
 // Called by all threads of a team: x [rows, inputs] -> out [rows, outputs], with `residual` (not `out` itself) added.
 template <class Kind>
-void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residual, bf16 *out, int64_t rows) {
+void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<const bf16> residual, Columns<bf16> out, int64_t rows) {
     struct alignas(64) Config {
         uint8_t palette = 1, start = 0, reserved[14] = {};
         uint16_t width[16] = {};
@@ -245,45 +277,55 @@ void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residua
     if (rows > 1 && Kind::BYTES != TILE) space.resize(2 * std::max<int64_t>(steps, 4) * TILE + 64);
     if (rows <= SCALED && GROUPS) {
         of_groups.resize(rows * steps);
-        for (int64_t i = 0; i < rows * steps; i++)
-            of_groups[i] = reduce(load(x + i * IN) + load(x + i * IN + LANES), [](float a, float b) { return a + b; });
+        for (int64_t i = 0; i < rows * steps; i++) {
+            const bf16 *group = x.at(i / steps, i % steps);
+            of_groups[i] = sum_of(load(group) + load(group + LANES));
+        }
     }
     uint8_t *tiles = (uint8_t *)(((uintptr_t)space.data() + 63) / 64 * 64);
     alignas(64) float sums[2][16][OUT];
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < panels; panel++) {
-        const uint8_t *packed = product.tiles + panel * steps * 2 * Kind::BYTES;
-        const int64_t begin = panel * OUT, wide = std::min<int64_t>(outputs - begin, OUT);
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    const int64_t begin = panels * me / threads, end = panels * (me + 1) / threads, bytes = steps * 2 * Kind::BYTES;
+    for (int64_t panel = begin; panel < end; panel++) {
+        const uint8_t *packed = product.tiles + panel * bytes;
+        const int64_t first = panel * OUT, wide = std::min<int64_t>(outputs - first, OUT);
         const auto done = [&](const float *row_sums, int64_t row) {
-            finish(row_sums, product.scales ? product.scales + begin : nullptr,
-                   product.bias ? product.bias + begin : nullptr, residual ? residual + row * outputs + begin : nullptr,
-                   out + row * outputs + begin, wide);
+            finish(row_sums, product.scales ? product.scales + first : nullptr, product.bias ? product.bias + first : nullptr,
+                   residual.data ? residual.at(row, panel) : nullptr, out.at(row, panel), wide);
         };
+        const int64_t blocks = (rows + 31) / 32;
+        // The first panel comes with the multiplication, the others during that of the one before, whatever it takes.
+        Fetch fetch{panel == begin ? packed : packed + bytes, packed + bytes + (panel + 1 < end ? bytes : 0)};
+        if (panel == begin)
+            for (fetch.lines = 1; fetch.at < std::min(fetch.end, packed + 8 * Kind::BYTES);) fetch.step();
+        fetch.lines = (fetch.end - fetch.at + 64 * blocks * steps - 1) / (64 * blocks * steps);
         if (rows == 1) {
-            multiply_row<Kind>(x, packed, inputs, of_groups.data(), sums[0][0]);
+            multiply_row<Kind>(x.data, packed, inputs, of_groups.data(), fetch, sums[0][0]);
             done(sums[0][0], 0);
             continue;
         }
         if constexpr (GROUPS)
             if (rows <= SCALED) {
-                multiply_few(x, packed, tiles, rows, inputs, of_groups.data(), sums[0]);
+                multiply_few(x, packed, tiles, rows, inputs, of_groups.data(), fetch, sums[0]);
                 for (int64_t row = 0; row < rows; row++) done(sums[0][row], row);
                 continue;
             }
-        for (int64_t first = 0; first < rows; first += 32) {
+        for (int64_t block = 0; block < blocks; block++) {
             // The last tile ends with the last row, and so may hold some rows a second time.
-            const int64_t at[2] = {std::min(first, rows - tall), std::min(first + 16, rows - tall)};
-            const bf16 *const from[2] = {x + at[0] * inputs, x + at[1] * inputs};
-            const bool both = rows - first > 16;
-            auto *block = both ? multiply_block<Kind, true> : multiply_block<Kind, false>;
-            block(from, packed, tiles, first == 0, inputs, sums);
-            for (int64_t i = 0; i < (both ? 2 : 1) * tall; i++) done(sums[i / tall][i % tall], at[i / tall] + i % tall);
+            const int64_t at[2] = {std::min(32 * block, rows - tall), std::min(32 * block + 16, rows - tall)};
+            const bool both = rows - 32 * block > 16;
+            auto *kernel = both ? multiply_block<Kind, true> : multiply_block<Kind, false>;
+            kernel(x, at, packed, tiles, block == 0, steps, fetch, sums);
+            for (int i = 0; i < (both ? 2 : 1); i++)
+                for (int64_t row = 0; row < tall; row++) done(sums[i][row], at[i] + row);
         }
     }
     if (rows > 1) _tile_release();
+#pragma omp barrier
 }
 
-inline void multiply_in_team(const Product &product, const bf16 *x, const bf16 *residual, bf16 *out, int64_t rows) {
+inline void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<const bf16> residual, Columns<bf16> out,
+                             int64_t rows) {
     auto *kernel = product.bits == 16  ? multiply_in_team<Whole>
                    : product.bits == 8 ? multiply_in_team<Eighths>
                                        : multiply_in_team<Fourths>;

@@ -80,11 +80,19 @@ inline Floats sums_of(const Floats *given) {
 template <>
 inline Floats sums_of<1>(const Floats *given) { return *given; }
 
-template <class Combine>
+// The lanes combined, by halves: what two vectors are combined by must not care for their order.
+template <int COUNT = LANES, class Combine>
 inline float reduce(Floats values, Combine combine) {
-    float result = values[0];
-    for (int i = 1; i < LANES; i++) result = combine(result, values[i]);
-    return result;
+    if constexpr (COUNT == 1) {
+        return values[0];
+    } else {
+        Ints other;
+        for (int lane = 0; lane < LANES; lane++) other[lane] = lane ^ COUNT / 2;
+        return reduce<COUNT / 2>(combine(values, __builtin_shuffle(values, other)), combine);
+    }
+}
+inline float sum_of(Floats values) {
+    return reduce(values, [](Floats a, Floats b) { return a + b; });
 }
 
 }  // namespace

@@ -19,9 +19,9 @@ from transformers.activations import ACT2FN
 from drafters.choices import Quantization
 
 from . import cpu_kernels
-from .cpu_layer import cpu_layer
+from .cpu_layer import cpu_layer, fits
 from .kv_cache import KVCache
-from .linear import Product, few
+from .linear import Product
 from .loading import is_only_moved
 from .rope import Angles
 
@@ -186,7 +186,7 @@ class FusedLayer:
         self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
     ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
-        if self.whole is not None and isinstance(cache, KVCache) and few(hidden):
+        if self.whole is not None and isinstance(cache, KVCache) and fits(hidden):
             return self.whole(hidden, angles, bias, cache, index)
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
