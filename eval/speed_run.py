@@ -19,12 +19,14 @@ from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from drafters.wording import shortened
 from eval.entries import STOCK, StockEntry
+from eval.figures.accuracy import accuracy
 from eval.figures.coverage import add_coverage
 from eval.figures.quantisation import quantisation_cost
 from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import ALONE, RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
+from eval.measure.programs import confinement
 from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
 from eval.measure.turns import ANSWERS, with_later_turns
@@ -159,10 +161,16 @@ def finish(
         plain = config.entries[0].name
         facts |= quantised(models, [run for run in journal.runs if run.method == plain], prompts)
         known = described, plain, prompts.measured
-        texts = make_texts(journal.runs, *known, tokenizer_of(config.target))
-        judged = judge(journal.runs, *known, models.target)
+        tokenizer = tokenizer_of(config.target)
+
+        def marks(outputs: list[Run]) -> dict[str, Any]:
+            answers = tokenizer.batch_decode([run.tokens for run in outputs], skip_special_tokens=True)
+            cut = [run.tokens[-1] not in eos_ids(models.target, None) for run in outputs]
+            return accuracy([prompts.measured[run.prompt] for run in outputs], answers, cut, config.prompts.run_code)
+
+        judged = judge(journal.runs, *known, models.target, marks)
         add_coverage(judged, journal.runs, draft_ids)
-        end = ending(facts, *known, judged, left_out, texts)
+        end = ending(facts, *known, judged, left_out, make_texts(journal.runs, *known, tokenizer))
         journal.end(end)
         report = build(end, journal.runs)
         try:
@@ -294,6 +302,7 @@ def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts:
             "divergence_tolerance": tolerance_note(target),
             "config": config.model_dump(mode="json"),
             "argv": argv,
+            **({"programs": confinement()} if config.prompts.run_code else {}),
         }
     )
 

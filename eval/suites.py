@@ -24,6 +24,8 @@ from eval.prompt_files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_r
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "suites"
 Metric = Literal["number", "humaneval", "mbpp", "rouge", "bleu"]
+# The fields that a program's tests are in, beside those of its prompt.
+JUDGED_BY = {"humaneval": ("prompt", "test", "entry_point"), "mbpp": ("test_list",)}
 # Of no suite, for the warm-up where a suite has no question to spare.
 WARM_UP = (
     "Name three rivers of Europe and say into which sea each of them flows.",
@@ -170,7 +172,22 @@ def read_suite(name: str, data: Path, skipped: Counter[str]) -> list[Record]:
             f"suite {name}: {where} has no record with the fields of its prompt, {expected}; the first record is "
             f"{first}; skipped: {why}"
         )
-    return [_placed(record, name, suite) for record in found]
+    placed = [_placed(record, name, suite) for record in found]
+    _check_judged(placed, name, suite)
+    return placed
+
+
+def _check_judged(records: list[Record], name: str, suite: Suite) -> None:
+    """Raise ValueError where an answer could not be judged: before it is made."""
+    for record in records:
+        missing = [field for field in JUDGED_BY.get(record.metric or "", ()) if field not in record.fields]
+        if record.metric in ("number", "rouge", "bleu") and filled(suite.reference or "", record.fields) is None:
+            missing = [suite.reference or ""]
+        if missing:
+            raise ValueError(
+                f"suite {name}: answers are judged by {record.metric!r}, and prompt {record.id!r} has no "
+                f"{', '.join(missing)}; it has {shortened(record.fields, 60)}; set metric to null to do without"
+            )
 
 
 def _placed(record: Record, name: str, suite: Suite) -> Record:

@@ -173,7 +173,8 @@ def test_a_speed_run_takes_suites(
     write(tmp_path / "talk.jsonl", records)
     write(tmp_path / "more.jsonl", [{"ask": "w30"}, {"ask": "w31"}])
     talk = suite_file(tmp_path, "talk", file="talk.jsonl", turns="all", max_new_tokens=3)
-    more = suite_file(tmp_path, "more", file="more.jsonl", prompt="{{ ask }}")
+    judged = {"metric": "number", "reference": "{{ ask }}"}
+    more = suite_file(tmp_path, "more", file="more.jsonl", prompt="{{ ask }}", **judged)
     config = {
         "target": {"path": write_target(tmp_path, tiny_model("llama")), "dtype": "float32", "device": "cpu"},
         "prompts": {"file": "none.jsonl", "count": 1},
@@ -193,6 +194,8 @@ def test_a_speed_run_takes_suites(
     row = next(row for row in report["rows"] if row["drafter"] == "prompt_lookup")
     assert row["exact_match"] == 1.0 and set(row["categories"]) == {"talk", "more"}
     assert set(row["sub_categories"]) == {"a", "b"}
+    assert row["accuracy"].keys() == {"more"} and row["accuracy"]["more"]["answers"] == 2
+    assert "| prompt_lookup | 0 | 0.0 |" in (out / "report.md").read_text().partition("## Accuracy")[2]
     lines = [json.loads(line) for line in (out / "measurements.jsonl").open()]
     most = {"talk": 3, "more": 5}
     for line in (line for line in lines if "method" in line):

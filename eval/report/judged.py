@@ -3,6 +3,7 @@
 The journal keeps it, so that a report can be made again without the model.
 """
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -21,10 +22,13 @@ def judge(
     baseline_label: str,
     prompts: list[Prompt],
     target: TargetModel,
+    accuracy: Callable[[list[Run]], dict[str, Any]] = lambda outputs: {},
 ) -> list[dict[str, Any]]:
     """By method, temperature and batch size: the ``figures`` that the report's row has besides those of its runs.
 
-    ``described``: the methods that have rows. Those that failed have no figures.
+    Args:
+        described: the methods that have rows. Those that failed have no figures.
+        accuracy: of outputs, nothing where no suite judges them.
     """
     by_key = rounds_by_key(runs, len(prompts))
     perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
@@ -33,7 +37,10 @@ def judge(
     for (temperature, batch, label), rounds in by_key.items():
         if label not in described or any(run.failure is not None for run in chain(*rounds)):
             continue
-        figures = perplexity.describe(outputs_of([typical_run(of_prompt) for of_prompt in rounds]))
+        outputs = outputs_of([typical_run(of_prompt) for of_prompt in rounds])
+        figures = perplexity.describe(outputs)
+        if marks := accuracy(outputs):
+            figures["accuracy"] = marks
         if temperature == 0:
             plain = by_key[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
             figures |= _exactness(rounds, plain, prompts, target)

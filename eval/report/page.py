@@ -13,6 +13,8 @@ from rich.table import Table
 
 from eval.prompts import shown_sizes
 from eval.report.acceptance import ABOUT, DEFINITIONS, acceptance_beside, acceptance_by_position
+from eval.report.accuracy import ABOUT as ABOUT_ACCURACY
+from eval.report.accuracy import accuracy_notes, accuracy_table
 from eval.report.rows import number, setting_of, shown_name, statements, warnings
 
 EXPLANATION = """\
@@ -147,7 +149,7 @@ def markdown(report: dict[str, Any], picture: Path) -> str:
     lines += ["", *(f"- {line}" for line in statements(report))]
     lines += [f"- **{line}**" for line in warnings(report)]
     lines += ["", *_by_batch(report), "## Columns", "", explanation(report)]
-    lines += _acceptance(report) + _contexts(report) + _grids(report) + _categories(report)
+    lines += _accuracy(report) + _acceptance(report) + _contexts(report) + _grids(report) + _categories(report)
     return "\n".join([*lines, *run_again(report["environment"]["argv"])])
 
 
@@ -326,6 +328,12 @@ def _acceptance(report: dict[str, Any]) -> list[str]:
     lines = ["## Acceptance by position", "", *table(head, rows), "", DEFINITIONS, ""] if rows else []
     tables = [["", *table(head, rows)] for head, *rows in acceptance_beside(report["rows"])]
     return lines + (["## Acceptance by depth", "", ABOUT, *itertools.chain(*tables), ""] if tables else [])
+
+
+def _accuracy(report: dict[str, Any]) -> list[str]:
+    head, *rows = accuracy_table(report["rows"]) or [[]]
+    notes = [f"- {line}" for line in accuracy_notes(report)]
+    return ["## Accuracy", "", *table(head, rows), "", *notes, "", ABOUT_ACCURACY] if rows else []
 
 
 def _categories(report: dict[str, Any]) -> list[str]:
