@@ -60,14 +60,10 @@ TestByMatch = conformance.suite(
 )
 TestOneTree = conformance.suite(
     lambda t: by_match(t, eagle(t, 0.4, "static"), match=1, one_tree=True), accepts="some", longest_draft=5,
-    families=("llama", "mistral-sliding"),
+    families=("mistral-sliding",),
 )  # fmt: skip
 TestOneTreeWeighed = conformance.suite(
     lambda t: hybrid(t, auto_eagle(t, 0.4), one_tree=True), accepts="some", longest_draft=8, remembers=True,
-    families=("llama",),
-)  # fmt: skip
-TestOneTreeMedusa = conformance.suite(
-    lambda t: by_match(t, medusa(t, 0.4, "static", nodes=8), match=1, one_tree=True), accepts="some", longest_draft=4,
     families=("llama",),
 )  # fmt: skip
 
