@@ -47,6 +47,7 @@ def html(report: Report, texts: dict[str, Any], runs: list[Run]) -> str:
         statements=statements(report),
         setting=setting(report),
         panels=charts.panels(report),
+        kinds={charts.kind(row) for row in report["rows"]},
         columns=shown,
         rows=rows,
         failures=[{"name": shown_name(row), "where": f"T = {row['temperature']:g}"} for row in report["failures"]],
