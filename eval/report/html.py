@@ -16,6 +16,8 @@ from markupsafe import Markup
 from eval.measure.runner import Run
 from eval.report import charts
 from eval.report.acceptance import ABOUT, DEFINITIONS, acceptance_beside, acceptance_by_position
+from eval.report.accuracy import ABOUT as ABOUT_ACCURACY
+from eval.report.accuracy import accuracy_notes, accuracy_table
 from eval.report.page import COLUMNS, best_settings, by_context, columns_of, explanation, setting
 from eval.report.rows import number, outputs_of, setting_of, shown_name, statements, warnings
 from eval.report.texts import visible
@@ -52,6 +54,9 @@ def html(report: Report, texts: dict[str, Any], runs: list[Run]) -> str:
         rows=rows,
         failures=[{"name": shown_name(row), "where": f"T = {row['temperature']:g}"} for row in report["failures"]],
         categories=_titled((name, _categories(report, kind)) for name, kind in KINDS),
+        accuracy=accuracy_table(report["rows"]),
+        accuracy_about=markdown(ABOUT_ACCURACY),
+        accuracy_notes=accuracy_notes(report),
         scatters=_titled((at, charts.tau_against_speed(rows)) for at, _, rows in smallest),
         acceptance={"head": head, "rows": positions},
         curves_at=_titled((at, _acceptance_chart(rows)) for at, _, rows in smallest),
