@@ -15,9 +15,13 @@ from transformers import PreTrainedModel
 
 import eval.speed
 import eval.suites
+from drafters.config import load_config
+from drafters.methods import method_names
+from eval.measure.lineup import check_options
 from eval.measure.turns import with_later_turns
 from eval.prompt_files import PLACEHOLDER
 from eval.prompts import Prompt, PromptsConfig, PromptSet, load_prompts
+from eval.speed import SpeedConfig
 from eval.suites import filled, load_suite, read_suite, suite_names
 
 # A record of each as it is published, its prompt, id and category, and what an answer is compared with.
@@ -55,6 +59,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, str, str | None, str | None]] = 
 def test_every_suite_that_ships_has_its_case() -> None:
     """Catches a new suite whose fields nobody has compared with what is published."""
     assert set(suite_names()) == set(PUBLISHED)
+
+
+def test_the_page_of_all_drafters_has_all() -> None:
+    """Catches a new method that the mission's own comparison leaves out, and an option or a file that is not there."""
+    config = load_config(SpeedConfig, eval.suites.FOLDER / "trained-vs-training-free.yaml")
+    assert set(method_names()) - {entry.drafter for entry in config.entries} == {"medusa", "replay", "spectr"}
+    check_options(config.entries)
+    made = {"runs/stdlib/rest-corpus.safetensors"}  # by make suite
+    assert all(Path(path).exists() for path in config.paths if path not in made)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
