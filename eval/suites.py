@@ -124,10 +124,8 @@ def _is_run(path: Path) -> bool:
 
 
 def check_suite(name: str, data: Path) -> None:
-    """Raise ValueError where there is no such suite, or its file is missing and it is not on the Hub, either."""
-    suite = load_suite(name)
-    if suite.hub is None:
-        _local(name, suite, data)
+    """Raise ValueError where there is no such suite, or its questions cannot be read; see ``read_suite``."""
+    read_suite(name, data, Counter())
 
 
 def local_files(name: str, data: Path) -> list[Path]:
@@ -275,12 +273,20 @@ def filled(template: str, fields: dict[str, Any]) -> str | None:
     Raises:
         ValueError: the template is no valid Jinja.
     """
-    from jinja2 import StrictUndefined, TemplateError, UndefinedError
-    from jinja2.sandbox import SandboxedEnvironment
+    from jinja2 import TemplateError, UndefinedError
 
     try:
-        return SandboxedEnvironment(undefined=StrictUndefined).from_string(template).render(fields)
+        text: str = _compiled(template).render(fields)
     except UndefinedError:
         return None
     except TemplateError as error:
         raise ValueError(f"{shortened(template)} is no Jinja template: {error}") from error
+    return text
+
+
+@functools.cache
+def _compiled(template: str) -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    return SandboxedEnvironment(undefined=StrictUndefined).from_string(template)

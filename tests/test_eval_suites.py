@@ -104,6 +104,11 @@ def test_what_cannot_be_read_is_said_with_what_to_do(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k" / "test.jsonl", [{"problem": "w1", "solution": "w2"}])
     with pytest.raises(ValueError, match="'{{ question }}'; the first record is .'problem': 'w1'.*missing_field"):
         read_suite("gsm8k", tmp_path, Counter())
+    with pytest.raises(ValueError, match="'{{ ask' is no Jinja template"):
+        read_suite(suite_file(tmp_path, "bad", file="gsm8k/test.jsonl", prompt="{{ ask"), tmp_path, Counter())
+    unanswered = {"prompt": "{{ problem }}", "metric": "number", "reference": "{{ answer }}"}
+    with pytest.raises(ValueError, match="judged by 'number', and prompt 'line 1' has no {{ answer }}; it has"):
+        read_suite(suite_file(tmp_path, "other", file="gsm8k/test.jsonl", **unanswered), tmp_path, Counter())
     (tmp_path / "speed_bench").mkdir()
     masked = {"question_id": "b", "category": "qa", "turns": [PLACEHOLDER]}
     write(tmp_path / "speed_bench" / "test.jsonl", [masked])

@@ -240,6 +240,8 @@ def setting(report: dict[str, Any]) -> list[str]:
     filled = f" (filled up to {earlier['tokens']:,} with dialogues of {earlier['files']})" if earlier else ""
     counts = ", ".join(f"{name} {count}" for name, count in prompts["categories"].items())
     by_category = f" (by category: {counts}{order})" if counts else ""
+    fewer = {name: suite["max_new_tokens"] for name, suite in prompts.get("suites", {}).items()}
+    few = ", ".join(f"of {name} {most}" for name, most in fewer.items() if most and most < limits["max_new_tokens"])
     later = f", {prompts['later_turns']} of them later turns" if prompts.get("later_turns") else ""
     return [
         f"{target_line(facts)}, {batch_line(facts)}",
@@ -247,7 +249,8 @@ def setting(report: dict[str, Any]) -> list[str]:
         f"- prompts: {prompts['prompts']}{later} of {prompts['file']} ({prompts['format']}){by_category}, "
         f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}{filled}; "
         f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
-        f"- limits: at most {limits['max_new_tokens']} new tokens, {limits['rounds']} round(s); sampled rows top-k "
+        f"- limits: at most {limits['max_new_tokens']} new tokens{f' ({few})' if few else ''}, "
+        f"{limits['rounds']} round(s); sampled rows top-k "
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
         software_line(facts),
         *engine_lines(facts),
