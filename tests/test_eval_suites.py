@@ -183,7 +183,10 @@ def test_a_conversation_goes_on_after_the_answer(tmp_path: Path) -> None:
 
 
 def test_a_speed_run_takes_suites(
-    tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Catches --suite that leaves the config's prompts, or replaces its report, and an answer beyond its limit."""
     monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
@@ -204,6 +207,10 @@ def test_a_speed_run_takes_suites(
     }
     (tmp_path / "speed.yaml").write_text(yaml.safe_dump(config))
     given = ("--config", tmp_path / "speed.yaml", "--suite", f"{talk},{more}", f"prompts.data={tmp_path}")
+    (tmp_path / "target" / "chat_template.jinja").rename(tmp_path / "chat.jinja")
+    assert status(eval.speed.main, *given) == 1
+    assert "has no chat template; write one to its folder" in capsys.readouterr().err
+    given = (*given, f"target.chat_template={tmp_path / 'chat.jinja'}")
     assert status(eval.speed.main, *given, "warmup=1") == 0
     out = tmp_path / "out" / "talk+more"
     report = json.loads((out / "report.json").read_text())
