@@ -234,6 +234,27 @@ def test_the_choice_by_hand() -> None:
     assert free.best_parts([CHAIN], 1)[0].tokens == [5, 6, 7, 8]
 
 
+def test_chances_that_are_too_high() -> None:
+    """Catches promises of what was chosen for its chances and never keeps them, and a doubt that never ends."""
+    scales = Scales(costs(0.25))
+    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
+        taught(scales.trust, match, rate)
+    for _ in range(100):  # of 1.62 tokens that the chances promise, one is right
+        scales.best_parts([CHAIN], 1)
+        scales.settle(1)
+    before = list(scales.promised)
+    assert scales.best_parts([CHAIN], 1)[0].tokens == [5, 6]
+    assert scales.promised[1] - before[1] == pytest.approx(2.0, rel=0.03)
+    copied = []
+    for _ in range(100):
+        copied.append(scales.best_parts([CHAIN], 1) != [NOTHING])
+        scales.settle(0)
+    assert 3 < sum(copied) < 50
+    for _ in range(100):  # of drafts that the head made
+        scales.settle(0)
+    assert scales.best_parts([CHAIN], 1)[0].tokens == [5, 6]
+
+
 def test_of_a_tree_the_likeliest_nodes() -> None:
     """Catches nodes kept without their parent, renumbered wrongly, or by their claim and not by their chance."""
     scales, tree = Scales(costs(0.3)), Found([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)

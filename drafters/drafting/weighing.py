@@ -20,6 +20,9 @@ CLAIMS = (0.3, 0.5, 0.7, 0.9)  # kinds of claims, likewise
 # The guess is the claim to the power of so much by the match: 0.29, 0.54, 0.66 where 1, 2, 3 tokens match in one place,
 # 0.86 where 8 do. In SmolLM2's own answers it was 0.29, 0.57, 0.60, and 0.94 where 8 or more do.
 FORGIVES = 1.8
+DOUBT = 8.0  # copied tokens that were accepted as their chances said, before anything is known
+MOST = 1.3  # times as many tokens as their chances say
+FORGIVEN = 0.99  # of the distrust that is left, a step later, where nothing was copied
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
 
 
@@ -63,6 +66,9 @@ class Scales:
         # Steps, their tokens, and their time in plain steps, fading; before anything is known, as of a plain step.
         self._all, self._head = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
         self.promised = [0.0, 0.0, 0.0]
+        # Copied tokens by their chances, and those accepted, fading. What is chosen for its chances has them overrated
+        # more often than underrated, and text that starts or stops repeating itself is seen too late.
+        self._claimed, self._accepted, self._claim = DOUBT, DOUBT, 0.0
 
     def best_parts(self, found: list[Found], going: int) -> list[Found]:
         """What of it to draft, in each row of a batch: of its likeliest nodes as many as pay most, everywhere the same
@@ -75,11 +81,12 @@ class Scales:
         worth = min(self._all[2] / self._all[1], 1.0)
         best, count = (self._head[1] * worth - self._head[2]) / self._head[0], 0
         so_far, steps_then, tokens_then, curve = 1.0, 0.0, 0.0, self.costs.chain
+        honest, self._claim = min(self._accepted / self._claimed, MOST), 0.0
         for place in range(max(map(len, ordered))):
             for one, nodes in zip(found, ordered, strict=True):
                 if place < len(nodes):
                     chance, node = nodes[place]
-                    so_far += chance / going  # tokens of a row, on average
+                    so_far += honest * chance / going  # tokens of a row, on average
                     if one.parents[node] != (nodes[place - 1][1] if place else ROOT):
                         curve = self.costs.verify
             steps = curve.at(place + 2) / self.costs.plain
@@ -87,6 +94,7 @@ class Scales:
                 best, count, tokens_then, steps_then = so_far * worth - steps, place + 1, so_far, steps
         if not count:
             return [NOTHING] * len(found)
+        self._claim = (tokens_then - 1) * going / honest
         _fade(self._all, tokens_then, steps_then)
         for place, value in enumerate((1.0, tokens_then, steps_then)):
             self.promised[place] += value
@@ -130,6 +138,14 @@ class Scales:
         tokens, steps = after.tokens - before.tokens, after.plain_steps - before.plain_steps
         _fade(self._all, tokens, steps)
         _fade(self._head, tokens, steps)
+
+    def settle(self, accepted: int) -> None:
+        """So many of the copied tokens were accepted, in all rows; if none had been drafted, distrust fades."""
+        fading, claim, held = (MEMORY, self._claim, float(accepted)) if self._claim else (FORGIVEN, DOUBT, DOUBT)
+        weight = 1.0 if self._claim else 1 - fading
+        self._claimed = fading * self._claimed + weight * claim
+        self._accepted = fading * self._accepted + weight * held
+        self._claim = 0.0
 
     def learn(self, found: Found, tokens: list[int], held: Held | None = None) -> None:
         """From what was committed, whoever drafted it, and whatever of what was found was drafted.
@@ -194,6 +210,7 @@ class Weighing:
 
     def learn(self, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
         """What was committed in each batch row, where that had been found; ``held``: as ``Scales.learn`` has it."""
+        self._now.settle(sum(len(rows) - 1 for rows in verdict.rows if rows))
         for row, (one, tokens) in enumerate(zip(found, verdict.tokens, strict=True)):
             self._now.learn(one, tokens, held[row] if held else None)
 
