@@ -84,7 +84,7 @@ def with_copies(
         is_chain=False,
     )
     if draft.is_chain and device.type == "cpu":
-        whole.is_chain = parents.eq(torch.arange(ROOT, whole.size - 1)).all().item() is True
+        whole.is_chain = torch.equal(parents, torch.arange(ROOT, whole.size - 1).expand_as(parents))
     return whole
 
 
