@@ -20,9 +20,9 @@ LARGE = 1 << 22
 # and 3 as it is; 256 x 256: 28 and 8; 1024 x 256: 40 and 44). In bf16 both ways go through it.
 SMALL = 1 << 18
 
-# A prompt's rows are so many that oneDNN is as fast in bf16, its layout of the weight included (2 cores, SmolLM2's
-# layers: 128 rows 49 ms by our kernels, 46 by oneDNN's; 26 rows 24 and 44).
-MANY = 96
+# Beyond so many rows oneDNN is as fast in bf16, its layout of the weight included (2 cores, SmolLM2's layers, ours and
+# oneDNN's: 128 rows 32 and 55 ms, 256 rows 61 and 87, 512 rows 137 and 151, 1024 rows 390 and 322).
+MANY = 512
 
 STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18, 20)  # of int4, over the range of a group
 GROUP = 32  # inputs that share a scale in int4: with 64, or 128, a model of 135M parameters is another one
