@@ -365,9 +365,12 @@ def _records(config: PromptsConfig, formats: list[Format], skipped: Counter[str]
         found += [replace(record, category=record.category or fallback) for record in read]
     for name in config.suites:
         of_suite = read_suite(name, config.data, skipped)
-        if len(config.suites) > 1:  # then each is a category
+        if len(config.suites) > 1:  # then each is a category, and two may have a "line 1"
             named = suite_name(name)
-            of_suite = [replace(record, category=named, sub_category=record.category) for record in of_suite]
+            of_suite = [
+                replace(record, id=f"{named}/{record.id}", category=named, sub_category=record.category)
+                for record in of_suite
+            ]
         found += of_suite
     return found
 

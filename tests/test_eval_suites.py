@@ -131,8 +131,8 @@ def suite_file(folder: Path, name: str, **keys: Any) -> str:
 
 
 def test_each_suite_has_its_own_count_and_limit(tmp_path: Path) -> None:
-    """Catches one suite's limits on another's prompts, a measured prompt in the warm-up, and a suite that is measured
-    whole but for the warm-up."""
+    """Catches one suite's limits on another's prompts, two prompts of one name, a measured prompt in the warm-up, and a
+    suite that is measured whole but for the warm-up."""
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", [{"ask": f"w{n + 40 * (name == 'b')} w1", "kind": "x"} for n in range(6)])
     few = suite_file(tmp_path, "few", file="a.jsonl", prompt="{{ ask }}", count=2, max_new_tokens=3)
@@ -145,6 +145,10 @@ def test_each_suite_has_its_own_count_and_limit(tmp_path: Path) -> None:
     both = load(suite=[few, whole])
     assert Counter((p.category, p.max_new_tokens) for p in both.measured) == {("few", 3): 2, ("whole", None): 6}
     assert len(both.warmup) == 5 and both.requested == 8
+    assert len({p.id for p in both.measured}) == 8 and {p.id.partition("/")[0] for p in both.measured} == {
+        "few",
+        "whole",
+    }
     assert not {tuple(p.ids) for p in both.warmup} & {tuple(p.ids) for p in both.measured}
     assert [p.id for p in both.warmup][4] == "warm-up 1"
     assert len(load(suite=whole).measured) == 6 and len(load(suite=[few, whole], count=3).measured) == 3
