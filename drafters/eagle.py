@@ -7,6 +7,7 @@ those of token_{i+2}: the token sampled at i + 1 is known, which resolves the fe
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 from .base import LearnedDrafter, Promised
 from .choices import SHIFTED, UNSHIFTED, HeadInputs
 from .decoding.acceptance import Verdict
-from .decoding.cost import Costs, Run, behind, step_costs
+from .decoding.cost import Costs, CostsByLength, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
@@ -117,6 +118,8 @@ class EagleOptions(DraftHeadOptions):
     inputs: HeadInputs = SHIFTED
 
 
+# A fixed shape has to promise so many times what growing does, of this very text: its rates are of other texts, too.
+AHEAD = 1.08
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
@@ -145,7 +148,9 @@ class EagleDrafter(LearnedDrafter):
         self.max_draft = max(self.nodes, forwarded[self.tree]) if self.tree in forwarded else self.plan.size
         self.acceptance: Any = options.acceptance
         self.auto: Chooser | None = None
-        self.paying: Paying | None = None  # instead, where the host can look on: greedy, alone, on a CPU
+        # Beside it, where the host can look on (greedy, alone, on a CPU), trees that grow: more accepted for more time.
+        self.paying: Paying | None = None
+        self._grown_costs = CostsByLength(partial(self._step_costs, 1, Sampling(), grows=True))
         self._may_grow, self._idle = target.device.type == "cpu", False
         self._growing: Paying | None = None  # what grew the latest draft
         if self.tree == "auto":
@@ -205,17 +210,22 @@ class EagleDrafter(LearnedDrafter):
         self._counts, self._more = [1] * batch, []
         if self.auto is not None:
             self.auto.begin(batch, state.sampling, state.longest)
+            if self._grows(batch, state.sampling):
+                for length in (0, state.longest):
+                    self._grown_costs.at(length)
 
     def _grower(self, state: DecodeState) -> Paying | None:
-        """What grows the drafts of these prompts, if anything does."""
+        """What grows the next draft, unless one of a fixed shape promises more."""
         if self.auto is None or not self._grows(state.batch, state.sampling):
             return None
-        costs = self.auto.costs(1, state.sampling, state.length)
+        costs = self._grown_costs.at(state.length)
         if self.paying is None:
             self.paying = Paying(costs, self.nodes, self.depth, self.top_k)
         elif costs is not self.paying.costs:
             self.paying.reckon(costs)
-        return self.paying
+        fixed = self.auto.outlook(1, state.sampling, state.length)
+        fixed_is_better = fixed.paths and self.paying.tried and fixed.speedup > AHEAD * self.paying.speedup
+        return None if fixed_is_better else self.paying
 
     def _grows(self, batch: int, sampling: Sampling) -> bool:
         return self._may_grow and batch == 1 and sampling.greedy
@@ -280,7 +290,9 @@ class EagleDrafter(LearnedDrafter):
         self._features, self._counts = _of_step(output, verdict)
         if self._growing is not None:
             if not state.finished[0]:  # else cut short
-                self._growing.learn(verdict.rows[0], verdict.tokens[0])
+                right = self._growing.learn(verdict.rows[0], verdict.tokens[0])
+                if self.auto is not None:  # not of the levels below: those were gone on to because they were sure
+                    self.auto.learn(0, self._growing.top_k, right)
         elif self.auto is not None and draft.size:
             for row in range(state.batch):
                 if not state.finished[row]:  # else cut short
@@ -323,10 +335,10 @@ class EagleDrafter(LearnedDrafter):
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
 
-    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
-        """Of batches of this size, behind so many tokens."""
+    def _step_costs(self, batch: int, sampling: Sampling, length: int, grows: bool = False) -> Costs:
+        """Of batches of this size, behind so many tokens; ``grows``: of trees that grow, and not of a fixed shape."""
         target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
-        plan, grows = tree_plan(((0,),), target.device), self._grows(batch, sampling)
+        plan = tree_plan(((0,),), target.device)
         paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
 
         def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
@@ -362,7 +374,12 @@ class EagleDrafter(LearnedDrafter):
             features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
             return features, torch.zeros(batch, rows, dtype=torch.long, device=target.device)
 
-        name = {"method": self.name} | head.options() | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
+        name = (
+            {"method": self.name}
+            | ({"grows": True} if grows else {})
+            | head.options()
+            | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
+        )
         return step_costs(target, name, batch, sampling, length, drafting)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from drafters import FeatureOutput, TargetModel
 from drafters.choices import HeadInputs
-from drafters.decoding.cost import Costs, Curve
+from drafters.decoding.cost import Costs, CostsByLength, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
@@ -220,6 +220,12 @@ def auto_eagle(
     if isinstance(choice, Chooser):
         drafter.auto, drafter._may_grow = choice, False
     elif choice is not None:
-        assert drafter.auto is not None
-        drafter.auto._ask = lambda *given: choice
+        goes_by(drafter, lambda *given: choice)
     return drafter
+
+
+def goes_by(drafter: EagleDrafter, ask: Callable[[int, Sampling, int], Costs]) -> None:
+    """Let an EAGLE drafter that shapes its drafts ask for costs here, whether they grow or not."""
+    assert drafter.auto is not None
+    drafter.auto._ask = ask
+    drafter._grown_costs = CostsByLength(lambda length: ask(1, Sampling(), length))

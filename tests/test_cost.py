@@ -119,7 +119,7 @@ def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Paying, "_worth_a_pass", slow_judge)
     drafter: Any = auto_eagle(target, None, None)
     with torch.inference_mode():
-        found = drafter.auto._ask(1, GREEDY, 9)
+        found = drafter._step_costs(1, GREEDY, 9, grows=True)
     print(found)
     assert found.plain == 0.5 and found.verify.at(4) == 3.5
     assert found.draft.at(1) == 20 and found.first == 0

@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, target_of
-from rigged import AUTO_COSTS
+from rigged import AUTO_COSTS, auto_eagle, goes_by
 from test_eagle import from_scratch, path_of, trained_head
 from torch import Tensor
 
 from drafters import generate
-from drafters.decoding.cost import Costs, Curve
+from drafters.decoding.cost import Costs, CostsByLength, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.drafting.paying import FRONTIER, Confidence, Level, Paying, _Growth
@@ -146,6 +146,14 @@ def test_other_costs() -> None:
     assert len(sizes(8)) == 8
 
 
+def grows_at(drafter: EagleDrafter, costs: Costs) -> None:
+    """Drafts that grow have these costs; those of a fixed shape never pay."""
+    goes_by(drafter, lambda *given: costs)
+    line = Curve((1, 2), (1.0, 9.0))
+    assert drafter.auto is not None
+    drafter.auto._ask = lambda *given: Costs(1.0, line, line, 9.0, line)
+
+
 def test_drafts_are_what_the_head_says() -> None:
     """Catches a head fed another node's feature or token, siblings that see each other, wrong positions, and what is
     learnt of one node put down to another: none of it changes the output, only tau.
@@ -153,8 +161,7 @@ def test_drafts_are_what_the_head_says() -> None:
     target, sizes = target_of("llama"), []
     cheap = Costs(1.0, *AUTO_COSTS[1:3], 0.02, Curve((1,), (0.02,)))
     drafter = EagleDrafter(target, trained_head(target), EagleOptions(top_k=3, nodes=12, depth=4))
-    assert drafter.auto is not None
-    drafter.auto._ask = lambda *given: cheap
+    grows_at(drafter, cheap)
     propose, learnt = drafter.propose, []
 
     def checked(state: DecodeState) -> DraftTree:
@@ -180,12 +187,40 @@ def test_drafts_are_what_the_head_says() -> None:
     assert {depth for depth, _, _ in learnt} >= {0, 1} and any(right for *_, right in learnt)
 
 
+@pytest.mark.parametrize("dear", ["growing", "fixed shapes", "both"])
+def test_what_promises_more_drafts(dear: str) -> None:
+    """Catches trees that go on growing where asking the host at each level costs more than it saves, a fixed shape
+    where they pay, and a plain step where either would.
+    """
+    target = target_of("llama")
+    drafter = auto_eagle(target, 0.0)
+    line, slow = Curve((1, 16), (1.0, 1.1)), Curve((1, 16), (0.9, 0.9))
+    cheap, costly = Costs(1.0, line, line, 0.02, Curve((1,), (0.02,))), Costs(1.0, line, line, 0.9, slow)
+    goes_by(drafter, lambda *given: costly if dear != "growing" else cheap)
+    if dear == "fixed shapes":
+        drafter._grown_costs = CostsByLength(lambda length: cheap)
+    elif dear == "growing":
+        drafter._grown_costs = CostsByLength(lambda length: costly)
+    grew, propose = [], drafter.propose
+
+    def noted(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        grew.append(drafter._growing is not None and draft.size > 0)
+        return draft
+
+    with mock.patch.object(drafter, "propose", noted):
+        result = generate(target, drafter, [prompt(9)], max_new_tokens=120, eos_token_id=NO_EOS)
+    assert result.tokens[0].tolist() == plain_greedy(target, prompt(9), 120)
+    late = [step.drafted for step in result.trace.steps][-10:-2]
+    assert any(grew[-10:-2]) == (dear == "fixed shapes")
+    assert (min(late) >= 3) == (dear != "both")
+
+
 def test_more_may_be_forwarded_than_is_kept() -> None:
     """Catches a head's cache with room for the draft alone, which the candidates of a long look ahead overflow."""
     target = target_of("llama")
     drafter = EagleDrafter(target, trained_head(target), EagleOptions(top_k=4, nodes=3))
-    assert drafter.auto is not None
-    drafter.auto._ask = lambda *given: AUTO_COSTS
+    grows_at(drafter, AUTO_COSTS)
     with mock.patch.object(Paying, "_worth_a_pass", lambda paying, likely: (FRONTIER, 0.0)):
         result = generate(target, drafter, [prompt(9)], max_new_tokens=24, eos_token_id=NO_EOS)
     assert result.tokens[0].tolist() == plain_greedy(target, prompt(9), 24)

@@ -274,6 +274,15 @@ class Chooser:
             course.promised[place] += value
         return chosen
 
+    def outlook(self, batch: int, sampling: Sampling, length: int) -> Shape:
+        """What the next draft would be; nothing is counted, for something else may draft it."""
+        course = self._now = self._course(batch, sampling, length)
+        if course.steps >= course.decide_at:
+            self._decide(course)
+            course.decide_at = course.steps + min(max(course.steps, 4), 64)
+        course.steps += 1
+        return course.shape
+
     def learn(self, depth: int, candidates: int, right: int | None) -> None:
         """As ``Rates.learn``, of the draft that was shaped last."""
         if self._now is not None and depth < self._now.rates.depths:

@@ -158,9 +158,14 @@ class Paying:
         tokens, seconds, _ = self._sums
         return tokens / seconds * self.costs.plain if seconds else 1.0
 
+    @property
+    def tried(self) -> bool:
+        """Whether enough steps were drafted at these costs to tell."""
+        return self._sums[2] >= FIRST
+
     def wants(self, depth: int) -> bool:
         """Whether the next step should draft, of at most ``depth`` levels; if not, it is a plain one."""
-        pays = self._sums[2] < FIRST or self.speedup >= WORTH
+        pays = not self.tried or self.speedup >= WORTH
         if pays != self._pays:
             logging.getLogger(__name__).info("drafts: %s", "as they pay" if pays else "none, since none pays")
             self._pays, self._probe_at = pays, self._steps + 8
@@ -200,16 +205,19 @@ class Paying:
         self._worth_a_pass(likely)
         return self._look(head, grown.forward(likely[:count], predicted, extend), likely[:count])
 
-    def learn(self, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """From the accepted ``path`` of [root, nodes] and the target's choice after each of its rows."""
+    def learn(self, path: Sequence[int], tokens: Sequence[int]) -> int | None:
+        """From the accepted ``path`` of [root, nodes] and the target's choice after each of its rows; returns which of
+        the first level's candidates the first of these was, if one."""
         for row, token in zip(path, tokens, strict=True):
             where = self._grown.rows.get(self._rows.get(row, ROOT - 1))
             if where is None:
-                return
+                break
             level, place = self._grown.levels[where[0]], where[1]
             candidates = zip(level.tokens[place], level.probabilities[place], strict=True)
             for rank, (candidate, probability) in enumerate(candidates):
                 self.confidence.learn(where[0], rank, probability, candidate == token)
+        first = self._grown.levels[0].tokens[0]
+        return first.index(tokens[0]) if tokens[0] in first else None
 
     def promised(self) -> Promised:
         """For all steps so far."""
