@@ -119,7 +119,7 @@ class EagleOptions(DraftHeadOptions):
 
 
 # A fixed shape has to promise so many times what growing does, of this very text: its rates are of other texts, too.
-AHEAD = 1.08
+AHEAD = 1.2
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
