@@ -109,7 +109,7 @@ def shown(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("README.md", 14), ("docs/results.md", 18)])
+@pytest.mark.parametrize(("page", "at_least"), [("README.md", 10), ("docs/results.md", 18)])
 def test_the_table_is_what_was_measured(page: str, at_least: int) -> None:
     """Catches a table of an earlier run beside a newer report, a slip of the pen, and a lossy row that says nothing."""
     measured = report("speed-bf16")
@@ -129,7 +129,11 @@ def test_the_table_is_what_was_measured(page: str, at_least: int) -> None:
         assert row["lossless"] or f"lossy: perplexity {row['perplexity']:.2f}" in label
         found += 1
     assert found >= at_least
-    assert all("paper" in key or "released" in key for key in rows), f"{page} leaves out {list(rows)}"
+    left = {key: row for key, row in rows.items() if "paper" not in key and "released" not in key}
+    if page == "README.md":  # which names what is slower than plain decoding and leaves its figures out
+        below = next(line for line in lines if line.startswith("Slower than plain decoding")).lower()
+        left = {key: row for key, row in left.items() if key not in below or row["speedup"] >= 1}
+    assert not left, f"{page} leaves out {list(left)}"
     baseline = measured["baseline"]
     speed, share = baseline["stock_generate_tokens_per_second"], 1 / baseline["over_stock_generate"]
     assert [cell.strip() for cell in lines[start + 2].split("|") if cell.strip()][1:] == [
