@@ -54,7 +54,7 @@ class OneProcess(MasterAdamW):
         super().__init__(module.to(device), config)
         self.device = device
 
-    def update(self, learning_rate: float) -> torch.Tensor:
+    def update(self, learning_rate: float, *rest: object) -> torch.Tensor:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
@@ -70,7 +70,7 @@ def train(kind: str, device: torch.device, target: str, features: Path, out: Pat
     inputs = open_inputs(config)
     torch.manual_seed(0)
     task = make_task(config, inputs.ends)
-    with mock.patch.object(loop, "Engine", lambda module, config: OneProcess(module, config, device)):
+    with mock.patch.object(loop, "Engine", lambda module, config, *rest: OneProcess(module, config, device)):
         run = TrainRun(task, inputs, Ranks(0, 1), False, [])
     reported: list[Any] = []
     bar = mock.Mock()

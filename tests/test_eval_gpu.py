@@ -58,7 +58,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     nothing would be measured."""
     ran: list[str] = []
     for module in (eval.roofline_run, eval.speed_run, train.throughput_run, data_prep.throughput_run):
-        monkeypatch.setattr(module, "run", lambda *given, name=module.__name__: ran.append(name) or 0)
+        monkeypatch.setattr(module, "run", lambda *given, name=module.__name__, **more: ran.append(name) or 0)
     monkeypatch.setattr(data_prep.throughput, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
     programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
