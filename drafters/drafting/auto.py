@@ -256,11 +256,7 @@ class Chooser:
     def shape(self, batch: int, sampling: Sampling, length: int, most: int | None = None) -> Shape:
         """Of the next draft, behind ``length`` tokens; where no more than ``most`` tokens can be drafted now, so many
         of its first."""
-        course = self._now = self._course(batch, sampling, length)
-        if course.steps >= course.decide_at:
-            self._decide(course)
-            course.decide_at = course.steps + min(max(course.steps, 4), 64)
-        course.steps += 1
+        course = self._next(batch, sampling, length)
         chosen = course.shape
         if course.probe is not None and course.steps >= course.probe_at:
             chosen = course.probe
@@ -276,12 +272,7 @@ class Chooser:
 
     def outlook(self, batch: int, sampling: Sampling, length: int) -> Shape:
         """What the next draft would be; nothing is counted, for something else may draft it."""
-        course = self._now = self._course(batch, sampling, length)
-        if course.steps >= course.decide_at:
-            self._decide(course)
-            course.decide_at = course.steps + min(max(course.steps, 4), 64)
-        course.steps += 1
-        return course.shape
+        return self._next(batch, sampling, length).shape
 
     def learn(self, depth: int, candidates: int, right: int | None) -> None:
         """As ``Rates.learn``, of the draft that was shaped last."""
@@ -307,6 +298,15 @@ class Chooser:
         """For all steps so far."""
         steps, tokens, plain = (sum(course.promised[i] for course in self._courses.values()) for i in range(3))
         return Promised(steps, tokens, plain, self._now.shape.name if self._now is not None else "nothing yet")
+
+    def _next(self, batch: int, sampling: Sampling, length: int) -> _Course:
+        """The course that the next step is on, decided anew every now and then."""
+        course = self._now = self._course(batch, sampling, length)
+        if course.steps >= course.decide_at:
+            self._decide(course)
+            course.decide_at = course.steps + min(max(course.steps, 4), 64)
+        course.steps += 1
+        return course
 
     def _course(self, batch: int, sampling: Sampling, length: int) -> _Course:
         course, costs = self._courses.get((batch, sampling)), self.costs(batch, sampling, length)

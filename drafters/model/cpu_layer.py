@@ -21,9 +21,8 @@ WIDTHS = frozenset({32, 64, 96, 128})  # of a head
 # New rows of a sequence: for more, torch's attention is as fast. SmolLM2 on two cores, whole prompts of 150, 512, 1,024
 # and 2,000 tokens: torch's time over ours 1.9, 1.5, 1.3, 1.0.
 LONGEST = 1024
-TOGETHER = (
-    1024  # rows of a batch at once: what a layer's parts hand each other stays in the cache (2,400: 1.3 times the time)
-)
+# Rows of a batch at once: what a layer's parts hand each other stays in the cache (2,400: 1.3 times the time).
+TOGETHER = 1024
 
 
 class _Layer(ctypes.Structure):
