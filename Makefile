@@ -2,6 +2,7 @@
 # make real        the same with a real model, SmolLM2-135M-Instruct, and your data: make real DATA=sharegpt.json (an hour)
 # make suite       every drafter on the shipped target, trained and training-free, on one page
 # make engines     vLLM and llama.cpp, to be measured beside our methods: docs/engines.md
+# make docs        the documentation as a site with a reference of every module: runs/site/index.html
 # make gpu         what only a GPU can measure: docs/gpu.md
 # Both set themselves up in .venv (Python 3.11+). A second run reuses what is there.
 
@@ -23,7 +24,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
 
-.PHONY: help setup engines test lint format mutants gpu quickstart quickstart-clean suite real real-clean clean
+.PHONY: help setup engines test lint format mutants docs gpu quickstart quickstart-clean suite real real-clean clean
 
 help:
 	@sed -n 's/^# *make/make/p' Makefile
@@ -41,6 +42,10 @@ $(READY): pyproject.toml constraints.txt
 
 test: $(READY) lint
 	python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+
+docs: $(READY)
+	mkdocs build --strict --quiet
+	@echo runs/site/index.html
 
 # Not part of the tests: a quarter of an hour, or the minutes of what changed since docs/results/mutants.json was written.
 mutants: $(READY)

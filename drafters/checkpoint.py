@@ -285,7 +285,8 @@ def push_to_hub(
         token: as huggingface_hub takes it (None: the one stored by ``hf auth login``).
         license: an identifier of the Hub, for the card; None leaves it out, for only its author can choose one.
         figures: measured values for the card, by name; a card without them claims nothing.
-        certificate, report: for the card, of ``eval.lossless`` and ``eval.speed``: their JSON, or its folder.
+        certificate: for the card, of ``eval.lossless``: its JSON, or its folder.
+        report: likewise, of ``eval.speed``.
 
     Returns:
         the address of the repository.

@@ -53,7 +53,10 @@ class TokenTree:
     All branches that go on have the same length, so that one forward of the draft model serves them all.
 
     Args:
-        nodes, branches: M and N. alpha: the fallback threshold. depth: most tokens a branch.
+        nodes: M.
+        branches: N.
+        alpha: the fallback threshold.
+        depth: most tokens a branch.
 
     Attributes:
         tokens, parents, lengths: of each node; its token, its parent's index or ROOT, and T_x of the branch up to it.

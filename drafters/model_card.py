@@ -39,7 +39,8 @@ def model_card(
         parameters: how many weights the drafter has.
         license: an identifier of the Hub, or None to name none.
         figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out"), or None.
-        certificate, report: of ``eval.lossless`` and ``eval.speed``: their JSON, or its file or folder, or None.
+        certificate: of ``eval.lossless``: its JSON, or its file or folder, or None.
+        report: likewise, of ``eval.speed``.
 
     Raises:
         ValueError: the certificate or the report is of another method or target, or no such file.

@@ -75,7 +75,8 @@ class NgramIndex:
     """Where each n-gram of a text stood, kept up as the text grows and shrinks at its end.
 
     Args:
-        shortest, longest: lengths n of the n-grams.
+        shortest: the smallest length n of the n-grams.
+        longest: the largest.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:

@@ -114,7 +114,8 @@ class DraftTree:
         """Deterministic trees, each batch row's of its own shape; smaller ones are filled with padding nodes.
 
         Args:
-            tokens, parents: of each row's nodes, in topological order.
+            tokens: of each row's nodes, in topological order.
+            parents: likewise; ROOT of the root's children.
         """
         sizes = [len(row) for row in tokens]
         width = max(sizes)

@@ -130,7 +130,9 @@ class Paying:
 
     Args:
         costs: of steps of one batch row.
-        nodes, depth, top_k: most nodes, levels, and candidates of a node.
+        nodes: the most of a draft.
+        depth: most levels.
+        top_k: most candidates of a node.
     """
 
     def __init__(self, costs: Costs, nodes: int, depth: int, top_k: int) -> None:

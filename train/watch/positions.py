@@ -31,7 +31,8 @@ def by_position(task: Task, batch: Batch, rows: Tensor, predicted: Tensor, targe
 
     Args:
         rows: flat indices ``[n]`` into ``[R * L]``.
-        predicted, target: ``[n, H]``, what drafter and target give to the LM head there (``Task.pairs``).
+        predicted: ``[n, H]``, what the drafter gives to the LM head there (``Task.pairs``).
+        target: the same of the target.
 
     Returns:
         every bucket, empty ones with a count of 0: all ranks must have the same names.
