@@ -14,6 +14,7 @@ from .decoding.acceptance import Rule, Verdict, rule_for
 from .decoding.call import check_loaded
 from .decoding.draft_tree import DraftTree
 from .decoding.sampling import Sampling
+from .for_transformers import ForTransformers
 from .model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, first_ids
 from .model.target import FeatureOutput, TargetModel
 
@@ -74,6 +75,18 @@ class Drafter:
         """
         check_loaded(target)
         return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
+
+    def for_transformers(self, streamer: Any = None, seed: int | None = None) -> ForTransformers:
+        """For ``model.generate(**inputs, custom_generate=drafter.for_transformers())``, of the target's own model.
+
+        Args:
+            streamer: in the place of ``generate``'s own, which transformers does not hand on.
+            seed: of the random numbers; None takes one from torch's global generator.
+
+        Raises:
+            ValueError: the method is lossy.
+        """
+        return ForTransformers(self, streamer, seed)
 
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""
@@ -189,9 +202,12 @@ class LearnedDrafter(Drafter):
         return {}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json (for a module built by hand, with what is known of it) and model.safetensors."""
+        """Write config.json (for a module built by hand, with what is known of it) and model.safetensors, and the two
+        files of ``model.generate(custom_generate=folder)``.
+        """
         known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
         checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
+        checkpoint.add_custom_generate(Path(folder))
 
     def push_to_hub(self, repo_id: str, **hub_options: Any) -> str:
         """Upload to the Hub with a short model card; returns the repository's address."""

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+GENERATE_FILES = {  # by which transformers decodes with a drafter from its repository
+    "custom_generate/generate.py": Path(__file__).with_name("custom_generate.py").read_bytes(),
+    "custom_generate/requirements.txt": b"drafters>=0.1.0\n",
+}
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
@@ -143,6 +147,13 @@ def save_checkpoint(
             save_tensors(weights, new_weights, {"format": "pt"})
             # Both lie on the disk; from here until the new config takes its place the folder does not load.
             (folder / CONFIG_FILE).unlink(missing_ok=True)
+
+
+def add_custom_generate(folder: Path) -> None:
+    """Write what makes ``model.generate(custom_generate=folder)`` decode with the drafter there."""
+    for name, content in GENERATE_FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def load_checkpoint(
@@ -339,6 +350,7 @@ def _upload(
     repo = api.create_repo(repo_id, private=private, exist_ok=True)
     *others, weights = (CONFIG_FILE, *read_config(folder).files)
     operations = [CommitOperationAdd(CARD_FILE, card)]
+    operations += [CommitOperationAdd(name, content) for name, content in GENERATE_FILES.items()]
     operations += [CommitOperationAdd(name, str(folder / name)) for name in (*others, weights)]
     try:
         api.create_commit(repo.repo_id, operations, commit_message=message)

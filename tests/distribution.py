@@ -6,7 +6,7 @@ those p by a chi-square statistic: a q of another depth shows only from the seco
 and a drafter whose drafts are hardly ever accepted to a depth of 2 is refused: it would prove nothing about the rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ PROMPT = [1, 3]
 NEW = 28  # tokens of a text
 DEEPEST = 4  # places from here on are one
 WARPS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 1.4, "top_k": 4, "top_p": 0.9}]
+Warp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # texts [B, T], logits after their last ones -> p, as these
 LIMIT = 4.0  # standard deviations above the mean that chance may give
 
 
@@ -42,11 +43,13 @@ def deviation(drafter: Drafter, options: dict[str, Any], tokens: int = 0) -> flo
     rows, places, deep, steps = [], [], 0, 0
     for result in _texts(drafter, options, tokens or (8_000 if drafter.max_batch is None else 1_200)):
         rows.append(result.tokens)
-        places.append(_places(result))
+        places.append(places_of(result))
         deep += sum(step.accepted >= 2 for step in result.trace.steps)
         steps += len(result.trace.steps)
     assert deep > max(15, steps / 200) or drafter.max_draft == 0, f"2 and more accepted in {deep} of {steps} steps"
-    return _statistic(drafter.target, Sampling(**options), torch.cat(rows), torch.cat(places))
+    return statistic(
+        drafter.target, lambda _, logits: Sampling(**options).probabilities(logits), torch.cat(rows), torch.cat(places)
+    )
 
 
 def _texts(drafter: Drafter, options: dict[str, Any], tokens: int) -> Iterator[GenerateResult]:
@@ -61,7 +64,7 @@ def _texts(drafter: Drafter, options: dict[str, Any], tokens: int) -> Iterator[G
         seed += 1
 
 
-def _places(result: GenerateResult) -> torch.Tensor:
+def places_of(result: GenerateResult) -> torch.Tensor:
     """``[B, NEW]`` of every token: 0 for the prefill's, then 1, 2, ... in each step."""
     places = [[0] for _ in result.lengths]
     for step in result.trace.steps:
@@ -69,11 +72,11 @@ def _places(result: GenerateResult) -> torch.Tensor:
     return torch.tensor(places).clamp_max(DEEPEST)
 
 
-def _statistic(target: TargetModel, sampling: Sampling, tokens: torch.Tensor, places: torch.Tensor) -> float:
+def statistic(target: TargetModel, warp: Warp, tokens: torch.Tensor, places: torch.Tensor) -> float:
     """Of ``tokens [B, NEW]`` at their ``places [B, NEW]``."""
     text = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], 1)
     with torch.inference_mode():
-        p = sampling.probabilities(target.model(text).logits[:, len(PROMPT) - 1 : -1]).double()
+        p = warp(text[:, :-1], target.model(text).logits[:, len(PROMPT) - 1 : -1]).double()
     assert bool((p.gather(2, tokens[..., None]) > 0).all()), "a token that top-k or top-p excludes was committed"
     drawn = torch.zeros_like(p).scatter_(2, tokens[..., None], 1.0)
     groups = places * VOCAB + text[:, len(PROMPT) - 1 : -1]

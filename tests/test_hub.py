@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from torch import nn
 
 import drafters.publish
-from drafters.checkpoint import load_checkpoint, push_to_hub, save_checkpoint
+from drafters.checkpoint import GENERATE_FILES, load_checkpoint, push_to_hub, save_checkpoint
 from drafters.head_adapter import fingerprint, load_head
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.model.loading import load_model
@@ -106,7 +106,7 @@ def test_what_is_pushed_is_what_is_loaded(hub: HubServer, login: Login, saved: P
     """Catches an upload that leaves a file out, takes the whole run folder along, or changes the weights on the way."""
     assert push_to_hub(saved, "user/my-drafter") == f"{hub.endpoint}/user/my-drafter"
     published = files(hub, "user/my-drafter")
-    assert sorted(published) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(published) == ["README.md", "config.json", *GENERATE_FILES, "model.safetensors"]
     assert published["model.safetensors"] == (saved / "model.safetensors").read_bytes()
 
     login(token=None, home="elsewhere")
@@ -135,7 +135,13 @@ def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path:
     push_to_hub(tmp_path / "base", "user/base")
     push_to_hub(folder, "user/adapter")
     published = files(hub, "user/adapter")
-    assert sorted(published) == ["README.md", "adapter_config.json", "adapter_model.safetensors", "config.json"]
+    assert sorted(published) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        *GENERATE_FILES,
+    ]
     assert b"load_drafter('user/base', target, adapter='user/adapter')" in published["README.md"]
 
     login(token=None, home="elsewhere")

@@ -30,7 +30,7 @@ HOUSE = {
         "card_evidence checkpoint choices config files hub model_card paths program provenance text_files wording",
         "model",
         "decoding",
-        "base head_adapter methods",
+        "base for_transformers head_adapter methods",
         "drafting",
     ],
     "data_prep": ["disk progress ranks", "dialogues", "store", "answers"],

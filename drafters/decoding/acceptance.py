@@ -18,6 +18,8 @@ TINY = torch.finfo(torch.float32).tiny
 FEW_ROWS = 4  # up to this batch a CPU is faster row by row
 Rule = Callable[[DraftTree, Tensor, Tensor, Sampling, torch.Generator | None], "Verdict"]
 Find = Callable[[list[int], list[int], list[int] | None, list[int]], tuple[int, int]]
+# (row of [root, nodes] of each batch row [B], which of them are wanted [B]) -> p [B, V] after those rows.
+After = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -84,17 +86,29 @@ def verify_sampled(
 def _walk_by_level(
     draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
+    """All batch rows side by side, by logits that are all there."""
+    every = torch.arange(len(logits), device=logits.device)
+
+    def after(at: Tensor, going: Tensor) -> Tensor:
+        return sampling.probabilities(logits[every, at])
+
+    return walk_by_level(draft, after, every >= 0, uniform, generator)
+
+
+def walk_by_level(
+    draft: DraftTree, after: After, going: Tensor, uniform: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
     """The deepest accepted row and the bonus, ``[B]`` each: all batch rows side by side, without reading a value.
 
     Args:
+        after: asked for the rows on the way alone, from the root down.
+        going: ``[B]`` the batch rows to be walked; of the others what is returned means nothing.
         uniform: ``[B, N]`` one random number a node, for its trial.
     """
-    every = torch.arange(len(logits), device=logits.device)
-    at = bonus = torch.zeros_like(every)
-    going = at == 0
+    at = bonus = torch.zeros_like(going, dtype=torch.long)
     # Down the tree, level by level, for as long as any row goes on.
     for draws in draft.levels:
-        p = sampling.probabilities(logits[every, at])
+        p = after(at, going)
         # One token a row, distributed as p; whose child holds it, if one does, goes on.
         children = draft.parents == at[:, None] - 1
         if draft.valid is not None:
@@ -107,7 +121,7 @@ def _walk_by_level(
         if _known_none(going):
             return at, bonus
     # Rows that were accepted down to a leaf: nothing was drafted after it.
-    last = draw(sampling.probabilities(logits[every, at]), generator)
+    last = draw(after(at, going), generator)
     return at, torch.where(going, last, bonus)
 
 

@@ -55,7 +55,8 @@ def check_loaded(target: object) -> None:
     """Raise ValueError where a target is something else: a name, or transformers' own model."""
     if not isinstance(target, TargetModel):
         found = with_article(type(target).__name__)
-        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}")
+        wrap = "; of a loaded model TargetModel(model) makes one" if hasattr(target, "get_output_embeddings") else ""
+        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}{wrap}")
 
 
 def check_types(target: object, drafter: object, on_tokens: object) -> None:

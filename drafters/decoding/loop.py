@@ -15,6 +15,7 @@ from ..model.kv_cache import KVCache
 from ..model.rows import CHAIN, Rows
 from ..model.target import FeatureOutput, TargetModel
 from .acceptance import Rule, Verdict
+from .by_text import ByText, Control, chosen_by, scores_after
 from .call import check_call, check_types, eos_ids, prompts_of, whole
 from .draft_tree import DraftTree
 from .sampling import Sampling
@@ -34,7 +35,8 @@ class DecodeState:
     Attributes:
         tokens: per batch row, prompt and new token ids, on the host.
         prompt_lengths: per batch row, how many of them are the prompt.
-        finished: per batch row, whether EOS or the limit was reached.
+        finished: per batch row, whether EOS, the limit or what ``control`` says was reached.
+        control: what else decides on the tokens, if anything does.
     """
 
     target: TargetModel
@@ -46,6 +48,7 @@ class DecodeState:
     max_new_tokens: int
     eos: frozenset[int]
     finished: list[bool]
+    control: Control | None = None
     _roots: Tensor | None = None
 
     @classmethod
@@ -96,12 +99,19 @@ class DecodeState:
         return max(min(wanted, max(rooms, default=1) - 1), 0)
 
     def append(self, row: int, tokens: list[int]) -> int:
-        """Commit tokens to a row, cut at the limit and after the first EOS; returns how many were kept."""
+        """Commit tokens to a row, cut at the limit and where it ends; returns how many were kept."""
         room = self.room(row)
         kept = until(tokens[:room], self.eos)
+        ended = bool(kept) and kept[-1] in self.eos
+        if self.control is not None:
+            before = self.tokens[row][self.prompt_lengths[row] :]
+            for count in range(1, len(kept) + 1):
+                if self.control.ends(row, [*before, *kept[:count]]):
+                    kept, ended = kept[:count], True
+                    break
         self.tokens[row].extend(kept)
         self._roots = None
-        self.finished[row] = len(kept) == room or (bool(kept) and kept[-1] in self.eos)
+        self.finished[row] = ended or len(kept) == room
         return len(kept)
 
     def give(self, row: int, other: "DecodeState", number: int) -> None:
@@ -144,6 +154,7 @@ def generate(
     prompt_lengths: list[int] | None = None,
     seed: int = 0,
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    control: Control | None = None,
 ) -> GenerateResult:
     """Continue prompts with a target accelerated by a drafter.
 
@@ -154,6 +165,7 @@ def generate(
         eos_token_id: where rows end; None takes the target's generation config's, ``[]`` is none.
         seed: of the one generator that all random numbers come from.
         on_tokens: called with (row, new ids) as soon as they are committed, for streaming.
+        control: logits processors and stopping criteria; where it alters scores, the options above are for drafting.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
@@ -169,7 +181,8 @@ def generate(
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
     eos = eos_ids(target, eos_token_id)
     state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
-    trace, rule = Trace(), drafter.rule(sampling)
+    state.control = control
+    trace, rule = Trace(), ByText(state) if control is not None and control.alters else drafter.rule(sampling)
     # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
     start(state, drafter)
@@ -249,7 +262,11 @@ def prefill(state: DecodeState, taps: tuple[int, ...]) -> FeatureOutput:
     output = state.target.run(padded(state.tokens, state.target.device), state.cache, taps=taps)
     state.cache.commit_first(state.prompt_lengths)
     logits = state.target.lm_head(last_of(output.features, state.prompt_lengths))
-    for row, token in enumerate(state.sampling.pick(logits, state.generator).tolist()):
+    how = state.sampling
+    if state.control is not None and state.control.alters:
+        logits = torch.stack([scores_after(state, row, [], each) for row, each in enumerate(logits)])
+        how = chosen_by(how)
+    for row, token in enumerate(how.pick(logits, state.generator).tolist()):
         state.append(row, [token])
     return output
 
