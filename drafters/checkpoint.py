@@ -36,7 +36,7 @@ from drafters.files import replacing, save_tensors, sync
 from drafters.hub import look_up
 from drafters.model_card import model_card
 from drafters.paths import check_loadable
-from drafters.wording import dtype_name, shortened, with_article
+from drafters.wording import dtype_name, how_to_import, shortened, with_article
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -206,7 +206,10 @@ def parse_config(data: Any, source: str) -> CheckpointConfig:
         raise ValueError(f"{source} must hold an object of keys and values, found {type(data).__name__}")
     if "drafter_type" not in data:
         kind = data.get("architectures") or data.get("model_type") or sorted(data)
-        raise ValueError(f"{source} has no key 'drafter_type', so it is not a drafter of this toolkit (found: {kind})")
+        raise ValueError(
+            f"{source} has no key 'drafter_type', so it is not a drafter of this toolkit (found: {shortened(kind)}). "
+            f"{how_to_import(source.removesuffix(f': {CONFIG_FILE}'))}"
+        )
     version = data.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -366,13 +369,26 @@ def _upload(
 
 def _download(repo_id: str, revision: str | None, token: str | bool | None) -> Path:
     """The local snapshot of the drafter's files in the Hub repository ``repo_id``."""
+    files = [CONFIG_FILE, WEIGHTS_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CARD_FILE]
+    folder = snapshot(repo_id, files, revision, token)
+    if not any((folder / name).is_file() for name in (WEIGHTS_FILE, ADAPTER_WEIGHTS_FILE)):
+        names = HfApi(token=token).list_repo_files(repo_id, revision=revision)
+        raise ValueError(_no_weights(repo_id, names))
+    return folder
+
+
+def snapshot(repo_id: str, files: list[str], revision: str | None = None, token: str | bool | None = None) -> Path:
+    """The local folder of those of the ``files`` that the Hub repository ``repo_id`` has.
+
+    Raises:
+        ValueError: no such repository or revision, or the Hub refuses or cannot be reached.
+    """
     looked = f"no drafter {repo_id!r}: there is no folder {Path(repo_id).expanduser().absolute()}"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or repo_id.startswith(("./", "../", "~/")):
         raise ValueError(f"{looked}, and the name is not a Hub repository like 'user/my-drafter'")
     try:
         look_up(repo_id, revision, token)
-        files = [CONFIG_FILE, WEIGHTS_FILE, ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CARD_FILE]
-        folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=files))
+        return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=files))
     except RevisionNotFoundError:
         raise ValueError(f"the Hub repository {repo_id!r} has no revision {revision!r}") from None
     except RepositoryNotFoundError:
@@ -387,10 +403,6 @@ def _download(repo_id: str, revision: str | None, token: str | bool | None) -> P
         ) from None
     except (HFValidationError, HfHubHTTPError) as error:
         raise ValueError(f"{looked}, and the Hub answers: {_one_line(error)}") from None
-    if not any((folder / name).is_file() for name in (WEIGHTS_FILE, ADAPTER_WEIGHTS_FILE)):
-        names = HfApi(token=token).list_repo_files(repo_id, revision=revision)
-        raise ValueError(_no_weights(repo_id, names))
-    return folder
 
 
 def _read_weights(folder: Path, name: str, source: str) -> dict[str, Tensor]:
@@ -409,9 +421,9 @@ def _no_weights(source: str, names: list[str], wanted: str = WEIGHTS_FILE) -> st
     if not pickled:
         return f"{source} holds no {wanted}; found: {', '.join(sorted(names)) or 'nothing'}"
     return (
-        f"{source} holds {pickled[0]} but no {wanted}. Pickled weights can run code and are not read; if you "
-        f"trust the file, convert it: safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), "
-        f"{wanted!r})"
+        f"{source} holds {pickled[0]} but no {wanted}. {how_to_import(source)}. Other pickled weights can run code and "
+        "are not read; if you trust the file, convert it: "
+        f"safetensors.torch.save_file(torch.load({pickled[0]!r}, weights_only=True), {wanted!r})"
     )
 
 

@@ -36,7 +36,8 @@ class EagleHead(nn.Module):
     """``fc`` over cat(embedding, feature), then one decoder layer of the target's kind without its input layernorm.
 
     No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
-    checkpoints. A head that ``reads`` tokens or features alone has no fc.
+    checkpoints. A head that ``reads`` tokens or features alone has no fc. ``bias``: of fc, as released heads for Vicuna
+    and Llama 2 have one.
 
     Raises:
         ValueError: no head can be made of the target's kind of layers.
@@ -44,13 +45,15 @@ class EagleHead(nn.Module):
 
     inputs = 2  # hidden states that it takes
 
-    def __init__(self, target_config: PretrainedConfig, reads: HeadInputs = SHIFTED) -> None:
+    def __init__(self, target_config: PretrainedConfig, reads: HeadInputs = SHIFTED, bias: bool = False) -> None:
         super().__init__()
         kind = layer_kind(target_config)
         config: Any = kind.config
         self.reads = reads
         if reads in (SHIFTED, UNSHIFTED):
-            self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+            self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+            if bias:
+                nn.init.zeros_(self.fc.bias)
         layer: Any = made(config, kind.decoder_layer, config, layer_idx=0)
         layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
@@ -103,7 +106,8 @@ class EagleOptions(DraftHeadOptions):
     ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
     keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
 
-    ``inputs``: what the head was trained to read; engines and released checkpoints know the first alone.
+    ``inputs``: what the head was trained to read; engines and released checkpoints know the first alone. ``fc_bias``:
+    its fc has a bias.
 
     The dynamic tree's defaults are those of EAGLE-2's released evaluation. What it calls depth 5 are levels after the
     root's own children, so 6 in all, and its 60 tokens count the root.
@@ -116,6 +120,7 @@ class EagleOptions(DraftHeadOptions):
     paths: list[list[int]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
     inputs: HeadInputs = SHIFTED
+    fc_bias: bool = False
 
 
 # A fixed shape has to promise so many times what growing does, of this very text: its rates are of other texts, too.
@@ -165,7 +170,7 @@ class EagleDrafter(LearnedDrafter):
 
     def _make_head(self, options: EagleOptions) -> None:
         target, head = self.target, cast(Any, self.module)
-        self.inputs, width = options.inputs, target.hidden_size
+        self.inputs, self.fc_bias, width = options.inputs, options.fc_bias, target.hidden_size
         fc = target.runner.linear(head.fc) if hasattr(head, "fc") else None
         self._states_width = width
         if options.inputs == UNSHIFTED:
@@ -187,11 +192,12 @@ class EagleDrafter(LearnedDrafter):
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        return EagleHead(target_config, drafter_config.get("inputs", SHIFTED))
+        return EagleHead(target_config, drafter_config.get("inputs", SHIFTED), drafter_config.get("fc_bias", False))
 
     def drafter_config(self) -> dict[str, Any]:
         options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
         options |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
+        options |= {"fc_bias": True} if self.fc_bias else {}
         # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
         options |= {} if self._own_depth is None else {"depth": self._own_depth}
         options |= {} if self.acceptance is None else {"acceptance": self.acceptance}

@@ -1,130 +1,83 @@
-"""A trained drafter in the form that another engine loads.
+"""A trained drafter in the form that the official code or an engine loads; and whether a folder is in such a form.
 
-    python -m drafters.export CHECKPOINT --engine vllm --out FOLDER [--target MODEL]
+    python -m drafters.export CHECKPOINT --to official|vllm|sglang --out FOLDER [--target MODEL] [--adapter LORA]
+    python -m drafters.export --check FOLDER [--to official|vllm|sglang] [--target MODEL]
 
-For vLLM: EAGLE heads of Llamas. The tensors stay as they are, config.json becomes that of a Llama with one layer, and
-embedding and LM head are the target's (`speculative_config={"method": "eagle", "model": FOLDER, ...}`). The official
-EAGLE code reads the same folder.
+EAGLE heads of Llamas go to all three, of Qwen2 to SGLang; the official code and vLLM read one and the same folder.
+Kangaroo adapters of Llamas go to their official code. Each folder gets a README.md that says how to serve it. Who loads
+a head says nothing where a name, a shape or a key of config.json is wrong: --check does, with status 1.
 """
 
-import shutil
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drafters.files import replace_json, save_tensors
-from drafters.paths import check_model
+from drafters.paths import check_model, readable
 from drafters.program import CommandLine, command, keeping, run_program
+from drafters.wording import shortened
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-ENGINES = ("vllm",)
-ONLY_EAGLE = "vLLM loads EAGLE heads with Llama's layer"
+READERS = ("official", "vllm", "sglang")
+EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm --out FOLDER"
 
 
-def export(checkpoint: str, engine: str, out: Path, target: str | None = None) -> None:
-    """Write the checkpoint's head for ``engine`` into ``out``, a new folder or an empty one.
-
-    Args:
-        target: a folder or Hub repository of the target, where it is not at the place that the checkpoint names.
-
-    Raises:
-        ValueError: an unknown engine, a checkpoint that it cannot load, another target, or a folder that holds files.
-        OSError: the disk is full, say.
-    """
-    from drafters.checkpoint import WEIGHTS_FILE, load_state
-    from drafters.choices import SHIFTED
-    from drafters.eagle import EagleHead
-    from drafters.head_adapter import load_head
-    from drafters.model.draft_head import DRAFT_IDS
-    from drafters.model.ends import load_frozen_ends
-    from drafters.model.files import load_config_only
-
-    check(engine, out)
-    config, weights = load_head(checkpoint)
-    trained = config["target"]
-    if config["drafter_type"] != "eagle":
-        raise ValueError(
-            f"{checkpoint} is of the method {config['drafter_type']!r}; {ONLY_EAGLE}, and no other of ours"
-        )
-    if (inputs := config["drafter"].get("inputs", SHIFTED)) != SHIFTED:
-        raise ValueError(
-            f"{checkpoint} reads {inputs!r}, and vLLM and the official EAGLE code give a head {SHIFTED!r} alone; train "
-            f"one with inputs={SHIFTED}, the default"
-        )
-    name, revision = target or trained["name"], None if target else trained["revision"]
-    family = load_config_only(name, revision)
-    _check_family(family, checkpoint)
-    # A head that is served beside another target loads as well, and nothing that it drafts is accepted.
-    fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
-    if fingerprint != trained["fingerprint"]:
-        raise ValueError(
-            f"{checkpoint} was trained for {trained['name']!r} (fingerprint {trained['fingerprint']}), and {name} is "
-            f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
-        )
-    weights.pop(DRAFT_IDS, None)  # there, the head drafts with the whole vocabulary
-    load_state(EagleHead(family), weights, checkpoint)  # vLLM would leave a missing weight random, and not say so
-    there = out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        save_tensors(weights, out / WEIGHTS_FILE, {"format": "pt"})
-        replace_json(out / "config.json", llama_config(family))
-    except BaseException:
-        shutil.rmtree(out) if not there else (out / WEIGHTS_FILE).unlink(missing_ok=True)
-        raise
-
-
-def llama_config(target: "PretrainedConfig") -> dict[str, Any]:
-    """``config.json`` of a Llama with one layer as wide as the target's."""
-    # Without the name that transformers keeps of it, and without what would lead to code beside the target.
-    left_out = ("_name_or_path", "auto_map")
-    found = {key: value for key, value in target.to_dict().items() if key not in left_out}
-    found |= {
-        "architectures": ["LlamaForCausalLM"],  # vLLM puts Eagle in front of it
-        "num_hidden_layers": 1,
-        # Of fc. vLLM reads it as biases of the attention: with true it expects some, drafts nonsense and says nothing.
-        "bias": False,
-    }
-    if found.get("layer_types"):
-        found["layer_types"] = ["full_attention"]
-    rope = found.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") == "default":  # as readers older than transformers 5 look for it
-        found |= {"rope_theta": rope.get("rope_theta", 10000.0), "rope_scaling": None}
-    return found
-
-
-def check(engine: str, out: Path) -> None:
-    """Check what can be checked before anything is read.
-
-    Raises:
-        ValueError: an engine that nothing is written for, or a folder that holds files.
-    """
-    if engine not in ENGINES:
-        raise ValueError(f"nothing is written for the engine {engine!r}; known: {', '.join(ENGINES)}")
+def check_out(out: Path) -> None:
+    """Raise ValueError if ``out`` is a file, or a folder that holds files."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"--out {out} is {'a file' if out.is_file() else 'not empty'}; give a new folder")
 
 
-def _check_family(config: "PretrainedConfig", checkpoint: str) -> None:
-    biases = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
-    if config.model_type != "llama" or biases:
-        of = f"the family {config.model_type!r}" + (f" with {' and '.join(biases)}" if biases else "")
-        raise ValueError(f"{checkpoint} is a head for {of}; {ONLY_EAGLE}, without biases")
+def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
+    """The ``config.json`` of a head in the form of its authors or of an engine, as it is.
+
+    Raises:
+        ValueError: there is none, or no JSON object in it; or it is of our own form: ``own`` says what to do with that.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{source} holds no {path.name}; a released head is a folder of that and one file of weights")
+    try:
+        found = json.loads(readable(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{source}: {path.name} is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{source}: {path.name} must hold an object of keys and values, found {shortened(found)}")
+    if "drafter_type" in found:
+        raise ValueError(f"{source} is a drafter of this toolkit; {own}")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Export a checkpoint."""
+    """Export a checkpoint, or check a folder."""
     parser = CommandLine("drafters.export", __doc__)
-    parser.add_argument("checkpoint", help="folder or Hub repository of a drafter")
-    parser.add_argument("--engine", required=True, choices=ENGINES, help="what is to load it")
-    parser.add_argument("--out", required=True, type=Path, help="new folder")
+    parser.add_argument("checkpoint", nargs="?", help="folder or Hub repository of a drafter")
+    parser.add_argument("--to", choices=READERS, help="what is to load it")
+    parser.add_argument("--out", type=Path, help="new folder")
     parser.add_argument("--target", help="its target, where that is not at the place that the checkpoint names")
+    parser.add_argument("--adapter", help="folder or Hub repository of a LoRA for the drafter, to be merged into it")
+    parser.add_argument("--check", type=Path, metavar="FOLDER", help="check this folder, and write nothing")
     given = parser.parse(arguments)
-    check(given.engine, given.out)
-    check_model(given.checkpoint, "checkpoint")
+    exported = (given.checkpoint, given.out, given.adapter)
     check_model(given.target, "--target")
+    if given.check is not None:
+        if any(exported):
+            parser.error("--check FOLDER takes --to and --target alone")
+        if not given.check.is_dir():
+            raise ValueError(f"--check: there is no folder {given.check}")
+        read_config(given.check, str(given.check), EXPORT_FIRST)
+        from drafters.export_run import check
+
+        print(f"OK: {check(given.check, given.to, given.target)}")
+        return
+    if not (given.checkpoint and given.to and given.out):
+        parser.error("give CHECKPOINT --to official|vllm|sglang --out FOLDER, or --check FOLDER")
+    check_out(given.out)
+    check_model(given.checkpoint, "checkpoint")
+    check_model(given.adapter, "--adapter")
+    from drafters.export_run import export
+
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        export(given.checkpoint, given.engine, given.out, given.target)
+        for notice in export(given.checkpoint, given.to, given.out, given.target, given.adapter):
+            print(f"note: {notice}")
     print(given.out)
 
 

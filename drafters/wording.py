@@ -1,4 +1,4 @@
-"""How messages put sizes, long values and class names."""
+"""How messages put sizes, long values and class names, and what they say in several places."""
 
 import reprlib
 from typing import Any
@@ -34,6 +34,14 @@ def dtype_name(dtype: object) -> str:
 def with_article(noun: str) -> str:
     """``"EagleHead"`` -> ``"an EagleHead"``."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
+def how_to_import(source: str) -> str:
+    """What to type where ``source`` may be a head in the form of its authors."""
+    return (
+        "A released EAGLE head or Kangaroo adapter is imported first: python -m drafters.convert "
+        f"{source} --target MODEL --out FOLDER (of Kangaroo with --exit-layer N)"
+    )
 
 
 class _Repr(reprlib.Repr):

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from drafters import TargetModel
-from drafters.export import export
+from drafters.export_run import export
 from eval.engines import EngineEntry, EnginesConfig
 from eval.measure.runner import Limits, Method
 from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method

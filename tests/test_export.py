@@ -1,67 +1,234 @@
-"""Checkpoints in another engine's form."""
+"""Checkpoints in the form of their authors and of other engines."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
 import tiny_run
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig
+from programs import status
+from published import assert_equal, eagle_features, kangaroo_states
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen2Config
 
+import drafters.export
 from drafters import TargetModel
-from drafters.checkpoint import make_config, save_checkpoint
+from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.eagle import EagleHead
-from drafters.export import export, llama_config
+from drafters.export_run import check, export, head_config
+from drafters.kangaroo import KangarooAdapter
+from drafters.model.draft_head import DRAFT_IDS
+
+EXIT = 2
+# What each reader's own loader makes of a head of this width: names, shapes, config.json. From its source, in words.
+WIDE, QUERIES, KEYS, INNER = tiny.HIDDEN_SIZE, 48, 24, 80
+LAYER = {
+    "layers.0.self_attn.q_proj.weight": [QUERIES, WIDE],
+    "layers.0.self_attn.k_proj.weight": [KEYS, WIDE],
+    "layers.0.self_attn.v_proj.weight": [KEYS, WIDE],
+    "layers.0.self_attn.o_proj.weight": [WIDE, QUERIES],
+}
+EAGLE = LAYER | {
+    "fc.weight": [WIDE, 2 * WIDE],
+    "layers.0.mlp.gate_proj.weight": [INNER, WIDE],
+    "layers.0.mlp.up_proj.weight": [INNER, WIDE],
+    "layers.0.mlp.down_proj.weight": [WIDE, INNER],
+    "layers.0.post_attention_layernorm.weight": [WIDE],
+}
+CONTRACTS: dict[str, tuple[dict[str, list[int]], dict[str, Any]]] = {
+    # vLLM: Eagle is put in front of the architecture; "bias" means the attention's. The official code: "bias" is fc's.
+    "vllm": (EAGLE, {"architectures": ["LlamaForCausalLM"], "bias": False}),
+    "official": (EAGLE, {"architectures": ["LlamaForCausalLM"], "bias": False, "rope_scaling": None}),
+    "sglang": (EAGLE | {"fc.bias": [WIDE]}, {"architectures": ["LlamaForCausalLMEagle"], "bias": False}),
+    "kangaroo": (LAYER | {"layers.0.input_layernorm.weight": [WIDE], "norm.weight": [WIDE]}, {"rope_scaling": None}),
+}
 
 
-def save_head(folder: Path, target: TargetModel, method: str = "eagle") -> str:
-    save_checkpoint(folder, EagleHead(target.config), make_config(method, {}, target))
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+def save_target(path: Path, family: str = "llama") -> TargetModel:
+    """A tiny target with heads of the width that Llama's have."""
+    if family == "qwen2":
+        small = tiny.tiny_config("llama", head_dim=12).to_dict()
+        keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        model: Any = tiny.AutoModelForCausalLM.from_config(Qwen2Config(**{key: small[key] for key in keys.split()}))
+    else:
+        model = tiny.build(family, head_dim=12)
+    model.save_pretrained(path)
+    return TargetModel(model, name=str(path))
+
+
+def save_head(folder: Path, target: TargetModel, **options: Any) -> str:
+    """An EAGLE head with weights of its own everywhere; with an exit layer, a Kangaroo adapter."""
+    torch.manual_seed(3)
+    kangaroo = "exit_layer" in options
+    module: nn.Module = (
+        KangarooAdapter(target.config) if kangaroo else EagleHead(target.config, bias=options.get("fc_bias", False))
+    )
+    with torch.no_grad():
+        for value in module.parameters():
+            value += 0.3 * torch.randn_like(value)
+    config = make_config("kangaroo" if kangaroo else "eagle", options, target)
+    save_checkpoint(folder, module, config, dtype=None)
     return str(folder)
 
 
-def test_a_head_becomes_a_llama_of_one_layer(tmp_path: Path) -> None:
+def written(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    file = folder / "model.safetensors"
+    weights = load_file(file) if file.is_file() else torch.load(folder / "pytorch_model.bin", weights_only=True)
+    return json.loads((folder / "config.json").read_text()), weights
+
+
+def exported(form: str, target: TargetModel, folder: Path, **options: Any) -> Path:
+    """A head exported in one of ``CONTRACTS``."""
+    options |= {"exit_layer": EXIT} if form == "kangaroo" else {}
+    head = save_head(folder / "head", target, **options)
+    export(head, "official" if form == "kangaroo" else form, folder / form)
+    return folder / form
+
+
+@pytest.mark.parametrize("form", CONTRACTS)
+def test_the_contract_of_each_reader(form: str, target: TargetModel, tmp_path: Path) -> None:
     """Catches "bias": true, with which vLLM accepts nothing and says nothing; a layer count or a width of the target's;
-    tensors renamed or cast on the way."""
-    target = tiny_run.save_target(tmp_path / "target")
-    head = save_head(tmp_path / "head", target)
-    export(head, "vllm", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    config = LlamaConfig.from_pretrained(tmp_path / "out")
-    assert written["bias"] is False
-    assert written["architectures"] == ["LlamaForCausalLM"]
-    assert config.num_hidden_layers == 1
+    tensors renamed, left out or cast on the way; a file that the official Kangaroo code does not open."""
+    out = exported(form, target, tmp_path)
+    config, weights = written(out)
+    shapes, keys = CONTRACTS[form]
+    assert {name: list(value.shape) for name, value in weights.items()} == shapes
+    assert {key: config[key] for key in keys} == keys
+    read = LlamaConfig.from_pretrained(out)
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_parameters"):
-        assert getattr(config, name) == getattr(target.config, name), name
-    assert (written["rope_theta"], written["rope_scaling"]) == (target.config.rope_parameters["rope_theta"], None)
-    before, after = (load_file(folder / "model.safetensors") for folder in (Path(head), tmp_path / "out"))
-    assert before.keys() == after.keys() == {*EagleHead(target.config).state_dict()}
-    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+        assert getattr(read, name) == getattr(target.config, name), name
+    assert read.num_hidden_layers == 1 and config["rope_theta"] == target.config.rope_parameters["rope_theta"]
+    before = load_checkpoint(tmp_path / "head")[1]
+    assert all(torch.equal(before[name], weights[name]) for name in before)
+    assert not weights.get("fc.bias", torch.zeros(1)).any()
+    readme = (out / "README.md").read_text()
+    command = {"vllm": "vllm serve", "official": "EaModel.from_pretrained", "sglang": "sglang.launch_server"}
+    assert command.get(form, f"--exitlayer {EXIT}") in readme and str(out) in readme and target.name in readme
+    assert check(out, "official" if form == "kangaroo" else form, target.name).endswith(f", for {target.name}")
 
 
-def test_rope_that_old_readers_do_not_know_is_not_told_as_the_default() -> None:
+@pytest.mark.parametrize("fc_bias", [False, True])
+def test_the_published_head_gives_our_features(fc_bias: bool, target: TargetModel, tmp_path: Path) -> None:
+    """Catches a head that trains and exports as something else than EAGLE: other inputs, positions or norms."""
+    weights = written(exported("official", target, tmp_path, fc_bias=fc_bias))[1]
+    assert ("fc.bias" in weights) == fc_bias
+    head = EagleHead(target.config, bias=fc_bias)
+    head.load_state_dict(load_checkpoint(tmp_path / "head")[1])
+    features, embeddings = torch.randn(2, 7, target.hidden_size).unbind()
+    with torch.no_grad():
+        ours = head(features[None], embeddings[None], torch.arange(7)[None])[0]
+    assert_equal(ours, eagle_features(weights, target.config, features, embeddings))
+
+
+def test_the_published_adapter_gives_our_states(target: TargetModel, tmp_path: Path) -> None:
+    """Catches an adapter that is not Kangaroo's: a norm too few, an MLP, other positions."""
+    weights = written(exported("kangaroo", target, tmp_path))[1]
+    adapter = KangarooAdapter(target.config)
+    adapter.load_state_dict(load_checkpoint(tmp_path / "head")[1])
+    states = torch.randn(7, target.hidden_size)
+    with torch.no_grad():
+        ours = adapter(states[None], torch.arange(7)[None])[0]
+    assert_equal(ours, kangaroo_states(weights, target.config, states))
+
+
+def test_a_bias_goes_where_it_is_read(target: TargetModel, tmp_path: Path) -> None:
+    """Catches a bias left out by vLLM in silence, taken for the attention's, or dropped where it is read."""
+    head = save_head(tmp_path / "head", target, fc_bias=True)
+    with pytest.raises(ValueError, match="cannot be exported for vLLM: its fc has no bias: it would leave fc.bias out"):
+        export(head, "vllm", tmp_path / "vllm")
+    assert not (tmp_path / "vllm").exists()
+    bias = load_checkpoint(head)[1]["fc.bias"]
+    for to, said in (("official", True), ("sglang", False)):
+        export(head, to, tmp_path / to)
+        config, weights = written(tmp_path / to)
+        assert config["bias"] is said and torch.equal(weights["fc.bias"], bias)
+        assert "with fc.bias for" in check(tmp_path / to, to)
+    assert written(tmp_path / "official")[0]["architectures"] != ["LlamaForCausalLM"]  # which vLLM would take
+    with pytest.raises(ValueError, match="is not for vLLM: its fc has no bias"):
+        check(tmp_path / "official", "vllm")
+    state = load_checkpoint(head)[1] | {"fc.bias": torch.zeros_like(bias)}
+    save_checkpoint(head, state, load_checkpoint(head)[0])
+    export(head, "vllm", tmp_path / "vllm")  # nothing is lost
+
+
+def test_qwen2_goes_to_sglang(tmp_path: Path) -> None:
+    """Catches the biases of Qwen2's attention lost, or a head that SGLang makes of Llama's layers."""
+    target = save_target(tmp_path / "qwen2", "qwen2")
+    config, weights = written(exported("sglang", target, tmp_path))
+    assert (config["architectures"], config["model_type"]) == (["Qwen2ForCausalLMEagle"], "qwen2")
+    biases = {f"layers.0.self_attn.{name}_proj.bias": [KEYS if name in "kv" else QUERIES] for name in "qkv"}
+    assert {name: list(value.shape) for name, value in weights.items()} == CONTRACTS["sglang"][0] | biases
+    assert check(tmp_path / "sglang", "sglang", target.name)
+    with pytest.raises(ValueError, match="a head for the family 'qwen2'; vLLM gets heads with the layer of llama"):
+        export(str(tmp_path / "head"), "vllm", tmp_path / "out")
+
+
+def test_a_draft_vocabulary_where_it_is_known(
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a pruned vocabulary that is dropped without a word, or an embedding pruned with SGLang's LM head."""
+    head = save_head(tmp_path / "head", target, draft_vocab=4)
+    config, state = load_checkpoint(head)
+    save_checkpoint(head, state | {DRAFT_IDS: torch.tensor([9, 3, 5, 4, 8], dtype=torch.int32)}, config)
+    for to in ("vllm", "sglang"):
+        drafters.export.main([head, "--to", to, "--out", str(tmp_path / to)])
+        assert DRAFT_IDS not in written(tmp_path / to)[1]
+    said = capsys.readouterr().out
+    assert "note: vLLM knows no draft vocabulary" in said and "the one of 4 tokens is left out" in said
+    assert torch.load(tmp_path / "sglang" / "hot_token_ids.pt", weights_only=True) == [9, 3, 5, 4]
+    assert written(tmp_path / "sglang")[0]["tie_word_embeddings"] is False
+    assert "--speculative-token-map" in (tmp_path / "sglang" / "README.md").read_text()
+
+
+def test_rope_that_old_readers_do_not_know_is_not_told_as_the_default(target: TargetModel, tmp_path: Path) -> None:
     """Catches Llama 3.1's scaling dropped for readers of the old keys, which then draft with other positions."""
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    assert "rope_scaling" not in llama_config(LlamaConfig(rope_parameters=rope))
+    turned = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    config = head_config(LlamaConfig(rope_parameters=turned), "vllm", False, torch.float32)
+    assert "rope_scaling" not in config
+    other = tiny.build("llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    other.save_pretrained(tmp_path / "other")
+    head = save_head(tmp_path / "head", TargetModel(other, name=str(tmp_path / "other")), exit_layer=EXIT)
+    with pytest.raises(
+        ValueError, match="its adapter has rope_theta 10000 whatever config.json says, and this one 5000"
+    ):
+        export(head, "official", tmp_path / "out")
 
 
-def test_what_vllm_would_load_wrongly_is_refused(tmp_path: Path) -> None:
+def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path: Path) -> None:
     """Catches heads served beside another target, of another method or family, or with a weight left random."""
-    target = tiny_run.save_target(tmp_path / "target")
     head = save_head(tmp_path / "head", target)
-    torch.manual_seed(1)
-    other = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    other = TargetModel.from_pretrained(target.name, "float32", "cpu")
     other.model.model.norm.weight.mul_(2)
     other.model.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="was trained for .*target.* is another model"):
         export(head, "vllm", tmp_path / "out", str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="of the method 'kangaroo'; vLLM loads EAGLE heads"):
-        export(save_head(tmp_path / "kangaroo", target, "kangaroo"), "vllm", tmp_path / "out")
+    adapter = save_head(tmp_path / "kangaroo", target, exit_layer=EXIT)
+    with pytest.raises(ValueError, match="of the method 'kangaroo'; vLLM loads EAGLE heads, and no other"):
+        export(adapter, "vllm", tmp_path / "out")
+    save_checkpoint(tmp_path / "ffn", {}, make_config("kangaroo", {"exit_layer": EXIT, "ffn": True}, target))
+    with pytest.raises(ValueError, match="has ffn, which the official code does not know"):
+        export(str(tmp_path / "ffn"), "official", tmp_path / "out")
     mistral = tiny_run.save_target(tmp_path / "mistral", "mistral")
     with pytest.raises(ValueError, match="a head for the family 'mistral'"):
         export(save_head(tmp_path / "mistral-head", mistral), "vllm", tmp_path / "out")
-    tokens = make_config("eagle", {"inputs": "token"}, target)
-    save_checkpoint(tmp_path / "tokens", EagleHead(target.config, "token"), tokens)
+    narrow = tiny_run.save_target(tmp_path / "narrow")
+    with pytest.raises(
+        ValueError, match="its heads are hidden_size / num_attention_heads wide, and these are head_dim 16"
+    ):
+        export(save_head(tmp_path / "narrow-head", narrow), "official", tmp_path / "out")
+    save_checkpoint(
+        tmp_path / "tokens", EagleHead(target.config, "token"), make_config("eagle", {"inputs": "token"}, target)
+    )
     with pytest.raises(ValueError, match=r"reads 'token', and vLLM .* train one with inputs=feature\+shifted_token"):
         export(str(tmp_path / "tokens"), "vllm", tmp_path / "out")
     lacking = {name: value for name, value in EagleHead(target.config).state_dict().items() if name != "fc.weight"}
@@ -69,5 +236,64 @@ def test_what_vllm_would_load_wrongly_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="missing weights: fc.weight"):
         export(str(tmp_path / "lacking"), "vllm", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="target is not empty"):
-        export(head, "vllm", tmp_path / "target")
+    with pytest.raises(ValueError, match="is not empty"):
+        export(head, "vllm", Path(target.name))
+
+
+Plant = Callable[[dict[str, Any], dict[str, Tensor]], object]
+QUERY = "layers.0.self_attn.q_proj.weight"
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "bias": (lambda config, weights: config.update(bias=True), "bias is True, and must be false"),
+    "no bias": (lambda config, weights: config.pop("bias"), "bias is absent, and must be false"),
+    "layers": (lambda config, weights: config.update(num_hidden_layers=4), "num_hidden_layers is 4, and a head has 1"),
+    "family": (lambda config, weights: config.update(model_type="mistral"), "model_type is 'mistral', and must be"),
+    "architecture": (lambda config, weights: config.update(architectures=["Llama"]), "architectures is Llama"),
+    "rope": (lambda config, weights: config.pop("rope_theta"), "rope_theta must stand at the top"),
+    "width": (lambda config, weights: config.update(hidden_size="48"), "hidden_size must be a whole number"),
+    "name": (
+        lambda config, weights: weights.update({f"model.{QUERY}": weights.pop(QUERY)}),
+        f"missing tensors: {QUERY} .*unknown tensors: model.{QUERY}",
+    ),
+    "shape": (
+        lambda config, weights: weights.update({QUERY: weights[QUERY][:24].clone()}),
+        r"q_proj.weight is \[24, 48\], and config.json says \[48, 48\]",
+    ),
+    "missing": (lambda config, weights: weights.pop(QUERY), f"missing tensors: {QUERY} .they would be left random"),
+    "NaN": (lambda config, weights: weights[QUERY].view(-1)[7:8].fill_(torch.nan), "q_proj.weight holds NaN"),
+    "dtype": (
+        lambda config, weights: weights.update({QUERY: weights[QUERY].double()}),
+        "the tensors are float32, float64; all must be one of",
+    ),
+    "cast": (
+        lambda config, weights: config.update(dtype="float16"),
+        "the tensors are float32, and .* says dtype 'float16'",
+    ),
+    "target": (lambda config, weights: config["made_from"].update(target_fingerprint="x"), "for another target .fing"),
+    "vocabulary": (lambda config, weights: config.update(vocab_size=98), "vocab_size is 98 in config.json, 97 in the"),
+}
+
+
+@pytest.mark.parametrize("form", CONTRACTS)
+def test_planted_faults_fail_the_check(
+    form: str, target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a check that passes what an engine swallows: each of these drafts nonsense somewhere, without a word."""
+    out = exported(form, target, tmp_path)
+    line = ["--check", str(out), "--target", target.name]
+    for fault, (plant, message) in FAULTS.items():
+        if form == "kangaroo" and fault in ("bias", "no bias", "architecture"):
+            continue  # which its code does not read
+        config, weights = written(out)
+        before, file = {path.name: path.read_bytes() for path in out.iterdir()}, out / "pytorch_model.bin"
+        plant(config, weights)
+        (out / "config.json").write_text(json.dumps(config))
+        if form == "kangaroo":
+            torch.save(weights, file)
+        else:
+            save_file(weights, out / "model.safetensors")
+        assert status(drafters.export.main, *line) == 1, fault
+        assert re.search(message, capsys.readouterr().err), fault
+        for name, content in before.items():
+            (out / name).write_bytes(content)
+    assert status(drafters.export.main, *line) == 0
+    assert capsys.readouterr().out.startswith("OK: ")

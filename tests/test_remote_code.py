@@ -25,6 +25,7 @@ import data_prep.gguf
 import data_prep.inspect
 import data_prep.regenerate
 import data_prep.throughput
+import drafters.convert
 import drafters.export
 import eval.batch_cost
 import eval.engines
@@ -253,7 +254,7 @@ WITHOUT_A_MODEL = {
     "eval/seeds.py",
     "train/summary.py",
 }
-ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/export.py"}  # below
+ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/convert.py", "drafters/export.py"}  # below
 ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
@@ -361,16 +362,22 @@ def test_a_gguf_file_is_read_alone(trap: Trap, said_yes: None, tmp_path: Path) -
     assert not [file for file in (tmp_path / "target").glob("*.json") if "auto_map" in file.read_text()]
 
 
-def test_an_export_runs_no_targets_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+def test_an_export_and_an_import_run_no_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
     """Catches a target's configuration read with its code, of which an export takes the widths."""
-    given = [str(trap.root / "clean-head"), "--engine", "vllm", "--out", str(tmp_path / "out"), "--target"]
+    given = [str(trap.root / "clean-head"), "--to", "vllm", "--out", str(tmp_path / "out"), "--target"]
     target = TargetModel.from_pretrained(str(trap.clean), "float32", "cpu")
     save_checkpoint(given[0], EagleHead(target.config), make_config("eagle", {}, target))
     with pytest.raises(ValueError, match=REFUSED):
         drafters.export.main([*given, str(trap.strange)])
     drafters.export.main([*given, str(trap.known)])
+    exported = tmp_path / "out" / "config.json"
+    assert "auto_map" not in exported.read_text()
+    change(exported, auto_map=MAPS)  # and back: neither what comes beside a released head, nor beside its target
+    again = [str(tmp_path / "out"), "--out", str(tmp_path / "back"), "--target"]
+    with pytest.raises(ValueError, match=REFUSED):
+        drafters.convert.main([*again, str(trap.strange)])
+    drafters.convert.main([*again, str(trap.known)])
     assert not trap.marker.exists()
-    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_a_template_runs_nothing(trap: Trap) -> None:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.checkpoint import WEIGHTS_FILE, load_checkpoint, make_config, save_checkpoint
 from drafters.eagle import EagleHead
-from drafters.export import export
+from drafters.export_run import check, export
 from drafters.head_adapter import load_head
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.draft_head import DRAFT_IDS
@@ -80,7 +80,10 @@ def test_an_adapter_is_trained_and_merged(trained: Any, head: Path, target: Targ
         torch.testing.assert_close(value, drafter.module.state_dict()[name], rtol=1e-5, atol=1e-5)
     drafter.save_pretrained(tmp_path / "whole")
     assert load_drafter(str(tmp_path / "whole"), target).module.fc.weight.dtype == target.dtype
-    export(str(out), "vllm", tmp_path / "vllm")
+    export(str(out), "vllm", tmp_path / "vllm")  # merged
+    assert check(tmp_path / "vllm", "vllm", target.name).endswith(f"float32, for {target.name}")
+    export(str(head), "vllm", tmp_path / "both", adapter=str(out))
+    assert (tmp_path / "both" / WEIGHTS_FILE).read_bytes() == (tmp_path / "vllm" / WEIGHTS_FILE).read_bytes()
     torch.testing.assert_close(
         load_file(tmp_path / "vllm" / "model.safetensors")["fc.weight"], drafter.module.fc.weight
     )

@@ -44,6 +44,7 @@ class EagleConfig(TrainConfig):
     drafter: ClassVar[str] = "eagle"
 
     inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
+    fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
     noise: Noise = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
@@ -57,6 +58,8 @@ class EagleConfig(TrainConfig):
                 f"unroll: {self.unroll} feeds predicted features back, and inputs: token has none; set unroll=1, or "
                 f"inputs={SHIFTED}"
             )
+        if self.fc_bias and self.inputs not in (SHIFTED, UNSHIFTED):
+            raise ValueError(f"fc_bias: true, and a head with inputs: {self.inputs} has no fc; set fc_bias=false")
         return self
 
 
@@ -119,7 +122,8 @@ class EagleTask(Task):
         return 0 if self.config.inputs == UNSHIFTED else 1
 
     def drafter_config(self) -> dict[str, Any]:
-        return {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
+        options: dict[str, Any] = {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
+        return options | ({"fc_bias": True} if self.config.fc_bias else {})
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         from train.losses import regression_sum

@@ -154,11 +154,4 @@ def check_taps(config: TrainConfig, target: str, layers: int) -> None:
 
 def target_identity(config: TrainConfig, ends: FrozenEnds) -> TargetIdentity:
     """What a checkpoint says of the target, which is not in memory."""
-    return TargetIdentity(
-        name=config.target,
-        revision=config.revision,
-        fingerprint=ends.fingerprint,
-        hidden_size=ends.lm_head.in_features,
-        vocab_size=ends.lm_head.out_features,
-        num_hidden_layers=ends.config.num_hidden_layers,
-    )
+    return ends.identity(config.target, config.revision)

@@ -137,12 +137,13 @@ class Task(ABC):
                 f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
                 f"{self.config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
             )
-        theirs, ours = (config.get("inputs") for config in (found["drafter"], self.drafter_config()))
-        if theirs != ours:  # weights of the same shapes, perhaps
-            raise ValueError(
-                f"init_from: the head in {checkpoint} has inputs: {theirs or 'the default'}, and this trains one with "
-                f"inputs: {ours or 'the default'}; set the same, or another init_from"
-            )
+        for key in ("inputs", "fc_bias"):
+            theirs, ours = (config.get(key) for config in (found["drafter"], self.drafter_config()))
+            if theirs != ours:  # weights of the same shapes, perhaps
+                raise ValueError(
+                    f"init_from: the head in {checkpoint} has {key}: {theirs or 'the default'}, and this trains one "
+                    f"with {key}: {ours or 'the default'}; set the same, or another init_from"
+                )
         ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
         if self.config.lora is None:
             load_state(self.drafting_module, weights, source)

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from drafters.checkpoint import TargetIdentity
 from drafters.paths import readable
 
 from .files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype, weight_map
@@ -30,6 +31,18 @@ class FrozenEnds:
         """Move the embedding and the LM head to ``device``, in place."""
         self.embed.to(device)
         self.lm_head.to(device)
+
+    def identity(self, name: str, revision: str | None = None) -> TargetIdentity:
+        """What a checkpoint says of the target, which was read from ``name``."""
+        vocab_size, hidden_size = self.lm_head.weight.shape
+        return TargetIdentity(
+            name=name,
+            revision=revision,
+            fingerprint=self.fingerprint,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            num_hidden_layers=self.config.num_hidden_layers,
+        )
 
 
 def load_frozen_ends(

@@ -1,0 +1,45 @@
+"""A released drafter, in the form of its authors, as a checkpoint of this toolkit: the way back of ``drafters.export``.
+
+    python -m drafters.convert SOURCE --target MODEL --out FOLDER [--revision R] [--exit-layer N]
+
+SOURCE is a folder or Hub repository with config.json and model.safetensors (or pytorch_model.bin, of which tensors
+alone are read): an EAGLE or EAGLE-2 head, or a Kangaroo adapter, whose exit layer no file of its authors tells. FOLDER
+loads by `load_drafter`, trains further (init_from), and is published like any other.
+"""
+
+from pathlib import Path
+
+from drafters.export import check_out, read_config
+from drafters.paths import check_model
+from drafters.program import CommandLine, command, keeping, positive, run_program
+
+LOADS_AS_IT_IS = "load_drafter reads it as it is"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Import a released checkpoint."""
+    parser = CommandLine("drafters.convert", __doc__)
+    parser.add_argument("source", help="folder or Hub repository of the released head")
+    parser.add_argument("--target", required=True, help="folder or Hub repository of the model that it was trained for")
+    parser.add_argument("--target-revision", help="of a target on the Hub")
+    parser.add_argument("--out", required=True, type=Path, help="new folder")
+    parser.add_argument("--revision", help="of a source on the Hub")
+    parser.add_argument("--exit-layer", type=positive, help="of a Kangaroo adapter: layers of the target before it")
+    given = parser.parse(arguments)
+    check_out(given.out)
+    check_model(given.source, "source", given.revision)
+    check_model(given.target, "--target", given.target_revision)
+    if Path(given.source).is_dir():
+        read_config(Path(given.source), given.source, LOADS_AS_IT_IS)
+    from drafters.convert_run import convert
+
+    with keeping(lambda: f"nothing was written; to start again: {command()}"):
+        for notice in convert(
+            given.source, given.target, given.out, given.exit_layer, given.revision, given.target_revision
+        ):
+            print(f"note: {notice}")
+    print(given.out)
+
+
+if __name__ == "__main__":
+    run_program(main)

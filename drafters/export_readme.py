@@ -1,0 +1,96 @@
+"""README.md of an exported head: what it is, and how it is served."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .released import HOT_TOKENS, MADE_FROM, PICKLED_FILE, is_eagle, why_not
+from .wording import dtype_name
+
+STEPS = 5  # tokens a draft in what is shown
+
+
+class Exported(NamedTuple):
+    """What was exported: ``checkpoint``, for ``target``, for the reader ``to``, into ``out``.
+
+    ``hot``: the draft vocabulary, where the drafter has one.
+    """
+
+    checkpoint: str
+    target: str
+    to: str
+    out: Path
+    hot: Tensor | None
+
+
+def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported) -> str:
+    """The text for a head with this ``config.json`` and these ``weights``."""
+    made, eagle, fc_bias = config[MADE_FROM], is_eagle(weights), "fc.bias" in weights
+    count, kind = sum(value.numel() for value in weights.values()), "an EAGLE head" if eagle else "a Kangaroo adapter"
+    revision = f" at revision `{made['target_revision']}`" if made["target_revision"] else ""
+    sections = [
+        f"# {made['drafter']}: {kind} for {made['target']}",
+        f"{count:,} weights in {dtype_name(next(iter(weights.values())).dtype)}, made by\n\n```sh\n"
+        f"python -m drafters.export {given.checkpoint} --to {given.to} --out {given.out}\n"
+        f"python -m drafters.export --check {given.out} --target {given.target}   # before it is served\n```\n\n"
+        f"It is for the target `{given.target}`{revision} (fingerprint `{made['target_fingerprint']}`) alone: beside "
+        "another, nothing that it drafts is accepted, and nobody says so.",
+    ]
+    if given.to == "sglang":
+        return "\n\n".join([*sections, _sglang(given)]) + "\n"
+    if given.hot is not None:
+        sections[-1] += (
+            f"\n\nThe drafter drafts with the {len(given.hot):,} most frequent tokens. That list is left out here: who "
+            "reads this folder knows none, and drafts with the whole vocabulary, which takes longer."
+        )
+    if not eagle:
+        return "\n\n".join([*sections, _kangaroo(given, made["exit_layer"])]) + "\n"
+    if why_not("vllm", config, eagle, fc_bias) is None:
+        sections.append(_vllm(given))
+    if why_not("official", config, eagle, fc_bias) is None:
+        sections.append(_official(given))
+    return "\n\n".join(sections) + "\n"
+
+
+def _vllm(given: Exported) -> str:
+    said = json.dumps({"method": "eagle", "model": str(given.out), "num_speculative_tokens": STEPS})
+    return (
+        f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{said}'\n```\n\n"
+        "It drafts chains: a tree's gain is not to be had there."
+    )
+
+
+def _sglang(given: Exported) -> str:
+    lines = [
+        f"python -m sglang.launch_server --model-path {given.target}",
+        f"    --speculative-algorithm EAGLE --speculative-draft-model-path {given.out}",
+        f"    --speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
+    ]
+    lines += [] if given.hot is None else [f"    --speculative-token-map {given.out / HOT_TOKENS}"]
+    text = "## SGLang\n\n```sh\n" + " \\\n".join(lines) + "\n```"
+    if given.hot is not None:
+        text += f"\n\n`{HOT_TOKENS}` lists the {len(given.hot):,} tokens that it drafts with."
+    return text
+
+
+def _official(given: Exported) -> str:
+    return (
+        "## The official EAGLE code\n\n```python\nfrom eagle.model.ea_model import EaModel\n\n"
+        f"model = EaModel.from_pretrained(\n    base_model_path={given.target!r}, ea_model_path={str(given.out)!r}, "
+        "use_eagle3=False\n)\n```\n\nIt takes the embedding from a target whose weights are in several files (with an "
+        "index), and fails for one of a single file."
+    )
+
+
+def _kangaroo(given: Exported, exit_layer: int) -> str:
+    return (
+        "## The official Kangaroo code\n\n```sh\npython -m evaluation.inference_kangaroo "
+        f"--model-path {given.target} --adapter-path {given.out} \\\n    --exitlayer {exit_layer} --threshold 0.6 "
+        "--steps 6 --dtype float16 --bench-name Kangaroo --model-id kangaroo\n```\n\n"
+        f"The adapter was trained behind layer {exit_layer}: with another number it drafts nonsense. The code "
+        f"reads `{PICKLED_FILE}` alone (here plain tensors, which load with `weights_only=True`), and the LM head of a "
+        f"target whose weights are in several such files."
+    )
