@@ -22,6 +22,7 @@ class RestOptions(Config):
     the paper's. ``depth``: most tokens of a continuation. ``nodes``: the tree is of so many, the most frequent;
     auto: of at most 64, as many as pay on this machine by how often copies after such a match are right.
     ``places``: where the match stands at more places, so many of them, evenly spread, are looked at.
+    ``chain``: one path in the place of a tree.
     """
 
     datastore: str
@@ -30,6 +31,7 @@ class RestOptions(Config):
     depth: int = Field(10, ge=1)
     nodes: Annotated[int, Field(ge=1)] | Literal["auto"] = MOST_NODES
     places: int = Field(64, ge=1)
+    chain: bool = False
 
 
 class RestDrafter(Retrieval):
@@ -44,7 +46,7 @@ class RestDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: RestOptions) -> None:
         super().__init__(target, options)
-        self.depth, self.places = options.depth, options.places
+        self.depth, self.places, self.chain = options.depth, options.places, options.chain
         self.weighing = Weighing(target) if options.nodes == "auto" else None
         self.nodes = MOST_NODES if options.nodes == "auto" else options.nodes
         self.remembers = self.weighing is not None
@@ -72,4 +74,4 @@ class RestDrafter(Retrieval):
                     going[text[size]].append(text)
             return [Next(token, len(some), 0, (size + 1, some)) for token, some in going.items()]
 
-        return likeliest_tree(after, (0, texts), match, self.nodes, 0.0, state.eos)[1]
+        return likeliest_tree(after, (0, texts), match, self.nodes, 0.0, state.eos, self.chain)[1]

@@ -20,6 +20,7 @@ class SuffixOptions(Config):
     """``alpha``: nodes of a draft for each token of the match; ``nodes``: at most so many; auto: at most
     24, as many as pay on this machine by how often copies after such a match are right.
     ``chance``: a node that follows less often than that, its ancestors' shares included, is not drafted.
+    ``chain``: one path in the place of a tree.
     ``memory``: tokens of past answers that are remembered, about 0.6 kB each; when there are more, the older half is
     forgotten. 0: none.
     """
@@ -27,6 +28,7 @@ class SuffixOptions(Config):
     alpha: float = Field(2.0, gt=0.0)
     nodes: Annotated[int, Field(ge=1)] | Literal["auto"] = MOST_NODES
     chance: float = Field(0.1, ge=0.0, lt=1.0)
+    chain: bool = False
     memory: int = Field(32768, ge=0)
 
 
@@ -63,7 +65,7 @@ class SuffixDrafter(Retrieval):
 
     def __init__(self, target: TargetModel, options: SuffixOptions) -> None:
         super().__init__(target, options)
-        self.alpha, self.chance, self.memory = options.alpha, options.chance, options.memory
+        self.alpha, self.chance, self.chain, self.memory = options.alpha, options.chance, options.chain, options.memory
         self.weighing = Weighing(target) if options.nodes == "auto" else None
         self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes
         self.remembers = self.memory > 0 or self.weighing is not None
@@ -116,7 +118,7 @@ class SuffixDrafter(Retrieval):
                 return []
             return [Next(token, seen.count[to], -seen.seen[to], to) for token, to in seen.follow[at].items()]
 
-        return _Guess(*likeliest_tree(after, at, match, most, self.chance, state.eos))
+        return _Guess(*likeliest_tree(after, at, match, most, self.chance, state.eos, self.chain))
 
     def _remember(self, answer: list[int]) -> None:
         if not (answer and self.memory):

@@ -8,7 +8,7 @@ that is not installed is left out, and one that crashes has no figures: the repo
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,7 @@ from eval.speed import SpeedConfig, add_suite, load
 from eval.speed import check as check_speed
 
 PYTHONS = {"vllm": Path(".venv-vllm/bin/python"), "llama_cpp": Path(".venv-llama/bin/python")}
-NEEDS = {"draft_model": "draft_model", "eagle": "checkpoint"}  # the key that a method cannot do without
+NEEDS = {"draft_model": "draft_model", "eagle": "checkpoint", "ours": "ours"}  # the key that a method cannot do without
 
 
 class EngineEntry(Config):
@@ -28,12 +28,15 @@ class EngineEntry(Config):
 
     label: str = Field(description="its name in the report, where engine and version are added")
     engine: Literal["vllm", "llama_cpp"]
-    method: Literal["plain", "prompt_lookup", "draft_model", "eagle"] = "plain"
+    method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "ours"] = "plain"
     gamma: int = Field(5, ge=1, description="tokens drafted a step")
     min_ngram: int = Field(1, ge=1, description="of prompt lookup; llama.cpp always begins with one")
     max_ngram: int = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository of method draft_model")
     checkpoint: str | None = Field(None, description="folder of our EAGLE head; exported first")
+    ours: dict[str, Any] | None = Field(
+        None, description="of method ours: drafter and options of what runs inside vLLM, see drafters/vllm_proposer.py"
+    )
     gguf: Path | None = Field(None, description="llama.cpp's model: the target as a GGUF file")
     gguf_type: Literal["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"] | None = Field(
         None, description="llama.cpp converts the file to it first; None: as it is"

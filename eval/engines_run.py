@@ -95,7 +95,7 @@ class Engines:
             drafter = str(folder)  # of the same name every time: by it vLLM knows what it has compiled
         return {
             **entry.model_dump(
-                mode="json", include={"method", "gamma", "min_ngram", "max_ngram", "gguf_type", "repack"}
+                mode="json", include={"method", "gamma", "min_ngram", "max_ngram", "ours", "gguf_type", "repack"}
             ),
             "target": _absolute(chosen.path),
             "revision": chosen.revision,

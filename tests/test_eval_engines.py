@@ -21,6 +21,7 @@ import eval.engine_workers
 import eval.engines
 from drafters.checkpoint import make_config, save_checkpoint
 from drafters.eagle import EagleHead
+from drafters.vllm_proposer import Proposer
 from eval.engine_workers.vllm_worker import speculation
 from eval.engines import PYTHONS, EngineEntry
 from eval.measure.runner import Limits
@@ -200,6 +201,8 @@ def test_methods_have_vllms_names() -> None:
     eagle = {"method": "eagle", "num_speculative_tokens": 4, "model": "folder"}
     assert speculation(job | {"method": "eagle"}) == eagle
     assert speculation(job | {"method": "draft_model"}) == eagle | {"method": "draft_model"}
+    inside = eagle | {"method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__qualname__}"}
+    assert speculation(job | {"method": "ours"}) == inside
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,7 @@ def test_methods_have_vllms_names() -> None:
     [
         ({"engine": "vllm", "method": "eagle"}, "checkpoint and method eagle go together"),
         ({"engine": "vllm", "draft_model": "x"}, "draft_model and method draft_model go together; method is plain"),
+        ({"engine": "vllm", "method": "ours"}, "ours and method ours go together; method is ours"),
         ({"engine": "llama_cpp"}, "llama_cpp takes gguf and method plain or prompt_lookup"),
         ({"engine": "vllm", "gguf": "x.gguf"}, "gguf, gguf_type and repack are llama_cpp's; vllm loads the target"),
         ({"engine": "vllm", "repack": False}, "gguf, gguf_type and repack are llama_cpp's"),

@@ -255,6 +255,7 @@ def test_every_figure_of_the_steps_by_hand() -> None:
     ]
     assert acceptance(runs, set()) == {
         "tau": pytest.approx(6 / 4),  # of forwards, not of steps
+        "tau_ci": (pytest.approx(4 / 3), pytest.approx(2)),  # of prompts drawn anew: twice the one, twice the other
         "tau_by_prompt": pytest.approx((4 / 3 + 2) / 2),  # a long answer counts as a short one
         "tau_without_loops": pytest.approx(6 / 4),
         "ctar": [pytest.approx(2 / 3), pytest.approx(1 / 3)],  # more than 1, more than 2 tokens

@@ -109,6 +109,13 @@ def test_the_ends_of_a_draft() -> None:
     assert {3, 4, 5, 6, 7, 1} <= set(found(many, alpha=40.0, chance=0.15, nodes=40).tokens)
 
 
+def test_a_chain_by_hand() -> None:
+    """Catches siblings in what is to be one path, and one that is cut where its tree would branch."""
+    many = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 6, 7, 9, 1, 2]
+    assert found(many, alpha=2.0, chance=0.0, chain=True)[:2] == ([6, 7, 9, 1, 2, 6], [-1, 0, 1, 2, 3, 4])
+    assert found(many[:2] + many[5:], alpha=2.0, chain=True, nodes=3).tokens == [6, 7, 9]
+
+
 def reference(text: list[int]) -> tuple[float, bool]:
     """The best score of any end of the text by looking at every place, and whether a tree came to the text's end."""
 

@@ -6,6 +6,7 @@ Minutes on a busy machine: vLLM binds its threads to cores and compiles the mode
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,31 +23,54 @@ QUESTIONS = ("What is {} for?", "Show me an example of {}.", "Which arguments do
 NAMES = ("os.path.join", "collections.deque", "json.dumps", "asyncio.gather", "pathlib.Path.glob", "re.compile")
 
 
-def test_the_acceptance_trained_is_the_acceptance_served(tmp_path: Path) -> None:
-    """Catches an export that vLLM loads without a word and drafts nonsense with, and acceptance counted otherwise."""
+def measured(folder: Path, drafters: list[dict[str, Any]], engines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report on 16 questions; ``outputs`` of it: of each row, the tokens by prompt."""
     questions = [sharegpt(text.format(name), "w") for name in NAMES for text in QUESTIONS]
-    head = str(ROOT / "checkpoints" / "stdlib-eagle")
     config = {
         "target": {"path": str(ROOT / "checkpoints" / "stdlib-target"), "dtype": "float32", "device": "cpu"},
-        "prompts": {"file": str(write(tmp_path / "prompts.jsonl", questions)), "count": 16},
-        "drafters": [{"label": "ours", "drafter": "eagle", "checkpoint": head, "tree": "chain", "depth": 5}],
-        "engines": [
-            {"label": "theirs", "engine": "vllm", "method": "eagle", "checkpoint": head, "gamma": 5}
-            | {"python": str(PYTHON), "beside": "ours"}
-        ],
+        "prompts": {"file": str(write(folder / "prompts.jsonl", questions)), "count": 16},
+        "drafters": drafters,
+        "engines": [{"engine": "vllm", "python": str(PYTHON)} | engine for engine in engines],
         "stock_generate": False,
         "temperatures": [0.0],
         "max_new_tokens": 96,
         "warmup": 1,
-        "out": str(tmp_path / "out"),
+        "out": str(folder / "out"),
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert status(eval.engines.main, "--config", tmp_path / "run.yaml") == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    assert status(eval.engines.main, "--config", folder / "run.yaml") == 0
+    report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
     assert not report["environment"]["engines_left_out"]
+    lines = [json.loads(line) for line in (folder / "out" / "measurements.jsonl").read_text().splitlines()[1:]]
+    report["outputs"] = {row["drafter"]: {} for row in report["rows"]}
+    for line in lines:
+        report["outputs"][line["method"]][line["prompt"]] = line["tokens"]
+    return report
+
+
+def test_the_acceptance_trained_is_the_acceptance_served(tmp_path: Path) -> None:
+    """Catches an export that vLLM loads without a word and drafts nonsense with, and acceptance counted otherwise."""
+    head = str(ROOT / "checkpoints" / "stdlib-eagle")
+    drafters = [{"label": "ours", "drafter": "eagle", "checkpoint": head, "tree": "chain", "depth": 5}]
+    engines = [{"label": "theirs", "method": "eagle", "checkpoint": head, "gamma": 5, "beside": "ours"}]
+    report = measured(tmp_path, drafters, engines)
     _, ours, theirs = report["rows"]
     apart = differences(ours, theirs)
     assert len(apart) == 5
     assert max(map(abs, apart)) < 3.5, apart
     assert theirs["tau"] == pytest.approx(ours["tau"], rel=0.05)
     assert ours["tau"] > 1.8  # so that there is something to compare
+
+
+def test_what_copies_runs_inside_vllm(tmp_path: Path) -> None:
+    """Catches a proposer that vLLM cannot import or drives otherwise, drafts that change its tokens, and drafts that
+    are not our loop's: their acceptance would differ."""
+    options = {"drafter": "suffix", "nodes": 8, "alpha": 2.0, "memory": 0}
+    drafters = [{"label": "ours", "chain": True, **options}]
+    inside = {"label": "inside", "method": "ours", "gamma": 8, "ours": options, "beside": "ours"}
+    report = measured(tmp_path, drafters, [{"label": "plain there"}, inside])
+    assert report["outputs"]["inside"] == report["outputs"]["plain there"]
+    _, ours, _, theirs = report["rows"]
+    assert max(map(abs, differences(ours, theirs))) < 3.5
+    assert theirs["tau"] == pytest.approx(ours["tau"], rel=0.03)
+    assert ours["tau"] > 1.3

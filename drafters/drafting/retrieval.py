@@ -61,12 +61,18 @@ class Next(NamedTuple):
 
 
 def likeliest_tree(
-    after: Callable[[Any], Iterable[Next]], at: Any, match: int, most: int, least: float, stop: frozenset[int]
+    after: Callable[[Any], Iterable[Next]],
+    at: Any,
+    match: int,
+    most: int,
+    least: float,
+    stop: frozenset[int],
+    chain: bool = False,
 ) -> tuple[float, Found]:
     """The tree of at most ``most`` nodes after a match, the likeliest node first, and the sum of their chances.
 
     A node's chance, ``least`` or more, is its parent's times the share of the places at which it follows. Nothing comes
-    behind a token in ``stop`` (EOS).
+    behind a token in ``stop`` (EOS). ``chain``: one path, of which each node is the likeliest after the one before.
     """
     found, score = Found([], [], [], match), 0.0
     heap: list[tuple[float, int, int, int, Next, float]] = []
@@ -86,6 +92,8 @@ def likeliest_tree(
         found.parents.append(its_parent)
         found.claims.append(claim)
         parent, above, at, score = len(found.tokens) - 1, -negative, best.at, score - negative
+        if chain:
+            heap.clear()  # its siblings
     return score, found
 
 

@@ -107,8 +107,8 @@ def _interval(samples: np.ndarray) -> tuple[float, float]:
 
 
 def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
-    """tau over all steps, as the mean of the prompts' own, and over all steps without the prompts of ``looping``
-    (indices of these runs' loops), CTAR(1..), n-alpha and joint acceptance by depth.
+    """tau over all steps with its 95% interval, as the mean of the prompts' own, and over all steps without the prompts
+    of ``looping`` (indices of these runs' loops), CTAR(1..), n-alpha and joint acceptance by depth.
 
     All None for stock generate, which tells no steps.
     """
@@ -123,6 +123,7 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
         joint.append(rate)
     figures = {
         "tau": trace.tau,
+        "tau_ci": _tau_interval(runs),
         "tau_by_prompt": _mean([run.trace.tau for run in runs if run.trace is not None and run.trace.steps]),
         "tau_without_loops": rest.tau if rest.steps else None,
         "ctar": [trace.ctar(w) for w in range(1, max(longest, 2))],
@@ -133,6 +134,17 @@ def acceptance(runs: Sequence[Run], looping: set[int]) -> dict[str, Any]:
         "drafted_per_step": _mean([step.drafted for step in trace.steps]),
     }
     return dict.fromkeys(figures) if any(run.trace is None for run in runs) else figures
+
+
+def _tau_interval(runs: Sequence[Run], seed: int = 0) -> tuple[float, float] | None:
+    """The bootstrap's, which draws prompts with replacement; None below two of them with steps."""
+    traces = [run.trace for run in runs if run.trace is not None and run.trace.steps]
+    if len(traces) < 2:
+        return None
+    committed = np.array([sum(step.committed for step in trace.steps) for trace in traces])
+    forwards = np.array([sum(step.forwards for step in trace.steps) for trace in traces])
+    drawn = np.random.default_rng(seed).integers(len(traces), size=(BOOTSTRAP_SAMPLES, len(traces)))
+    return _interval(committed[drawn].sum(1) / forwards[drawn].sum(1))
 
 
 def expected(runs: Sequence[Run]) -> dict[str, Any]:

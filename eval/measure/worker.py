@@ -54,7 +54,7 @@ class Worker:
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        # Nothing of this environment's: the workers import the standard library and the engine alone.
+        # Of this environment's no library: its own ones stand beside the engine, and this project's are the checkout's.
         path = os.pathsep.join([str(Path(self._words[0]).absolute().parent), os.environ.get("PATH", "")])
         env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "PYTHONNOUSERSITE": "1"}
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ Row = dict[str, Any]
 ABOUT = """\
 Of the steps that came to a depth with everything accepted, the share that accepted the next token, too (n-alpha). One
 checkpoint has one acceptance, whatever serves it: differences are in standard errors of two such shares, and mean
-something from 3 on."""
+something from 3 on. Intervals are of 95%: of a share by its steps, of tau by the bootstrap over prompts."""
 
 DEFINITIONS = """\
 - **tau**: tokens committed over target forwards, over all steps of all prompts (micro); *by prompt*: the mean of the
@@ -53,8 +53,12 @@ def acceptance_beside(rows: list[Row]) -> list[list[list[str]]]:
         depths = range(min(len(row["n_alpha"]), len(ours[0]["n_alpha"])))
         lines = [[f"T = {row['temperature']:g}", "steps", "tau", *(f"depth {depth + 1}" for depth in depths)]]
         for each in (ours[0], row):
-            shares = [number(each["n_alpha"][depth], 3) for depth in depths]
-            lines.append([shown_name(each), f"{each['steps']:,}", number(each["tau"], 3), *shares])
+            reached = _reached(each)
+            shares = [
+                f"{share:.3f} ± {1.96 * math.sqrt(_variance(share, n)):.3f}" for share, n in reached[: len(depths)]
+            ]
+            tau = number(each["tau"], 3) + (" [{:.3f}, {:.3f}]".format(*each["tau_ci"]) if each.get("tau_ci") else "")
+            lines.append([shown_name(each), f"{each['steps']:,}", tau, *shares])
         apart = [f"{value:+.1f}" for value in differences(ours[0], row)]
         found.append([*lines, ["difference, in standard errors", "", "", *apart]])
     return found
