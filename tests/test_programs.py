@@ -64,6 +64,14 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ),
         (["patience=0"], "patience: .*greater than 0"),
     ],
+    "drafters.chat": [
+        (["--target", "./none", "--drafter", "none"], NO_FOLDER),
+        (["--target", TARGET, "--drafter", "./none"], NO_FOLDER),
+        (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
+        (["--target", TARGET, "--drafter", "none", "--compare"], "--drafter none is that: leave one of them out"),
+        (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "nodes"], "is not of the form key=value"),
+    ],
     "drafters.publish": [
         (["./none", "user/d"], "no folder none; save the drafter first"),
         (["checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),

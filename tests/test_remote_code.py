@@ -25,6 +25,7 @@ import data_prep.gguf
 import data_prep.inspect
 import data_prep.regenerate
 import data_prep.throughput
+import drafters.chat
 import drafters.convert
 import drafters.export
 import eval.batch_cost
@@ -255,6 +256,7 @@ WITHOUT_A_MODEL = {
     "train/summary.py",
 }
 ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/convert.py", "drafters/export.py"}  # below
+ELSEWHERE |= {"drafters/chat.py"}
 ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
@@ -377,6 +379,16 @@ def test_an_export_and_an_import_run_no_code(trap: Trap, said_yes: None, tmp_pat
     with pytest.raises(ValueError, match=REFUSED):
         drafters.convert.main([*again, str(trap.strange)])
     drafters.convert.main([*again, str(trap.known)])
+    assert not trap.marker.exists()
+
+
+def test_a_chat_runs_no_code(trap: Trap, said_yes: None) -> None:
+    """Catches a conversation with a model, or through a draft model, that brings code of its own."""
+    with pytest.raises(ValueError, match=REFUSED):
+        drafters.chat.main(["--target", str(trap.strange), "--drafter", "none"])
+    given = ["--target", str(trap.clean), "--drafter", "speculative", f"draft_model={trap.strange}"]
+    with pytest.raises(ValueError, match=REFUSED):
+        drafters.chat.main(given)
     assert not trap.marker.exists()
 
 

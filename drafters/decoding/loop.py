@@ -155,6 +155,7 @@ def generate(
     seed: int = 0,
     on_tokens: Callable[[int, list[int]], None] | None = None,
     control: Control | None = None,
+    trace: Trace | None = None,
 ) -> GenerateResult:
     """Continue prompts with a target accelerated by a drafter.
 
@@ -166,6 +167,8 @@ def generate(
         seed: of the one generator that all random numbers come from.
         on_tokens: called with (row, new ids) as soon as they are committed, for streaming.
         control: logits processors and stopping criteria; where it alters scores, the options above are for drafting.
+        trace: an empty one, that gets its steps before ``on_tokens`` hears of their tokens; its times are read at the
+            end. None: the result's own.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
@@ -182,7 +185,8 @@ def generate(
     eos = eos_ids(target, eos_token_id)
     state = DecodeState.of(target, prompts, capacity, max_new_tokens, sampling, generator, eos)
     state.control = control
-    trace, rule = Trace(), ByText(state) if control is not None and control.alters else drafter.rule(sampling)
+    trace = Trace() if trace is None else trace
+    rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)
     # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
     start(state, drafter)

@@ -1,0 +1,85 @@
+"""Talk to a target with a drafter, and see which tokens were drafted.
+
+    python -m drafters.chat --target T --drafter D [--compare] [key=value ...]
+
+D is a trained drafter's folder or Hub repository, a method that needs no training (``prompt_lookup``, ``suffix``, ...)
+or ``none``. ``key=value`` are the drafter's options: tree=auto draft_vocab=8192; for a hybrid head.drafter=eagle
+head.checkpoint=F head.tree=auto. Drafted tokens that were accepted are coloured, each drafter's in its own colour;
+after each answer come tau and tokens/s. --compare has plain decoding answer the same. Ctrl-C stops an answer, /reset
+begins a new conversation, /quit or Ctrl-D ends.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ConfigDict
+
+from drafters.choices import Dtype, Quantization
+from drafters.config import Config, from_overrides
+from drafters.methods import check_method, method_names
+from drafters.paths import check_model
+from drafters.program import CommandLine, positive, run_program
+
+NONE = "none"
+
+
+class Options(Config):
+    """Of whichever drafter it is; the drafter checks them."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+def temperature(text: str) -> float:
+    """The type of --temperature."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, found {text!r}")
+    return value
+
+
+def is_method(drafter: str) -> bool:
+    """Whether --drafter names a method; else it names a trained drafter.
+
+    Raises:
+        ValueError: it can be neither.
+    """
+    if drafter == NONE or drafter in method_names():
+        return True
+    if "/" not in drafter and not Path(drafter).is_dir():
+        check_method(drafter)
+    return False
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Hold a conversation on this terminal, or with what is piped in."""
+    parser = CommandLine("drafters.chat", __doc__, overrides="gamma=4")
+    parser.add_argument("--target", required=True, help="folder or Hub repository, with its tokenizer")
+    parser.add_argument("--drafter", required=True, help="a folder, a Hub repository, a method's name, or none")
+    parser.add_argument("--compare", action="store_true", help="answer with plain decoding, too")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default 512")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="default bfloat16")
+    parser.add_argument("--quantize", choices=get_args(Quantization), help="the target's layers")
+    parser.add_argument("--system", help="a message that stands before the conversation")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling; default 0")
+    given = parser.parse(arguments)
+    method = is_method(given.drafter)
+    options: dict[str, Any] = from_overrides(Options, given.overrides).model_dump()
+    check_model(given.target, "--target")
+    if not method:
+        check_model(given.drafter, "--drafter", options.get("revision"))
+    if given.drafter == NONE and given.compare:
+        raise ValueError("--compare decodes without a drafter, too, and --drafter none is that: leave one of them out")
+
+    from drafters.chat_run import run
+
+    run(given, method, options)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,118 @@
+"""drafters.chat, with what is piped in: what it prints, forgets and survives."""
+
+import io
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import drafters.chat
+from drafters.chat_run import Answer
+
+Talk = Callable[..., str]
+
+
+@pytest.fixture
+def talk(target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """``talk(lines, *arguments)``: what a conversation prints, in float32."""
+
+    def hold(lines: str, *more: str, drafter: str = "speculative") -> str:
+        if drafter == "speculative":  # by the target itself: whatever it drafts is accepted
+            more = (*more, f"draft_model={target_folder}", "gamma=3")
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        given = ["--target", str(target_folder), "--drafter", drafter, "--dtype", "float32"]
+        drafters.chat.main([*given, "--max-new-tokens", "40", *more])
+        return capsys.readouterr().out
+
+    return hold
+
+
+def test_a_conversation_beside_plain_decoding(talk: Talk) -> None:
+    """Catches an answer that is not plain decoding's, commands taken for questions, and codes of colours in a pipe."""
+    said = talk("What is 2+2?\n\n/rest\nAnd 2+3?\n/reset\nWhat is 2+2?\n/quit\nnever\n", "--compare")
+    assert said.count("times as fast, the same tokens]") == 3
+    assert "no command /rest: /reset begins" in said
+    assert "never" not in said
+    assert "\x1b" not in said
+    first, second, third = re.findall(r"> (?:What is 2\+2\?|And 2\+3\?)\n(.*?)\n\[\d+ tokens, tau (.*?),", said, re.S)
+    assert first[0] == third[0] != second[0]  # /reset forgets
+    assert float(first[1]) > 3
+
+
+def test_accepted_drafts_have_their_drafters_colour(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the target's own tokens in a drafter's colour, and a share that is not theirs."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    said = talk("What is 2+2?\n")
+    answer = said.split("What is 2+2?")[1].split("[2m[40 tokens")[0]
+    drafted = "".join(re.findall("\x1b\\[32m(.*?)\x1b\\[0m", answer, re.DOTALL))
+    share = re.search("speculative (\\d+)%", said)
+    assert share
+    assert 65 < int(share[1]) < 80  # three of a step's four tokens; the first of all is the prefill's
+    whole = re.sub("\x1b\\[[0-9;]*m?", "", answer).strip()
+    assert 0 < len(drafted) < len(whole)
+    assert abs(len(drafted) / len(whole) - int(share[1]) / 100) < 0.3  # characters, not tokens
+
+
+def test_the_oldest_turns_are_forgotten_in_a_full_context(talk: Talk) -> None:
+    """Catches a conversation that ends in an error once it is long, and a question too long that ends the program."""
+    said = talk("Hello! How are you?\n" * 8 + "#7;" * 120 + "\nHello!\n")
+    assert "the oldest turn was forgotten" in said
+    assert re.search(
+        r"\[[\d,]+ tokens, and beside --max-new-tokens 40 the context has room for 216: ask for less\]", said
+    )
+    assert said.count("tokens/s") == 9
+
+
+def test_ctrl_c_stops_the_answer_alone(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a program that ends with the answer, and an answer that goes on."""
+    write = Answer.write
+
+    def interrupted(answer: Answer, row: int, new: list[int]) -> None:
+        if len(answer.ids) > 5 and not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        write(answer, row, new)
+
+    pressed: list[bool] = []
+    monkeypatch.setattr(Answer, "write", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    said = talk("What is 2+2?\nAnd 2+3?\n", "--compare")
+    stopped, rest = said.split("; stopped]\n")
+    assert int(re.findall(r"\[(\d+) tokens", stopped)[0]) < 40
+    assert "plain decoding" not in stopped
+    assert "times as fast" in rest
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_at_the_prompt_ends_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches Ctrl-C that ends the program where a line was half typed."""
+
+    class Hand(io.StringIO):
+        def readline(self, size: int = -1) -> str:  # type: ignore[override]
+            if not pressed:
+                pressed.append(True)
+                signal.raise_signal(signal.SIGINT)
+            return super().readline(size)
+
+    pressed: list[bool] = []
+    monkeypatch.setattr(io, "StringIO", Hand)
+    said = talk("Hello!\n", drafter="none")
+    assert "Ctrl-C stops an answer]\n\n[/reset begins" in said
+    assert "tau 1.00" in said
+
+
+def test_what_does_not_fit_is_refused(talk: Talk, target_folder: Path, tmp_path: Path) -> None:
+    """Catches mistakes found after the first question: a context without room, a target without a template."""
+    with pytest.raises(ValueError, match="--max-new-tokens is 256, .* has a context of 256: give less"):
+        talk("", "--max-new-tokens", "256")
+    with pytest.raises(ValueError, match="unknown key 'gama'; did you mean 'gamma'"):
+        talk("", "gama=4")
+    for file in target_folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ValueError, match="has no chat template"):
+        talk("", "--target", str(tmp_path))
