@@ -20,6 +20,7 @@ from transformers import (
 from drafters import TargetModel, generate, make_drafter
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.model import cpu_layer
+from drafters.model.cpu_layer import Stack
 from drafters.model.draft_head import quantize_layers
 from drafters.model.fused import FusedLayer
 from drafters.model.layers import AttentionLayer, layer_kind
@@ -128,6 +129,44 @@ def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
             torch.cat([target.run(batch, cache).features, target.run(batch, cache, random_tree(5, 40)).features])
         )
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@torch.inference_mode()
+def test_layers_in_one_call_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a layer skipped, run twice or fed another's states, keys written to another layer's slots, taps of the
+    wrong place, layers that are never run in one call, and a stack that goes on with the weights of before."""
+    target, ids = TargetModel(model_of("llama", torch.bfloat16)), torch.tensor([prompt(30, row) for row in range(2)])
+    counts: list[int] = []
+    run = Stack.__call__
+
+    def counted(self: Stack, *given: Any) -> Tensor:
+        counts.append(len(self._given))
+        return run(self, *given)
+
+    def outputs(taps: tuple[int, ...]) -> list[Tensor]:
+        cache = target.new_cache(2, 60)
+        target.run(ids, cache, taps=taps)
+        cache.commit_first([30, 20])
+        output = target.run(ids[:, :7], cache, random_tree(2, 7), taps=taps)
+        first_two = target.shallow(ids[:, :5], target.new_cache(2, 9), 2)
+        return [output.features, first_two, *(output.taps[tap] for tap in taps), *cache.views(0, 37)[0]]
+
+    monkeypatch.setattr(Stack, "__call__", counted)
+    for quantize in (False, True):
+        if quantize:
+            for layer in target.layers:
+                layer.quantize_products("int8")
+        found = []
+        for together in (True, False):
+            if not together:
+                monkeypatch.setattr(Part, "_together", lambda self, taps: self.layers)
+            found.append([outputs(taps) for taps in ((), (1,), (0, 1, 3))])
+            assert set(counts) == ({3, 2, 1} if together else {1})
+            counts.clear()
+        monkeypatch.undo()
+        monkeypatch.setattr(Stack, "__call__", counted)
+        for ours, other in zip(found[0], found[1], strict=True):
+            assert all(torch.equal(one, two) for one, two in zip(ours, other, strict=True))
 
 
 @torch.inference_mode()

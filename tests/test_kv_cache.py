@@ -83,8 +83,9 @@ def test_a_row_copied_from_a_cache_of_its_own() -> None:
 def test_a_released_cache_holds_no_memory() -> None:
     """Catches a drafter that keeps the cache of one prompt while it asks for the next one's."""
     cache = make(1)
-    cache.at(2)
-    kept = [weakref.ref(part) for part in (*cache._parts[0], cache._seen[0][0])]
+    seen = cache.at(2).seen(0)[0]
+    kept = [weakref.ref(part) for part in (*cache._parts[0], seen)]
+    del seen
     cache.release()
     assert not any(reference() is not None for reference in kept)
     KVCache.nothing().release()

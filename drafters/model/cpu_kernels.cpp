@@ -76,6 +76,8 @@ extern "C" void multiply(const Product *product, const bf16 *x, bf16 *out, int64
     multiply_in_team(*product, by_rows(x, product->inputs), {}, by_rows(out, product->outputs), rows);
 }
 
-// New rows through a layer.
-extern "C" void layer(const Layer *layer, const Forward *forward, int threads) { run_layer(*layer, *forward, threads); }
+// New rows through layers of one shape.
+extern "C" void layers(const Layer *const *layers, int64_t count, const Forward *first, int64_t step, int threads) {
+    run_layers(layers, count, *first, step, threads);
+}
 #endif

@@ -230,7 +230,8 @@ def library() -> ctypes.CDLL | None:
         kernel.argtypes, kernel.restype = [pointer, number, number, pointer, ctypes.c_int], None
     if hasattr(loaded, "multiply"):  # the compiler knows a matrix unit
         loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 3 + [number, ctypes.c_int], None
-        loaded.layer.argtypes, loaded.layer.restype = [pointer] * 2 + [ctypes.c_int], None
+        loaded.layers.argtypes = [pointer, number, pointer, number, ctypes.c_int]
+        loaded.layers.restype = None
     return loaded
 
 

@@ -1,4 +1,4 @@
-// A decoder layer for a few new rows, all of it by one team of threads: torch's operations on one row take longer to start
+// Decoder layers for a few new rows, all of them by one team of threads: torch's operations on one row take longer to start
 // than to compute, and together a third of the time in which the memory hands out the weights.
 
 #pragma once
@@ -96,7 +96,7 @@ inline void gate_in_team(const bf16 *both, bf16 *to, int64_t rows, int64_t width
 }
 
 struct Scratch {
-    std::vector<bf16> normed, joined, queries, attended, middle, gate_up, gated;
+    std::vector<bf16> normed, joined, queries, attended, middle, gate_up, gated, between_layers;
     Between between;
 
     static bf16 *of(std::vector<bf16> &values, int64_t size) {
@@ -105,37 +105,49 @@ struct Scratch {
     }
 };
 
-inline void run_layer(const Layer &layer, const Forward &f, int threads) {
+// `count` layers of one shape, one after the other. `f` is of the first; the keys and values of each further one lie `step`
+// values on.
+inline void run_layers(const Layer *const *layers, int64_t count, const Forward &f, int64_t step, int threads) {
     static thread_local Scratch scratch;
-    const int64_t n = f.batch * f.rows, heads = layer.query_heads * layer.width;
-    const bool mlp = layer.gate_up.tiles != nullptr;
-    const Columns<const bf16> hidden = by_rows(f.hidden, layer.hidden);
-    const Columns<bf16> out = by_rows(f.out, layer.hidden);
-    const Columns<bf16> normed = by_blocks(Scratch::of(scratch.normed, n * layer.hidden), n);
-    const Columns<bf16> joined = by_blocks(Scratch::of(scratch.joined, n * layer.heads.outputs), n);
+    const Layer &shape = *layers[0];
+    const int64_t n = f.batch * f.rows, heads = shape.query_heads * shape.width, inner = shape.down.inputs;
+    const bool mlp = shape.gate_up.tiles != nullptr;
+    const Columns<bf16> normed = by_blocks(Scratch::of(scratch.normed, n * shape.hidden), n);
+    const Columns<bf16> joined = by_blocks(Scratch::of(scratch.joined, n * shape.heads.outputs), n);
     bf16 *queries = Scratch::of(scratch.queries, n * heads);
     bf16 *attended = Scratch::of(scratch.attended, n * heads);
-    const Columns<bf16> middle = mlp ? by_blocks(Scratch::of(scratch.middle, n * layer.hidden), n) : out;
-    const Columns<bf16> gate_up = by_blocks(Scratch::of(scratch.gate_up, n * layer.gate_up.outputs), n);
-    const Columns<bf16> gated = by_blocks(Scratch::of(scratch.gated, n * layer.down.inputs), n);
-    const Attention<bf16> attention = {
-        queries,         f.keys,  f.values,    f.bias,     f.ends,       attended,   f.batch,     f.rows, layer.key_heads,
-        layer.query_heads / layer.key_heads, f.rows * heads, heads, f.key_batch, f.key_head, f.bias_batch, f.bias_row, layer.scale};
+    bf16 *middles = mlp ? Scratch::of(scratch.middle, n * shape.hidden) : nullptr;
+    const Columns<bf16> gate_up = by_blocks(Scratch::of(scratch.gate_up, n * shape.gate_up.outputs), n);
+    const Columns<bf16> gated = by_blocks(Scratch::of(scratch.gated, n * inner), n);
+    bf16 *other = count > 1 ? Scratch::of(scratch.between_layers, n * shape.hidden) : nullptr;
+    Attention<bf16> attention = {
+        queries,         f.keys,  f.values,    f.bias,     f.ends,       attended,   f.batch,     f.rows, shape.key_heads,
+        shape.query_heads / shape.key_heads, f.rows * heads, heads, f.key_batch, f.key_head, f.bias_batch, f.bias_row, shape.scale};
     const bool few = attention.count() <= FEW, prompt = attention.count() >= PROMPT;
     Between &between = scratch.between;
-    few ? between.fit(attention, layer.width, ByVectors<bf16, 32>::MOST) : fit_tiles(attention, layer.width, prompt, between);
-    auto *attend = few ? by_vectors<bf16>(layer.width) : by_tiles(layer.width, prompt);
-#pragma omp parallel num_threads(threads)
-    {
+    few ? between.fit(attention, shape.width, ByVectors<bf16, 32>::MOST) : fit_tiles(attention, shape.width, prompt, between);
+    auto *attend = few ? by_vectors<bf16>(shape.width) : by_tiles(shape.width, prompt);
+#pragma omp parallel num_threads(threads) firstprivate(attention)
+    for (int64_t number = 0; number < count; number++) {
+        const Layer &layer = *layers[number];
+        // The last layer writes to f.out, those before it to the other and to f.out in turn.
+        const bool last = (count - number) % 2;
+        const Columns<const bf16> hidden = by_rows<const bf16>(number ? (last ? other : f.out) : f.hidden, layer.hidden);
+        const Columns<bf16> out = by_rows(last ? f.out : other, layer.hidden);
+        const Columns<bf16> middle = mlp ? by_blocks(middles, n) : out;
+        Forward own = f;
+        attention.keys = own.keys = f.keys + number * step;
+        attention.values = own.values = f.values + number * step;
+        attention.scale = layer.scale;
         if (layer.attention_norm) norm_in_team(hidden, layer.attention_norm, layer.attention_eps, normed, n, layer.hidden);
         multiply_in_team(layer.heads, layer.attention_norm ? Columns<const bf16>(normed) : hidden, {}, joined, n);
-        place_heads_in_team(layer, f, joined, queries);
+        place_heads_in_team(layer, own, joined, queries);
         attend(attention, between);
         multiply_in_team(layer.out, by_rows(attended, heads), hidden, middle, n);
         if (mlp) {
             norm_in_team(middle, layer.mlp_norm, layer.mlp_eps, normed, n, layer.hidden);
             multiply_in_team(layer.gate_up, normed, {}, gate_up, n);
-            gate_in_team(gate_up.data, gated.data, n, layer.down.inputs);
+            gate_in_team(gate_up.data, gated.data, n, inner);
             multiply_in_team(layer.down, gated, middle, out, n);
         }
     }

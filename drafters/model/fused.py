@@ -187,7 +187,7 @@ class FusedLayer:
     ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
         if self.whole is not None and isinstance(cache, KVCache) and fits(hidden):
-            return self.whole(hidden, angles, bias, cache, index)
+            return self.whole.alone(hidden, angles, bias, cache, index)
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 

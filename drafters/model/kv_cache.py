@@ -135,25 +135,31 @@ class KVCache:
         end = max(starts) + rows
         self.ends = torch.tensor([start + rows for start in starts])
         assert end <= self.capacity, f"cache of {self.capacity} rows asked for {end}"
-        # Views of all layers at once: slicing costs microseconds, which every layer would pay again.
-        self._seen = self.views(0, end)
+        self._starts, self._end = starts, end
+        self._seen = self._new = ((), ())  # made when they are wanted
+        return self
+
+    def _place(self) -> None:
+        """Make the views of where the new rows go."""
+        starts, end = self._starts, self._end
         if starts.count(starts[0]) == len(starts):
             self._new, self._slots = self.views(starts[0], end), None
         else:
             heads, dim = self._parts[0][0].shape[2], self._parts[0][0].shape[4]
-            slots = torch.tensor(starts)[:, None] + torch.arange(rows)
+            slots = torch.tensor(starts)[:, None] + torch.arange(end - max(starts))
             bands = torch.arange(self.batch * heads).view(self.batch, heads, 1)  # a batch row's slots of one head
             numbers = (bands * self.capacity + slots[:, None]).flatten()
             spread = [(numbers.to(keys.device),) * len(keys) for keys, _ in self._parts]
             self._slots = tuple(itertools.chain.from_iterable(spread))
-            keys, values = self.views(0, self.capacity)
+            keys, values = self._new = self.views(0, self.capacity)
             self._all = tuple(x.view(-1, dim) for x in keys), tuple(x.view(-1, dim) for x in values)
-        return self
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """What an attention layer calls: write ``[B, kv_heads, rows, head_dim]``, return all up to the last row."""
+        if not self._new[0]:
+            self._place()
         if self._slots is None:
             self._new[0][layer_idx].copy_(key_states)
             self._new[1][layer_idx].copy_(value_states)
@@ -166,7 +172,16 @@ class KVCache:
 
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values up to the last of the rows that ``at`` gave slots to."""
+        if not self._seen[
+            0
+        ]:  # views of all layers at once: slicing costs microseconds, which every layer would pay again
+            self._seen = self.views(0, self._end)
         return self._seen[0][layer], self._seen[1][layer]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values ``[B, kv_heads, capacity, head_dim]``; the next layer's lie behind them."""
+        ((keys, values),) = self._parts  # on one device
+        return keys[layer], values[layer]
 
     def views(self, first: int, end: int) -> Views:
         """Each layer's keys and values ``[B, kv_heads, end - first, head_dim]`` of some slots."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from drafters.choices import Engine
 
 from .clock import model_time
+from .cpu_layer import CpuLayer, Stack, fits
 from .fused import FusedLayer, FusedNorm, signed, why_not
 from .kv_cache import KVCache
 from .linear import Product
@@ -58,6 +59,8 @@ class Part:
     enter: Callable[..., Tensor] = identity
     leave: Transform = identity
     captured: dict[Any, Any] = field(default_factory=dict)
+    _whole: list[CpuLayer | None] = field(default_factory=list)
+    _pieces: dict[tuple[int, ...], list[PartLayer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.windows = frozenset(layer.window for layer in self.layers)
@@ -69,16 +72,43 @@ class Part:
     ) -> tuple[Tensor, Taps]:
         """Run the layers, then ``leave``: ``[B, R, H]``, and the taps (tap l is what enters layer l)."""
         collected: Taps = {}
-        for layer, number, window, device in self.layers:
+        together = isinstance(cache, KVCache) and fits(hidden)
+        for layer, number, window, device in self._together(taps) if together else self.layers:
             if number in taps:
                 collected[number] = hidden
             if device is not None and hidden.device != device:
                 hidden, angles = hidden.to(device), tuple(part.to(device) for part in angles)
                 masks = {size: None if mask is None else mask.to(device) for size, mask in masks.items()}
             hidden = layer(hidden, angles, masks[window], cache, number)
-        if number + 1 in taps:
-            collected[number + 1] = hidden
+        if (last := self.layers[-1].number + 1) in taps:
+            collected[last] = hidden
         return self.leave(hidden), collected
+
+    def _together(self, taps: tuple[int, ...]) -> list[PartLayer]:
+        """The layers, those that can be run in one call as one."""
+        whole = [getattr(layer.layer, "whole", None) for layer in self.layers]
+        if whole != self._whole:  # quantised since, say
+            self._whole, self._pieces = whole, {}
+        if taps not in self._pieces:
+            self._pieces[taps] = _joined(self.layers, whole, taps)
+        return self._pieces[taps]
+
+
+def _joined(layers: list[PartLayer], whole: list[CpuLayer | None], taps: tuple[int, ...]) -> list[PartLayer]:
+    """Layers of one shape that follow each other, no tap between them, as one."""
+    runs: list[list[tuple[PartLayer, CpuLayer | None]]] = []
+    for layer, own in zip(layers, whole, strict=True):
+        if runs:
+            before, other = runs[-1][-1]
+            follows = layer[1:] == (before.number + 1, *before[2:]) and layer.number not in taps
+            if follows and own is not None and other is not None and own.shape == other.shape:
+                runs[-1].append((layer, own))
+                continue
+        runs.append([(layer, own)])
+    return [
+        run[0][0] if len(run) == 1 else run[0][0]._replace(layer=Stack([own for _, own in run if own is not None]))
+        for run in runs
+    ]
 
 
 class StockLayer:
