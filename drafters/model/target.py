@@ -17,6 +17,7 @@ from drafters.choices import Engine, Quantization
 
 from .clock import model_time
 from .cpu_kernels import multiplies
+from .cpu_layer import LONGEST, TOGETHER
 from .files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
 from .graphs import GraphRunner
 from .kv_cache import KVCache
@@ -226,8 +227,19 @@ class TargetModel:
         Rows may be padded on the right: attention is causal, so what stands left of the padding is unaffected
         (``lengths`` only documents where it starts; values beyond it are meaningless).
         """
-        assert lengths is None or max(lengths) <= input_ids.shape[1]
-        return self.run(input_ids, None, taps=taps)
+        batch, longest = input_ids.shape
+        assert lengths is None or max(lengths) <= longest
+        if longest > LONGEST or any(getattr(layer, "whole", None) is None for layer in self.layers):
+            return self.run(input_ids, None, taps=taps)
+        # Layers in one call go over a cache, of which nothing is committed: so the next rows overwrite it.
+        some = max(TOGETHER // longest, 1)
+        cache, parts = self.new_cache(min(batch, some), longest), []
+        for ids in input_ids.split(some):
+            if len(ids) < cache.batch:
+                cache = self.new_cache(len(ids), longest)
+            parts.append(self.run(ids, cache, taps=taps))
+        joined = {tap: torch.cat([part.taps[tap] for part in parts]) for tap in taps}
+        return FeatureOutput(torch.cat([part.features for part in parts]), joined)
 
     def run(
         self, given: Tensor, cache: KVCache | None, rows: Rows = CHAIN, *, start: int = 0, taps: tuple[int, ...] = ()
