@@ -46,6 +46,7 @@ from transformers.generation import (
 
 from .decoding.loop import GenerateResult, generate
 from .decoding.sampling import Sampling
+from .decoding.trace import Trace
 from .methods import load_drafter
 from .model.target import TargetModel
 
@@ -99,6 +100,9 @@ class ForTransformers:
         streamer: gets the tokens as they are committed; the one that ``generate`` is given never comes here.
         seed: of the random numbers; None takes one from torch's global generator, which ``set_seed`` sets.
 
+    Attributes:
+        traces: the steps of the latest call; one, or one a prompt where they come one after another.
+
     Raises:
         ValueError: the drafter is lossy.
     """
@@ -110,6 +114,7 @@ class ForTransformers:
                 "or decode with drafters.generate"
             )
         self.drafter, self.streamer, self.seed = drafter, streamer, seed
+        self.traces: list[Trace] = []
         self._same: WeakSet[PreTrainedModel] = WeakSet()
 
     def __call__(
@@ -149,7 +154,7 @@ class ForTransformers:
         """The new tokens of each row."""
         sampling = control.sampling if sample else Sampling()
         seed = int(torch.randint(1 << 62, ())) if self.seed is None and sample else self.seed or 0
-        at_once, new = self.drafter.max_batch or len(prompts), []
+        at_once, new, self.traces = self.drafter.max_batch or len(prompts), [], []
         for first in range(0, len(prompts), at_once):
             control.first = first
             result: GenerateResult = generate(
@@ -165,6 +170,7 @@ class ForTransformers:
                 on_tokens=self._stream if self.streamer is not None else None,
                 control=control if control.alters or control.criteria else None,
             )
+            self.traces.append(result.trace)
             new += [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
         return new
 
