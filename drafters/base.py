@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from . import checkpoint, head_adapter
+from . import checkpoint, head_adapter, publishing
 from .config import Config, validate
 from .decoding.acceptance import Rule, Verdict, rule_for
 from .decoding.call import check_loaded
@@ -207,10 +207,12 @@ class LearnedDrafter(Drafter):
         """
         known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
         checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
-        checkpoint.add_custom_generate(Path(folder))
+        publishing.add_custom_generate(Path(folder))
 
     def push_to_hub(self, repo_id: str, **hub_options: Any) -> str:
-        """Upload to the Hub with a short model card; returns the repository's address."""
+        """Upload to the Hub with a model card; returns the repository's address. Options are those of
+        ``publishing.push_to_hub``: ``private``, ``revision``, ``card=Card(license=..., certificate=..., report=...)``.
+        """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return checkpoint.push_to_hub(folder, repo_id, **hub_options)
+            return publishing.push_to_hub(folder, repo_id, **hub_options)

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
+from huggingface_hub.repocard_data import eval_results_to_model_index
+
 CERTIFICATE, REPORT, CARD_FILE = "lossless.json", "report.json", "README.md"
 Found = Mapping[str, Any]
 
@@ -88,14 +91,7 @@ def measured(config: Found, report: Found) -> str:
     Raises:
         ValueError: it is of another target, or has no row of the method.
     """
-    _check_target(config, report, "the report")
-    kind, facts = config["drafter_type"], report["environment"]
-    entries = {entry.get("label") or entry["drafter"]: entry["drafter"] for entry in facts["config"]["drafters"]}
-    methods = [entries.get(row.get("entry"), entries.get(row["drafter"])) for row in report["rows"]]
-    if kind not in methods:
-        raise ValueError(
-            f"the report has no row of type {kind!r}; it has {', '.join(map(repr, dict.fromkeys(entries)))}"
-        )
+    methods, facts = _methods(config, report), report["environment"]
     prompts = f"{facts['prompt_set']['prompts']} prompts of {Path(facts['prompt_set']['file']).name}"
     lines = [
         f"Over plain decoding in the same loop, {facts['dtype']}, on {facts['gpu'] or facts['cpu']} with "
@@ -106,7 +102,7 @@ def measured(config: Found, report: Found) -> str:
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for row, method in zip(report["rows"], methods, strict=True):
-        if method in (kind, "autoregressive"):
+        if method in (config["drafter_type"], "autoregressive"):
             interval = "" if row["speedup_ci"] is None else " ({:.2f} to {:.2f})".format(*row["speedup_ci"])
             name = row["drafter"].replace("|", "\\|") + ("" if row["lossless"] else " (**lossy**)")
             figures = [
@@ -117,6 +113,45 @@ def measured(config: Found, report: Found) -> str:
             speed = row["tokens_per_second"]
             lines.append(f"| {name} | {' | '.join(figures)} | {'-' if speed is None else f'{speed:.1f}'} |")
     return "\n".join(["## Speed\n", *lines, *_made(facts)])
+
+
+def model_index(name: str, config: Found, report: Found) -> list[dict[str, Any]]:
+    """``model-index`` of a card's front matter: tau and speedup of the drafter's rows; errors are ``measured``'s."""
+    facts, results = report["environment"], []
+    workload = Path(facts["prompt_set"]["file"]).stem
+    for row, method in zip(report["rows"], _methods(config, report), strict=True):
+        for kind in ("tau", "speedup"):
+            if method == config["drafter_type"] and row[kind] is not None:
+                label = f"{kind}, {row['drafter']}, temperature {row['temperature']:g}"
+                results.append(
+                    EvalResult(
+                        task_type="text-generation",
+                        dataset_type=workload,
+                        dataset_name=workload,
+                        metric_type=kind,
+                        metric_name=label,
+                        metric_value=round(row[kind], 3),
+                    )
+                )
+    index: list[dict[str, Any]] = eval_results_to_model_index(name, results)
+    return index
+
+
+def _methods(config: Found, report: Found) -> list[str | None]:
+    """The method of each row of a report.
+
+    Raises:
+        ValueError: it is of another target, or has no row of the drafter's method.
+    """
+    _check_target(config, report, "the report")
+    kind, drafters = config["drafter_type"], report["environment"]["config"]["drafters"]
+    entries = {entry.get("label") or entry["drafter"]: entry["drafter"] for entry in drafters}
+    methods = [entries.get(row.get("entry"), entries.get(row["drafter"])) for row in report["rows"]]
+    if kind not in methods:
+        raise ValueError(
+            f"the report has no row of type {kind!r}; it has {', '.join(map(repr, dict.fromkeys(entries)))}"
+        )
+    return methods
 
 
 def _made(facts: Found) -> list[str]:

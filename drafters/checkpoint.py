@@ -7,7 +7,6 @@ never guesses: another format version, a missing or unexpected weight, a weight 
 another target is a ``ValueError`` that names both sides and the fix.
 """
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # of whichever HTTP library huggingface_hub uses
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -30,11 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from drafters.card_evidence import CARD_FILE, check_card
+from drafters.card_evidence import CARD_FILE
 from drafters.config import Config, validate
 from drafters.files import replacing, save_tensors, sync
-from drafters.hub import look_up
-from drafters.model_card import model_card
+from drafters.hub_client import look_up
 from drafters.paths import check_loadable
 from drafters.wording import dtype_name, how_to_import, shortened, with_article
 
@@ -44,10 +41,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-GENERATE_FILES = {  # by which transformers decodes with a drafter from its repository
-    "custom_generate/generate.py": Path(__file__).with_name("custom_generate.py").read_bytes(),
-    "custom_generate/requirements.txt": b"drafters>=0.1.0\n",
-}
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
@@ -137,7 +130,7 @@ def save_checkpoint(
         raise ValueError(f"{folder} has the config of an adapter of {checked.base.name!r}; name the head itself")
     state = module.state_dict() if isinstance(module, nn.Module) else module
     weights = {name: _portable(value, dtype) for name, value in state.items()}
-    _check_finite(weights, source=f"the module to be saved in {folder}")
+    check_finite(weights, source=f"the module to be saved in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(checked.model_dump(), indent=2, sort_keys=True, allow_nan=False) + "\n"
     with replacing(folder / CONFIG_FILE) as new_config:
@@ -147,13 +140,6 @@ def save_checkpoint(
             save_tensors(weights, new_weights, {"format": "pt"})
             # Both lie on the disk; from here until the new config takes its place the folder does not load.
             (folder / CONFIG_FILE).unlink(missing_ok=True)
-
-
-def add_custom_generate(folder: Path) -> None:
-    """Write what makes ``model.generate(custom_generate=folder)`` decode with the drafter there."""
-    for name, content in GENERATE_FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def load_checkpoint(
@@ -248,7 +234,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str = "th
         raise ValueError(
             f"{source} does not fit {kind}: {'; '.join(problems)}. Was it saved from {with_article(kind)}?"
         )
-    _check_finite(state, source)
+    check_finite(state, source)
     module.load_state_dict(state, strict=True)
 
 
@@ -277,94 +263,6 @@ def check_target(config: Mapping[str, Any], target: "TargetModel") -> None:
         f"Load the target {trained.name!r}{at_revision}, or train a drafter for {target.name!r} "
         f"(deepspeed train/{config['drafter_type']}.py --config ...)"
     )
-
-
-def push_to_hub(
-    folder: str | Path,
-    repo_id: str,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    commit_message: str = "Upload drafter",
-    license: str | None = None,
-    figures: Mapping[str, str | float] | None = None,
-    certificate: str | Path | Mapping[str, Any] | None = None,
-    report: str | Path | Mapping[str, Any] | None = None,
-) -> str:
-    """Publish the checkpoint in ``folder`` as the Hub model ``repo_id`` ("user/name"), with a short model card.
-
-    A ``README.md`` already in the folder is published as it is; otherwise a card is written from ``config.json``.
-
-    Args:
-        private: create the repository private (None: as the account's default; an existing repository keeps its own).
-        token: as huggingface_hub takes it (None: the one stored by ``hf auth login``).
-        license: an identifier of the Hub, for the card; None leaves it out, for only its author can choose one.
-        figures: measured values for the card, by name; a card without them claims nothing.
-        certificate: for the card, of ``eval.lossless``: its JSON, or its folder.
-        report: likewise, of ``eval.speed``.
-
-    Returns:
-        the address of the repository.
-
-    Raises:
-        ValueError: ``folder`` is no complete checkpoint, ``repo_id`` no repository name, what was measured is of
-            another drafter or target or would not be on the card, or the Hub refuses.
-    """
-    folder = Path(folder)
-    card = card_of(folder, repo_id, license, figures, certificate, report).encode()
-    try:
-        return _upload(folder, card, repo_id, private, token, commit_message)
-    except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} is not a Hub repository name like 'user/my-drafter': {error}") from None
-    except OfflineModeIsEnabled:
-        raise ValueError(f"cannot publish {repo_id!r}: HF_HUB_OFFLINE is set; unset it to reach the Hub") from None
-    except HfHubHTTPError as error:
-        denied = error.response.status_code in (401, 403)
-        fix = ". Log in with `hf auth login`, or pass a token that may write there" if denied else ""
-        raise ValueError(f"the Hub refused to publish {repo_id!r}: {_one_line(error)}{fix}") from None
-    except (OSError, HTTPError) as error:
-        raise ValueError(f"cannot publish {repo_id!r}: the Hub cannot be reached ({_one_line(error)})") from None
-
-
-def card_of(
-    folder: Path,
-    repo_id: str,
-    license: str | None = None,
-    figures: Mapping[str, str | float] | None = None,
-    certificate: str | Path | Mapping[str, Any] | None = None,
-    report: str | Path | Mapping[str, Any] | None = None,
-) -> str:
-    """The model card that ``push_to_hub`` publishes with the checkpoint in ``folder``; arguments and errors are its."""
-    check_card(folder, certificate, report)
-    config, weights = load_checkpoint(folder)
-    _check_finite(weights, source=str(folder))
-    if (written := folder / CARD_FILE).is_file():
-        return written.read_text(encoding="utf-8")
-    count = sum(value.numel() for value in weights.values())
-    return model_card(config, repo_id, count, license, figures, certificate, report)
-
-
-def _upload(
-    folder: Path, card: bytes, repo_id: str, private: bool | None, token: str | bool | None, message: str
-) -> str:
-    """Commit a checkpoint's files and its card to a repository that need not exist yet; returns its address."""
-    with contextlib.suppress(RepositoryNotFoundError):  # it need not be there, but the Hub has to answer
-        look_up(repo_id, token=token)
-    api = HfApi(token=token)
-    repo = api.create_repo(repo_id, private=private, exist_ok=True)
-    *others, weights = (CONFIG_FILE, *read_config(folder).files)
-    operations = [CommitOperationAdd(CARD_FILE, card)]
-    operations += [CommitOperationAdd(name, content) for name, content in GENERATE_FILES.items()]
-    operations += [CommitOperationAdd(name, str(folder / name)) for name in (*others, weights)]
-    try:
-        api.create_commit(repo.repo_id, operations, commit_message=message)
-    except Exception as error:
-        if "xet" not in str(error).lower():
-            raise
-        # A server without Xet storage. A file that is handed over open goes the plain way.
-        with (folder / weights).open("rb") as opened:
-            operations[-1] = CommitOperationAdd(weights, opened)
-            api.create_commit(repo.repo_id, operations, commit_message=message)
-    return str(repo)
 
 
 def _download(repo_id: str, revision: str | None, token: str | bool | None) -> Path:
@@ -402,7 +300,7 @@ def snapshot(repo_id: str, files: list[str], revision: str | None = None, token:
             "(check the connection and HF_HUB_OFFLINE)"
         ) from None
     except (HFValidationError, HfHubHTTPError) as error:
-        raise ValueError(f"{looked}, and the Hub answers: {_one_line(error)}") from None
+        raise ValueError(f"{looked}, and the Hub answers: {one_line(error)}") from None
 
 
 def _read_weights(folder: Path, name: str, source: str) -> dict[str, Tensor]:
@@ -435,7 +333,7 @@ def _portable(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.cpu().contiguous().clone()
 
 
-def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
+def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     bad = sorted(name for name, value in weights.items() if not torch.isfinite(value).all())
     if bad:
         raise ValueError(
@@ -444,5 +342,5 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
         )
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())

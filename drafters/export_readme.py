@@ -40,7 +40,7 @@ def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Expo
         "another, nothing that it drafts is accepted, and nobody says so.",
     ]
     if given.to == "sglang":
-        return "\n\n".join([*sections, _sglang(given)]) + "\n"
+        return "\n\n".join([*sections, sglang(given)]) + "\n"
     if given.hot is not None:
         sections[-1] += (
             f"\n\nThe drafter drafts with the {len(given.hot):,} most frequent tokens. That list is left out here: who "
@@ -49,13 +49,14 @@ def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Expo
     if not eagle:
         return "\n\n".join([*sections, _kangaroo(given, made["exit_layer"])]) + "\n"
     if why_not("vllm", config, eagle, fc_bias) is None:
-        sections.append(_vllm(given))
+        sections.append(vllm(given))
     if why_not("official", config, eagle, fc_bias) is None:
         sections.append(_official(given))
     return "\n\n".join(sections) + "\n"
 
 
-def _vllm(given: Exported) -> str:
+def vllm(given: Exported) -> str:
+    """How vLLM serves it."""
     said = json.dumps({"method": "eagle", "model": str(given.out), "num_speculative_tokens": STEPS})
     return (
         f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{said}'\n```\n\n"
@@ -63,7 +64,8 @@ def _vllm(given: Exported) -> str:
     )
 
 
-def _sglang(given: Exported) -> str:
+def sglang(given: Exported) -> str:
+    """How SGLang serves it."""
     lines = [
         f"python -m sglang.launch_server --model-path {given.target}",
         f"    --speculative-algorithm EAGLE --speculative-draft-model-path {given.out}",

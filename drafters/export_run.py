@@ -158,6 +158,14 @@ def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch
     return found
 
 
+def check_served(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
+    """Raise ValueError where ``to`` cannot load a checkpoint with this ``config``, or its target is not there."""
+    _check_method(config, checkpoint, to)
+    _check_family(load_config_only(config["target"]["name"], config["target"]["revision"]), checkpoint, to)
+    if config["drafter"].get("fc_bias"):
+        raise ValueError(f"{checkpoint} has a bias in fc, which may or may not be dropped; export it and see")
+
+
 def _check_method(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
     method, options = config["drafter_type"], config["drafter"]
     if method not in ("eagle", "kangaroo") or (method == "kangaroo" and to != "official"):

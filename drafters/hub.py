@@ -1,53 +1,59 @@
-"""One question to the Hub before a library asks it dozens, each with a patience of its own."""
+"""Publish a trained drafter on the Hub, with a model card that says what was measured.
+
+    python -m drafters.hub push RUN REPO_ID [--private] [--revision BRANCH] [--certificate F] [--report F] [--dry-run]
+
+RUN is the folder of a training run (TensorBoard's events go along) or of any checkpoint. --certificate takes the folder
+(or lossless.json) that eval.lossless wrote, --report the folder (or report.json) of eval.speed; of another target or
+method they are refused. --dry-run lists what would be sent, --card F writes the card: neither sends anything. What was
+broken off goes on with the same command.
+"""
 
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
-from huggingface_hub import constants, get_hf_file_metadata, get_session, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import validate_repo_id
-
-PATIENCE = 30.0  # seconds without an answer, for requests that would wait for ever
+from drafters.card_evidence import CERTIFICATE, REPORT, check_card, read_evidence
+from drafters.model_card import Card
+from drafters.program import CommandLine, run_program
 
 
-def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
-    """Ask the Hub for the config.json of a repository, once and for at most HF_HUB_ETAG_TIMEOUT seconds (10).
+def main(arguments: list[str] | None = None) -> None:
+    """Publish a checkpoint, or show what would be published."""
+    parser = CommandLine("drafters.hub", __doc__)
+    parser.add_argument("action", choices=("push",))
+    parser.add_argument("folder", type=Path, metavar="RUN", help="of a trained drafter")
+    parser.add_argument("repo_id", metavar="REPO_ID", help="of the Hub, as user/my-drafter")
+    parser.add_argument("--certificate", type=Path, help="of eval.lossless: a folder, or its lossless.json")
+    parser.add_argument("--report", type=Path, help="of eval.speed: a folder, or its report.json")
+    parser.add_argument("--license", help="an identifier of the Hub; without, the card names none")
+    parser.add_argument("--dataset", action="append", default=[], help="on the Hub, that it was trained on; repeatable")
+    parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
+    parser.add_argument("--revision", help="branch to write to, made if it is not there; default main")
+    parser.add_argument("--card", type=Path, help="write the card into this file, and publish nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list the files with their sizes, and publish nothing")
+    given = parser.parse(arguments)
 
-    What else is wrong with the connection passes: a library may find the repository in its cache. So does a refusal
-    (no token any more, too many requests) where it was downloaded before.
+    check_card(given.folder, given.certificate, given.report)
+    for evidence, name in ((given.certificate, CERTIFICATE), (given.report, REPORT)):
+        if evidence is not None:
+            read_evidence(evidence, name)
 
-    Raises:
-        ValueError: the Hub takes the connection and does not answer, or ``name`` can be no repository's.
-        HfHubHTTPError: there is no such repository or revision, or it may not be read, and it is not in the cache.
-    """
-    if constants.HF_HUB_OFFLINE or Path(name).exists():
+    from drafters.hub_run import listed, serving
+    from drafters.publishing import card_of, files_of, push_to_hub
+
+    card = Card(
+        license=given.license,
+        certificate=given.certificate,
+        report=given.report,
+        datasets=tuple(given.dataset),
+        serving=serving(given.folder, given.repo_id),
+    )
+    if given.card is not None:
+        given.card.write_text(card_of(given.folder, given.repo_id, card), encoding="utf-8")
+        print(given.card)
         return
-    validate_repo_id(str(name))
-    cached = isinstance(try_to_load_from_cache(str(name), "config.json", revision=revision), str)
-    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
-    seconds = constants.HF_HUB_ETAG_TIMEOUT
-    hooks = get_session().event_hooks["request"]
-    if _with_timeout not in hooks:
-        hooks.append(_with_timeout)
-    try:
-        get_hf_file_metadata(url, token=token, timeout=seconds)
-    except (EntryNotFoundError, OfflineModeIsEnabled):
-        return
-    except HfHubHTTPError as error:
-        if error.response.status_code < 500 and not cached:
-            raise
-    except HTTPError as error:
-        if "Timeout" in type(error).__name__:  # of whichever HTTP library huggingface_hub uses
-            raise ValueError(
-                f"the Hub at {constants.ENDPOINT} does not answer when asked for {str(name)!r} (waited {seconds} s); "
-                "try again later or, if it was downloaded before, set HF_HUB_OFFLINE=1 to do without the Hub"
-            ) from None
-    except OSError:
-        return
+    print(listed(files_of(given.folder, given.repo_id, card), given.repo_id, given.revision))
+    if not given.dry_run:
+        print(push_to_hub(given.folder, given.repo_id, given.private or None, card=card, revision=given.revision))
 
 
-def _with_timeout(request: Any) -> None:
-    """Give a timeout to a request that has none: most of huggingface_hub's own, those for downloads apart."""
-    given = request.extensions.get("timeout", {})
-    request.extensions["timeout"] = {name: PATIENCE if value is None else value for name, value in given.items()}
+if __name__ == "__main__":
+    run_program(main)

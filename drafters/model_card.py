@@ -5,12 +5,13 @@ The card states what ``config.json`` records and the figures that it is given; i
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from drafters.card_evidence import CERTIFICATE, REPORT, losslessness, measured, read_evidence
+from drafters.card_evidence import CERTIFICATE, REPORT, losslessness, measured, model_index, read_evidence
 
 _KNOWN = {  # other types show their own name
     "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
@@ -23,55 +24,73 @@ OTHER_TARGET = (
 )
 
 
-def model_card(
-    config: Mapping[str, Any],
-    repo_id: str,
-    parameters: int,
-    license: str | None = None,
-    figures: Mapping[str, str | float] | None = None,
-    certificate: str | Path | Mapping[str, Any] | None = None,
-    report: str | Path | Mapping[str, Any] | None = None,
-) -> str:
+@dataclass(frozen=True)
+class Card:
+    """What a card says beside ``config.json``.
+
+    Attributes:
+        license: an identifier of the Hub; None leaves it out, for only its author can choose one.
+        figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out").
+        certificate, report: of ``eval.lossless`` and ``eval.speed``: their JSON, or its file or folder.
+        datasets: what it was trained on, as the Hub calls it.
+        serving: how engines serve it, in Markdown.
+    """
+
+    license: str | None = None
+    figures: Mapping[str, str | float] | None = None
+    certificate: str | Path | Mapping[str, Any] | None = None
+    report: str | Path | Mapping[str, Any] | None = None
+    datasets: tuple[str, ...] = ()
+    serving: str = ""
+
+
+def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: Card | None = None) -> str:
     """The text of ``README.md`` for a checkpoint's ``config``, to be published as ``repo_id``.
 
     Args:
         config: the content of ``config.json``.
         parameters: how many weights the drafter has.
-        license: an identifier of the Hub, or None to name none.
-        figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out"), or None.
-        certificate: of ``eval.lossless``: its JSON, or its file or folder, or None.
-        report: likewise, of ``eval.speed``.
 
     Raises:
         ValueError: the certificate or the report is of another method or target, or no such file.
     """
+    card = card or Card()
+    report = None if card.report is None else read_evidence(card.report, REPORT)
     kind, target, base = config["drafter_type"], config["target"], config.get("base")
-    base_name = _shown(base["name"]) if base else None
+    base_name = shown_name(base["name"]) if base else None
     tuned = config.get("training", {}).get("tuned_from")
     on_hub = is_hub_id(target["name"])
-    target_name = _shown(target["name"])
-    front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind]}
-    if license:
-        front["license"] = license
+    target_name = shown_name(target["name"])
+    front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind, "custom_generate"]}
+    if card.license:
+        front["license"] = card.license
     if on_hub:
         front["base_model"] = target_name
         front["base_model_relation"] = "adapter"
+    data = str(config.get("training", {}).get("data", ""))
+    if datasets := [*dict.fromkeys([*card.datasets, *([data] if is_hub_id(data) else [])])]:
+        front["datasets"] = datasets
+    if report is not None:
+        front["model-index"] = model_index(repo_id.split("/")[-1], config, report)
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=True)}---",
         f"# {repo_id.split('/')[-1]}",
         f"A drafter for speculative decoding: {_KNOWN.get(kind, kind)} with {parameters:,} weights, trained for the "
         f"target `{target_name}`. It works with that target only."
         + (f" A LoRA on the drafter `{base_name}`, merged into it when it is loaded." if base_name else "")
-        + (OTHER_TARGET.format(_shown(tuned["name"])) if tuned else ""),
+        + (OTHER_TARGET.format(shown_name(tuned["name"])) if tuned else ""),
         "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id, base_name),
+        "Or within transformers, whose `generate` then takes what it takes as ever (the library must be installed):\n\n"
+        + _within_transformers(target_name, target.get("revision"), repo_id),
+        *([card.serving] if card.serving else []),
         "## Target\n\n" + _table({**target, "name": target_name}),
     ]
-    more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": figures}
+    more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": card.figures}
     sections += [f"## {title}\n\n{_table(values)}" for title, values in more.items() if values]
-    if certificate is not None:
-        sections.append(losslessness(config, read_evidence(certificate, CERTIFICATE)))
+    if card.certificate is not None:
+        sections.append(losslessness(config, read_evidence(card.certificate, CERTIFICATE)))
     if report is not None:
-        sections.append(measured(config, read_evidence(report, REPORT)))
+        sections.append(measured(config, report))
     return "\n\n".join(sections) + "\n"
 
 
@@ -80,7 +99,7 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """A local path is nobody else's business."""
     return name if is_hub_id(name) else Path(name).name
 
@@ -100,6 +119,25 @@ def _usage(target_name: str, revision: str | None, repo_id: str, base_name: str 
             'input_ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
             "result = generate(target, drafter, input_ids, max_new_tokens=128)",
             "print(tokenizer.decode(result.tokens[0]))",
+            "```",
+        ]
+    )
+
+
+def _within_transformers(target_name: str, revision: str | None, repo_id: str) -> str:
+    pinned = f", revision={revision!r}" if revision else ""
+    return "\n".join(
+        [
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f"tokenizer = AutoTokenizer.from_pretrained({target_name!r}{pinned})",
+            f'model = AutoModelForCausalLM.from_pretrained({target_name!r}, dtype="bfloat16"{pinned})',
+            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+            "output = model.generate(",
+            f"    **inputs, max_new_tokens=128, custom_generate={repo_id!r}, trust_remote_code=True",
+            ")",
+            "print(tokenizer.decode(output[0]))",
             "```",
         ]
     )

@@ -11,6 +11,7 @@ import json
 import re
 import time
 from http.server import BaseHTTPRequestHandler
+from io import BytesIO
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -26,23 +27,25 @@ class Repository:
     def __init__(self, private: bool) -> None:
         self.private = private
         self.commits: dict[str, dict[str, bytes]] = {}
+        self.branches: dict[str, str] = {}
         self.commit({}, "initial commit")
 
     @property
     def head(self) -> str:
-        return next(reversed(self.commits))
+        return self.branches["main"]
 
-    def commit(self, changes: dict[str, bytes], message: str) -> str:
-        tree = {**(self.commits[self.head] if self.commits else {}), **changes}
+    def commit(self, changes: dict[str, bytes], message: str, branch: str = "main") -> str:
+        tree = {**(self.commits[self.branches[branch]] if self.commits else {}), **changes}
         text = repr((len(self.commits), message, sorted((path, sha256(data)) for path, data in tree.items())))
         oid = hashlib.sha1(text.encode()).hexdigest()
         self.commits[oid] = tree
+        self.branches[branch] = oid
         return oid
 
     def resolve(self, revision: str) -> str | None:
         """The commit that ``revision`` names, or None."""
-        if revision == "main":
-            return self.head
+        if revision in self.branches:
+            return self.branches[revision]
         return revision if revision in self.commits else None
 
 
@@ -54,6 +57,9 @@ class HubServer(LoopbackServer):
         self.blobs: dict[str, bytes] = {}  # LFS objects by sha256
         self.requests: list[str] = []
         self.silent_after: int | None = None  # requests; those that follow are never answered
+        # What happens once to a request that matches, first come first served: a status that is answered, "drop" (the
+        # connection, unheard), "lose" (what was done, its answer), "hang".
+        self.faults: list[tuple[str, int | str]] = []
         super().__init__(_Handler, hub=self)
         self.endpoint = self.address
 
@@ -86,6 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = self._read_chunks()
+        if self._strikes(f"{method} {path}"):
+            return
         name = r"(?P<repo>[^/]+/[^/]+)"
         routes = {
             "POST /api/repos/create": self._create,
@@ -96,6 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             rf"POST /{name}\.git/info/lfs/objects/batch": self._lfs_batch,
             r"PUT /lfs/(?P<oid>[0-9a-f]{64})": self._lfs_put,
             rf"POST /api/models/{name}/commit/(?P<revision>[^/]+)": self._commit,
+            rf"POST /api/models/{name}/branch/(?P<branch>[^/]+)": self._branch,
             rf"GET /{name}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": self._file,
         }
         for pattern, handler in routes.items():
@@ -104,6 +113,23 @@ class _Handler(BaseHTTPRequestHandler):
                 handler(**match.groupdict())
                 return
         self._error(404, f"the loopback Hub knows no {method} {path}")
+
+    def _strikes(self, request: str) -> bool:
+        """Whether a fault was met that leaves nothing to do."""
+        fault = next((each for each in self.hub.faults if re.search(each[0], request)), None)
+        if fault is None:
+            return False
+        self.hub.faults.remove(fault)
+        kind = fault[1]
+        if isinstance(kind, int):
+            self._error(kind, "as the test wants it")
+        elif kind == "hang":
+            time.sleep(60)
+        else:
+            self.close_connection = True
+        if kind == "lose":
+            self.wfile = BytesIO()
+        return kind != "lose"
 
     def _read_chunks(self) -> bytes:
         body = b""
@@ -199,10 +225,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _preupload(self, repo: str, revision: str) -> None:
         at = self._at(repo, revision) if self._may_write() else None
         if at is not None:
-            files = [file["path"] for file in json.loads(self.body)["files"]]
-            modes = [
-                {"path": p, "uploadMode": "lfs" if _is_lfs(p) else "regular", "shouldIgnore": False} for p in files
-            ]
+            modes = []
+            for path in (file["path"] for file in json.loads(self.body)["files"]):
+                modes.append({"path": path, "uploadMode": "lfs" if _is_lfs(path) else "regular", "shouldIgnore": False})
+                if path in at[1]:
+                    modes[-1]["oid"] = _etag(path, at[1][path])
             self._json({"files": modes})
 
     def _lfs_batch(self, repo: str) -> None:
@@ -234,8 +261,18 @@ class _Handler(BaseHTTPRequestHandler):
                 changes[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 changes[value["path"]] = self.hub.blobs[value["oid"]]
-        oid = self.hub.repositories[repo].commit(changes, lines[0]["value"]["summary"])
+        oid = self.hub.repositories[repo].commit(changes, lines[0]["value"]["summary"], revision)
         self._json({"commitUrl": f"{self.hub.endpoint}/{repo}/commit/{oid}", "commitOid": oid, "pullRequestUrl": None})
+
+    def _branch(self, repo: str, branch: str) -> None:
+        at = self._at(repo, None) if self._may_write() else None
+        if at is None:
+            return
+        if branch in self.hub.repositories[repo].branches:
+            self._error(409, "Reference already exists")
+            return
+        self.hub.repositories[repo].branches[branch] = at[0]
+        self._send(201, b"")
 
     def _file(self, repo: str, revision: str, path: str) -> None:
         at = self._at(repo, revision)
@@ -245,8 +282,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "Entry not found", "EntryNotFound")
             return
         data = at[1][path]
-        etag = sha256(data) if _is_lfs(path) else _git_oid(data)
-        self._send(200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": at[0], "Content-Type": "application/octet-stream"})
+        self._send(
+            200,
+            data,
+            {"ETag": f'"{_etag(path, data)}"', "X-Repo-Commit": at[0], "Content-Type": "application/octet-stream"},
+        )
 
 
 def sha256(data: bytes) -> str:
@@ -258,7 +298,11 @@ def _git_oid(data: bytes) -> str:
 
 
 def _is_lfs(path: str) -> bool:
-    return path.endswith((".safetensors", ".bin"))
+    return path.endswith((".safetensors", ".bin")) or "tfevents" in path
+
+
+def _etag(path: str, data: bytes) -> str:
+    return sha256(data) if _is_lfs(path) else _git_oid(data)
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rigged
 import tiny
 import torch
 import yaml
+from chat_formats import CHATML_SPECIALS, byte_level
 from hub_server import TOKEN, HubServer, Repository
 from huggingface_hub import constants
 from torch import nn
 
-import drafters.publish
-from drafters.checkpoint import GENERATE_FILES, load_checkpoint, push_to_hub, save_checkpoint
+import drafters.hub
+from drafters import TargetModel, generate, load_drafter
+from drafters.checkpoint import load_checkpoint, save_checkpoint
 from drafters.head_adapter import fingerprint, load_head
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.model.loading import load_model
-from drafters.model_card import model_card
+from drafters.model_card import Card, model_card
+from drafters.publishing import GENERATE_FILES, push_to_hub
 from train.config import Lora
 from train.lora import save_adapter, with_lora
 
@@ -66,6 +71,7 @@ def login(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lo
 
     def switch(token: str | None = TOKEN, home: str = "home") -> None:
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr("drafters.publishing.WAIT", 0.0)
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -155,7 +161,7 @@ def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path:
 def test_a_users_own_process(hub: HubServer, saved: Path, tmp_path: Path) -> None:
     """Catches the library's settings (HF_ENDPOINT, HF_HOME, HF_TOKEN) overridden or read too early by the toolkit."""
     program = (
-        "from drafters.checkpoint import load_checkpoint, push_to_hub\n"
+        "from drafters.checkpoint import load_checkpoint\nfrom drafters.publishing import push_to_hub\n"
         f"push_to_hub({str(saved)!r}, 'user/my-drafter')\n"
         "print(load_checkpoint('user/my-drafter')[0]['training']['steps'])"
     )
@@ -175,7 +181,7 @@ def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
     plain = files(hub, "user/plain")["README.md"].decode()
     front = yaml.safe_load(plain.split("---\n")[1])
     assert front["base_model"] == "someone/a-target"
-    assert front["tags"] == ["speculative-decoding", "eagle"]
+    assert front["tags"] == ["speculative-decoding", "eagle", "custom_generate"]
     assert front["library_name"] == "drafters"
     assert "license" not in front
     assert "| data | dialogues \\| train split |" in plain
@@ -183,7 +189,7 @@ def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
     assert "load_drafter('user/plain', target)" in plain
     assert "Measured" not in plain
 
-    push_to_hub(saved, "user/full", license="mit", figures={"tau, greedy, held-out": 2.91})
+    push_to_hub(saved, "user/full", card=Card(license="mit", figures={"tau, greedy, held-out": 2.91}))
     full = files(hub, "user/full")["README.md"].decode()
     assert yaml.safe_load(full.split("---\n")[1])["license"] == "mit"
     assert "| tau, greedy, held-out | 2.91 |" in full
@@ -221,7 +227,11 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
     table broken by a bar, and the author's paths."""
     found = evidence()
     (tmp_path / "lossless.json").write_text(json.dumps(found["certificate"]))
-    card = model_card(CONFIG, "user/d", 128, certificate=tmp_path, report=found["report"])
+    card = model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path, report=found["report"]))
+    (index,) = yaml.safe_load(card.split("---\n")[1])["model-index"]
+    metrics = {metric["name"]: metric["value"] for result in index["results"] for metric in result["metrics"]}
+    assert metrics["tau, E|1, temperature 0"] == 2.0 and metrics["speedup, E|1, temperature 0"] == 1.5
+    assert index["results"][0]["dataset"]["name"] == "q" and not [name for name in metrics if "other" in name]
     assert "## Losslessness\n\n**not lossless**, by `eval.lossless` (tree chain)." in card and "- a reason" in card
     assert "4,096 tokens of 32 texts against transformers' own model; 1 differ, 1 of them by more" in card
     assert "p = 0.5; a total variation of 0.034 would have been caught with 99%" in card
@@ -237,26 +247,101 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
     ):
         for name, each in wrong.items():
             with pytest.raises(ValueError, match=message):
-                model_card(CONFIG, "user/d", 128, **{name: each})
+                model_card(CONFIG, "user/d", 128, Card(**{name: each}))
     with pytest.raises(ValueError, match="report.json; python -m eval.speed writes it"):
-        model_card(CONFIG, "user/d", 128, report=tmp_path / "report.json")
+        model_card(CONFIG, "user/d", 128, Card(report=tmp_path / "report.json"))
     with pytest.raises(ValueError, match="is not what python -m eval.lossless writes .KeyError"):
         (tmp_path / "lossless.json").write_text("{}")
-        model_card(CONFIG, "user/d", 128, certificate=tmp_path)
+        model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path))
 
 
 def test_a_card_from_the_shell(hub: HubServer, login: Login, saved: Path, tmp_path: Path) -> None:
     """Catches a card that is published without what was measured, and one that is only to be looked at."""
     (tmp_path / "report.json").write_text(json.dumps(evidence()["report"]))
     arguments = [str(saved), "user/d", "--report", str(tmp_path), "--license", "mit"]
-    drafters.publish.main([*arguments, "--card", str(tmp_path / "card.md")])
+    drafters.hub.main(["push", *arguments, "--card", str(tmp_path / "card.md")])
     card = (tmp_path / "card.md").read_text()
     assert "## Speed" in card and not hub.repositories
-    drafters.publish.main(arguments)
+    drafters.hub.main(["push", *arguments])
     assert files(hub, "user/d")["README.md"].decode() == card
     (saved / "README.md").write_text("My own words.")
     with pytest.raises(ValueError, match="published as it is, without the certificate or report given: take it away"):
-        drafters.publish.main(arguments)
+        drafters.hub.main(["push", *arguments])
+
+
+def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a dry run that writes, a file that it does not list, a branch that is dropped on the way, and events of
+    the training left at home."""
+    (saved / "tensorboard").mkdir()
+    (saved / "tensorboard" / "events.out.tfevents.1.x").write_bytes(b"events")
+    arguments = ["push", str(saved), "user/d", "--revision", "v2", "--dataset", "someone/chats"]
+    drafters.hub.main([*arguments, "--dry-run"])
+    listed = capsys.readouterr().out
+    assert not [line for line in hub.requests if not line.startswith(("HEAD", "GET"))]
+    drafters.hub.main(arguments)
+    repository = hub.repositories["user/d"]
+    tree = repository.commits[repository.branches["v2"]]
+    assert tree["tensorboard/events.out.tfevents.1.x"] == b"events" and repository.commits[repository.head] == {}
+    assert sorted(line.split()[0] for line in listed.splitlines()[:-1]) == sorted(tree)
+    assert f"{len(tree['model.safetensors'])} bytes\n" in listed and "user/d, branch v2" in listed
+    assert yaml.safe_load(tree["README.md"].decode().split("---\n")[1])["datasets"] == ["someone/chats"]
+    assert load_checkpoint("user/d", revision="v2")[0]["drafter_type"] == "eagle"
+
+
+@pytest.mark.parametrize(
+    ("request_", "fault"),
+    [("repos/create", 503), ("PUT", "drop"), ("commit/main", 409), ("commit/main", "lose"), ("preupload", "hang")],
+)
+def test_a_push_over_a_bad_line(
+    hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch, request_: str, fault: int | str
+) -> None:
+    """Catches an upload given up for what passes, and one that is committed twice because its answer was lost."""
+    monkeypatch.setattr("drafters.hub_client.PATIENCE", 0.5)
+    hub.faults = [(request_, fault)]
+    push_to_hub(saved, "user/d")
+    assert not hub.faults and len(hub.repositories["user/d"].commits) == 2
+    assert load_checkpoint("user/d")[0]["training"]["steps"] == 1200
+
+
+def test_a_push_that_was_broken_off_goes_on(
+    hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches weights that are sent again though they lie there, patience with a Hub that says no, and none with one
+    that is overloaded."""
+    hub.faults = [("commit/main", 502)] * 4
+    assert "Publish again later" in refusal(push_to_hub, saved, "user/d")
+    assert not hub.faults and len([line for line in hub.requests if line.startswith("PUT")]) == 1
+    hub.requests.clear()
+    push_to_hub(saved, "user/d")
+    assert not [line for line in hub.requests if line.startswith("PUT")]
+    assert files(hub, "user/d")["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+    for status in (401, 403):
+        hub.faults, hub.requests = [("repos/create", status)] * 2, []
+        assert "hf auth login" in refusal(push_to_hub, saved, "user/new")
+        assert len(hub.faults) == 1, "asked again"
+
+
+def test_what_is_pulled_drafts_the_same(
+    hub: HubServer, login: Login, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches weights that change on the way, options that are lost, and snippets of the card that do not run: ours,
+    and the one for transformers, whose generate.py comes from the Hub."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    tiny.build("llama", vocab_size=300).save_pretrained(tmp_path / "target")
+    byte_level(None, CHATML_SPECIALS, None, "<|im_end|>").save_pretrained(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    target = TargetModel.from_pretrained("target", dtype="float32")
+    rigged.eagle(target, None, "static").save_pretrained("mine")
+    push_to_hub("mine", "user/mine")
+    both = load_drafter("mine", target, tree="static"), load_drafter("user/mine", target, tree="static")
+    texts = [generate(target, each, [[5, 6, 7]], max_new_tokens=24, temperature=1.0) for each in both]
+    assert texts[0].trace.steps == texts[1].trace.steps and torch.equal(texts[0].tokens, texts[1].tokens)
+    card = files(hub, "user/mine")["README.md"].decode()
+    ours, theirs = re.findall(r"```python\n(.*?)```", card, re.S)
+    made: list[dict[str, Any]] = [{}, {}]
+    exec(ours, made[0])
+    exec(theirs, made[1])
+    assert made[0]["result"].tokens[0].tolist() == made[1]["output"][0, made[0]["input_ids"].shape[1] :].tolist()
 
 
 def test_card_written_by_hand_and_older_revision_are_kept(hub: HubServer, login: Login, saved: Path) -> None:
@@ -360,7 +445,7 @@ def test_a_hub_that_falls_silent(hub: HubServer, login: Login, saved: Path, monk
     """Catches a wait for ever in the requests behind the first, for which huggingface_hub sets no timeout."""
     push_to_hub(saved, "user/d")
     hub.silent_after = len(hub.requests) + 1
-    monkeypatch.setattr("drafters.hub.PATIENCE", 0.5)
+    monkeypatch.setattr("drafters.hub_client.PATIENCE", 0.5)
     began = time.monotonic()
     assert "the Hub cannot be reached" in refusal(load_checkpoint, "user/d")
     assert time.monotonic() - began < 20

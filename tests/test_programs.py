@@ -72,9 +72,9 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "must be a number of at least 0"),
         (["--target", TARGET, "--drafter", "suffix", "nodes"], "is not of the form key=value"),
     ],
-    "drafters.publish": [
-        (["./none", "user/d"], "no folder none; save the drafter first"),
-        (["checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),
+    "drafters.hub": [
+        (["push", "./none", "user/d"], "no folder none; save the drafter first"),
+        (["push", "checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),
     ],
     "drafters.export": [
         (["./none", "--to", "vllm", "--out", "x"], "there is no folder ./none"),

@@ -243,7 +243,7 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
 }
 # These load no model: text alone, shapes by their names, a tokenizer that they trained themselves, or programs above.
 WITHOUT_A_MODEL = {
-    "drafters/publish.py",
+    "drafters/hub.py",
     "data_prep/split.py",
     "data_prep/stdlib_corpus.py",
     "eval/compare.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from drafters.choices import Dtype
-from drafters.hub import look_up
+from drafters.hub_client import look_up
 from drafters.paths import check_loadable
 from drafters.wording import dtype_name, shortened
 
