@@ -92,11 +92,12 @@ def measured(config: Found, report: Found) -> str:
         ValueError: it is of another target, or has no row of the method.
     """
     methods, facts = _methods(config, report), report["environment"]
+    versions = ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items())
     prompts = f"{facts['prompt_set']['prompts']} prompts of {Path(facts['prompt_set']['file']).name}"
     lines = [
         f"Over plain decoding in the same loop, {facts['dtype']}, on {facts['gpu'] or facts['cpu']} with "
-        f"{facts['threads']} threads; {prompts}, at most {facts['limits']['max_new_tokens']} new tokens. On another "
-        "machine they are others.",
+        f"{facts['threads']} threads; {prompts}, at most {facts['limits']['max_new_tokens']} new tokens"
+        f"{'; ' + versions if versions else ''}. On another machine they are others.",
         "",
         "| | temperature | tau | speedup (95% interval) | tokens/s |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -118,7 +119,8 @@ def measured(config: Found, report: Found) -> str:
 def model_index(name: str, config: Found, report: Found) -> list[dict[str, Any]]:
     """``model-index`` of a card's front matter: tau and speedup of the drafter's rows; errors are ``measured``'s."""
     facts, results = report["environment"], []
-    workload = Path(facts["prompt_set"]["file"]).stem
+    file = Path(facts["prompt_set"]["file"])
+    workload = file.stem if file.is_absolute() or not file.parent.name else f"{file.parent.name}/{file.stem}"
     for row, method in zip(report["rows"], _methods(config, report), strict=True):
         for kind in ("tau", "speedup"):
             if method == config["drafter_type"] and row[kind] is not None:

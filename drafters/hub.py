@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--certificate", type=Path, help="of eval.lossless: a folder, or its lossless.json")
     parser.add_argument("--report", type=Path, help="of eval.speed: a folder, or its report.json")
     parser.add_argument("--license", help="an identifier of the Hub; without, the card names none")
+    parser.add_argument("--base-model", help="the target on the Hub, if the drafter was trained upon a folder of it")
     parser.add_argument("--dataset", action="append", default=[], help="on the Hub, that it was trained on; repeatable")
     parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
     parser.add_argument("--revision", help="branch to write to, made if it is not there; default main")
@@ -43,8 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
         license=given.license,
         certificate=given.certificate,
         report=given.report,
+        base_model=given.base_model,
         datasets=tuple(given.dataset),
-        serving=serving(given.folder, given.repo_id),
+        serving=serving(given.folder, given.repo_id, given.base_model),
     )
     if given.card is not None:
         given.card.write_text(card_of(given.folder, given.repo_id, card), encoding="utf-8")

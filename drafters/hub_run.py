@@ -5,6 +5,7 @@ from pathlib import Path
 from .checkpoint import load_checkpoint
 from .export_readme import Exported, sglang, vllm
 from .export_run import check_served
+from .model.draft_head import DRAFT_IDS
 from .model_card import shown_name
 from .publishing import Files
 from .wording import size_text
@@ -19,10 +20,12 @@ def listed(files: Files, repo_id: str, revision: str | None) -> str:
     return "\n".join([*lines, f"{len(files)} files, {size_text(sum(sizes.values()))}, for {where}"])
 
 
-def serving(folder: Path, repo_id: str) -> str:
+def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
     """How vLLM and SGLang serve the drafter, after ``drafters.export``; empty where they cannot, or no one can tell."""
-    config, sections = load_checkpoint(folder)[0], []
-    target = shown_name(config["target"]["name"])
+    config, weights = load_checkpoint(folder)
+    sections, target = [], base_model or shown_name(config["target"]["name"])
+    ids, count = weights.get(DRAFT_IDS), config["drafter"].get("draft_vocab")
+    hot = None if ids is None or count is None else ids[:count]
     for to, how in (("vllm", vllm), ("sglang", sglang)):
         try:
             check_served(config, str(folder), to)
@@ -30,6 +33,6 @@ def serving(folder: Path, repo_id: str) -> str:
             continue
         out = Path(f"{repo_id.split('/')[-1]}-{to}")
         export = f"python -m drafters.export {repo_id} --to {to} --out {out} --target {target}"
-        section = how(Exported(repo_id, target, to, out, None))
+        section = how(Exported(repo_id, target, to, out, hot))
         sections.append(section.replace("```sh\n", f"```sh\n{export}\n", 1))
     return "\n\n".join(sections)

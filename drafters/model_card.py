@@ -32,6 +32,7 @@ class Card:
         license: an identifier of the Hub; None leaves it out, for only its author can choose one.
         figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out").
         certificate, report: of ``eval.lossless`` and ``eval.speed``: their JSON, or its file or folder.
+        base_model: the target's Hub repository, where the drafter was trained upon a copy of it on a disk.
         datasets: what it was trained on, as the Hub calls it.
         serving: how engines serve it, in Markdown.
     """
@@ -40,6 +41,7 @@ class Card:
     figures: Mapping[str, str | float] | None = None
     certificate: str | Path | Mapping[str, Any] | None = None
     report: str | Path | Mapping[str, Any] | None = None
+    base_model: str | None = None
     datasets: tuple[str, ...] = ()
     serving: str = ""
 
@@ -59,8 +61,8 @@ def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: C
     kind, target, base = config["drafter_type"], config["target"], config.get("base")
     base_name = shown_name(base["name"]) if base else None
     tuned = config.get("training", {}).get("tuned_from")
-    on_hub = is_hub_id(target["name"])
-    target_name = shown_name(target["name"])
+    target_name = card.base_model or shown_name(target["name"])
+    on_hub = card.base_model is not None or is_hub_id(target["name"])
     front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind, "custom_generate"]}
     if card.license:
         front["license"] = card.license

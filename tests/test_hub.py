@@ -25,6 +25,7 @@ import drafters.hub
 from drafters import TargetModel, generate, load_drafter
 from drafters.checkpoint import load_checkpoint, save_checkpoint
 from drafters.head_adapter import fingerprint, load_head
+from drafters.hub_run import serving
 from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.model.loading import load_model
 from drafters.model_card import Card, model_card
@@ -275,6 +276,7 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     (saved / "tensorboard").mkdir()
     (saved / "tensorboard" / "events.out.tfevents.1.x").write_bytes(b"events")
     arguments = ["push", str(saved), "user/d", "--revision", "v2", "--dataset", "someone/chats"]
+    arguments += ["--base-model", "someone/other"]
     drafters.hub.main([*arguments, "--dry-run"])
     listed = capsys.readouterr().out
     assert not [line for line in hub.requests if not line.startswith(("HEAD", "GET"))]
@@ -284,7 +286,8 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     assert tree["tensorboard/events.out.tfevents.1.x"] == b"events" and repository.commits[repository.head] == {}
     assert sorted(line.split()[0] for line in listed.splitlines()[:-1]) == sorted(tree)
     assert f"{len(tree['model.safetensors'])} bytes\n" in listed and "user/d, branch v2" in listed
-    assert yaml.safe_load(tree["README.md"].decode().split("---\n")[1])["datasets"] == ["someone/chats"]
+    front = yaml.safe_load(tree["README.md"].decode().split("---\n")[1])
+    assert front["datasets"] == ["someone/chats"] and front["base_model"] == "someone/other"
     assert load_checkpoint("user/d", revision="v2")[0]["drafter_type"] == "eagle"
 
 
@@ -475,3 +478,17 @@ def test_a_server_without_xet(hub: HubServer, login: Login, saved: Path, monkeyp
     assert [line for line in hub.requests if "xet-write-token" in line], "the test's client has no Xet"
     assert files(hub, "user/d")["model.safetensors"] == (saved / "model.safetensors").read_bytes()
     assert load_checkpoint("user/d")[0]["drafter_type"] == "eagle"
+
+
+def test_a_card_says_how_engines_serve_it(tmp_path: Path) -> None:
+    """Catches an export command for an engine that cannot load the drafter, and a list of frequent tokens left out."""
+    target = TargetModel(tiny.build("llama"), name=str(tmp_path / "target"))
+    target.model.save_pretrained(tmp_path / "target")
+    rigged.eagle(target, None, "static").save_pretrained(tmp_path / "mine")
+    card = serving(tmp_path / "mine", "user/mine", "someone/target")
+    assert "export user/mine --to vllm --out mine-vllm --target someone/target\nvllm serve someone/target" in card
+    assert "--to sglang" in card and "token-map" not in card
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    config["drafter"]["inputs"] = "token"
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
+    assert serving(tmp_path / "mine", "user/mine", None) == ""
