@@ -123,8 +123,8 @@ class EagleOptions(DraftHeadOptions):
     fc_bias: bool = False
 
 
-# A fixed shape has to promise so many times what growing does, of this very text: its rates are of other texts, too.
-AHEAD = 1.2
+# A fixed shape has to promise so many times the gain that growing brings on this very text: its rates are of others, too.
+AHEAD = 1.6
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
@@ -230,7 +230,8 @@ class EagleDrafter(LearnedDrafter):
         elif costs is not self.paying.costs:
             self.paying.reckon(costs)
         fixed = self.auto.outlook(1, state.sampling, state.length)
-        fixed_is_better = fixed.paths and self.paying.tried and fixed.speedup > AHEAD * self.paying.speedup
+        gain = max(self.paying.speedup - 1.0, 0.0)
+        fixed_is_better = fixed.paths and self.paying.tried and fixed.speedup - 1.0 > AHEAD * gain
         return None if fixed_is_better else self.paying
 
     def _grows(self, batch: int, sampling: Sampling) -> bool:
