@@ -123,7 +123,7 @@ class EagleOptions(DraftHeadOptions):
     fc_bias: bool = False
 
 
-# A fixed shape has to promise so many times the gain that growing brings on this very text: its rates are of others, too.
+# A fixed shape has to promise so many times the gain of growing on this very text: its rates are of others, too.
 AHEAD = 1.6
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
