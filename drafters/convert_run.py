@@ -13,9 +13,11 @@ from .convert import LOADS_AS_IT_IS
 from .eagle import EagleHead
 from .export import check_out, read_config
 from .kangaroo import KangarooAdapter
-from .model.ends import EMBEDDING, FrozenEnds, load_frozen_ends
+from .model.ends import EMBEDDING as TARGETS
+from .model.ends import FrozenEnds, load_frozen_ends
 from .released import (
     DTYPES,
+    EMBEDDING,
     INDEXES,
     PICKLED_FILE,
     differences,
@@ -26,7 +28,6 @@ from .released import (
 )
 from .wording import dtype_name, shortened
 
-EMBEDDING_THERE = "embed_tokens.weight"
 ROWS = 4096  # of an embedding that are compared at once
 
 
@@ -59,11 +60,11 @@ def convert(
     path, weights = read_weights(folder, source)
     _check_known(weights, source)
     eagle, notices = is_eagle(weights), []
-    there = weights.get(EMBEDDING_THERE)  # the target's is read to be compared with it, and else not at all
+    there = weights.get(EMBEDDING)  # the target's is read to be compared with it, and else not at all
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
     _check_layer(config, ends, eagle, source, target)
-    if (embedding := weights.pop(EMBEDDING_THERE, None)) is not None:
+    if (embedding := weights.pop(EMBEDDING, None)) is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
     if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(ends.config, "rms_norm_eps", eps)):
         notices.append(f"rms_norm_eps is {eps:g} in its {CONFIG_FILE} and {own:g} in the target, whose layers it gets")
@@ -138,7 +139,7 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
     ours = ends.embed.weight
     if theirs.shape != ours.shape or theirs.dtype not in DTYPES:
         raise ValueError(
-            f"{source}: {EMBEDDING_THERE} is {list(theirs.shape)} in {dtype_name(theirs.dtype)}, and {EMBEDDING} of "
+            f"{source}: {EMBEDDING} is {list(theirs.shape)} in {dtype_name(theirs.dtype)}, and {TARGETS} of "
             f"{target} is {list(ours.shape)}; give the model that it was trained for: --target MODEL"
         )
     # Rounded apart by as much as the coarser of the two is, and float16 flushes what is smaller than its smallest.
@@ -156,12 +157,12 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
             token = start + place // ours.shape[1]
     if beyond:
         raise ValueError(
-            f"{source}: its {EMBEDDING_THERE} is not the embedding of {target}: they are up to {largest:.3g} apart "
+            f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart "
             f"(token {token}), of which rounding explains {allowed:.3g}. This toolkit drafts with the target's own "
             "embedding; give the model that it was trained for (another revision, or what it was tuned from): "
             "--target MODEL"
         )
-    return f"its {EMBEDDING_THERE} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
+    return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
 
 
 def _fc_bias(config: Mapping[str, Any], weights: dict[str, Tensor], source: str, notices: list[str]) -> dict[str, Any]:

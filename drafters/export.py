@@ -3,7 +3,7 @@
     python -m drafters.export CHECKPOINT --to official|vllm|sglang --out FOLDER [--target MODEL] [--adapter LORA]
     python -m drafters.export --check FOLDER [--to official|vllm|sglang] [--target MODEL]
 
-EAGLE heads of Llamas go to all three, of Qwen2 to SGLang; the official code and vLLM read one and the same folder.
+EAGLE heads go to all three (of Llamas and families of that layer); the official code and vLLM read the same folder.
 Kangaroo adapters of Llamas go to their official code. Each folder gets a README.md that says how to serve it. Who loads
 a head says nothing where a name, a shape or a key of config.json is wrong: --check does, with status 1.
 """

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_state
 from .choices import SHIFTED
@@ -40,7 +41,14 @@ from .wording import dtype_name
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FAMILIES = {"official": ("llama",), "vllm": ("llama",), "sglang": tuple(SGLANG)}
+# Families whose head's layer is Llama's (of Qwen2: with biases of q, k and v), of targets that are served there. A head
+# sees all that came before, also where its target has sliding windows.
+FAMILIES = {
+    "official": ("llama", "mixtral", "qwen2"),
+    "vllm": ("llama", "mistral", "mixtral", "qwen2"),
+    "sglang": ("llama", "mistral", "mixtral", "qwen2"),
+}
+WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
 def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapter: str | None = None) -> list[str]:
@@ -64,7 +72,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     _check_method(config, checkpoint, to)
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
-    _check_family(family, checkpoint, to)
+    _check_family(family, checkpoint, to, config["drafter_type"])
     # A head that is served beside another target loads as well, and nothing that it drafts is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
     if fingerprint != trained["fingerprint"]:
@@ -140,10 +148,15 @@ def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch
     """``config.json`` of a model of one layer as wide as the target's."""
     # Without the name that transformers keeps of it, and without what would lead to code beside the target or say how
     # the target is quantised.
-    left_out = ("_name_or_path", "auto_map", "quantization_config")
+    left_out = ("_name_or_path", "auto_map", "quantization_config", *WINDOWS)
     found = {key: value for key, value in target.to_dict().items() if key not in left_out}
+    family = target.model_type if to == "sglang" and target.model_type in SGLANG else "llama"
+    if target.model_type != family:  # nothing of another family's stays, such as a number of experts
+        known = {key: value for key, value in found.items() if key in LlamaConfig().to_dict() and key != "model_type"}
+        found = LlamaConfig(**known).to_dict()
+        found |= {"qkv_bias": True} if target.model_type == "qwen2" else {}
     found |= {
-        "architectures": [SGLANG[target.model_type] if to == "sglang" else BIASED if fc_bias else PLAIN],
+        "architectures": [SGLANG[family] if to == "sglang" else BIASED if fc_bias else PLAIN],
         "num_hidden_layers": 1,
         # Of fc. vLLM and SGLang read it as biases of the attention: with true they expect some, draft nonsense and say
         # nothing.
@@ -151,8 +164,6 @@ def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch
         "dtype": dtype_name(dtype),
         "torch_dtype": dtype_name(dtype),
     }
-    if found.get("layer_types"):
-        found["layer_types"] = ["full_attention"]
     if (turning := rope(found))["rope_type"] == "default":  # as readers older than transformers 5 look for it
         found |= {"rope_theta": turning["rope_theta"], "rope_scaling": None}
     return found
@@ -183,15 +194,13 @@ def _check_method(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
         raise ValueError(f"{checkpoint} has {' and '.join(own)}, which {WHO[to]} does not know; train one without")
 
 
-def _check_family(config: "PretrainedConfig", checkpoint: str, to: str) -> None:
+def _check_family(config: "PretrainedConfig", checkpoint: str, to: str, method: str) -> None:
     biases = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
-    windows = getattr(config, "use_sliding_window", False)
-    if config.model_type not in FAMILIES[to] or biases or windows:
+    families = FAMILIES[to] if method == "eagle" else ("llama",)
+    if config.model_type not in families or biases:
         of = f"the family {config.model_type!r}" + (f" with {' and '.join(biases)}" if biases else "")
-        of += " with a sliding window" if windows else ""
         raise ValueError(
-            f"{checkpoint} is a head for {of}; {WHO[to]} gets heads with the layer of {' or '.join(FAMILIES[to])}, "
-            "without biases of their own and a sliding window"
+            f"{checkpoint} is a head for {of}; {WHO[to]} gets heads for {', '.join(families)}, without such biases"
         )
 
 

@@ -30,6 +30,7 @@ PLAIN = "LlamaForCausalLM"  # vLLM puts Eagle in front of it
 BIASED = "EagleWithBiasForCausalLM"  # no engine knows it: vLLM has no bias in fc, and would leave it out in silence
 SGLANG = {"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle"}  # by the target's family
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EMBEDDING = "embed_tokens.weight"
 WHO = {"official": "the official code", "vllm": "vLLM", "sglang": "SGLang"}
 
 
@@ -99,7 +100,7 @@ def tensors(config: Mapping[str, Any], eagle: bool, fc_bias: bool = False) -> di
     queries, keys = heads * head_dim, _size(config, "num_key_value_heads", heads) * head_dim
     projections = {"q": [queries, wide], "k": [keys, wide], "v": [keys, wide], "o": [wide, queries]}
     found = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in projections.items()}
-    if config.get("model_type") == "qwen2":
+    if config.get("model_type") == "qwen2" or config.get("qkv_bias"):
         found |= {f"layers.0.self_attn.{name}_proj.bias": projections[name][:1] for name in "qkv"}
     if not eagle:
         return found | {"layers.0.input_layernorm.weight": [wide], "norm.weight": [wide]}
@@ -164,6 +165,8 @@ def problems(config: Mapping[str, Any], weights: Mapping[str, Tensor], pickled: 
     wanted = tensors(config, eagle, fc_bias)
     if missing := sorted(wanted.keys() - weights.keys()):
         found.append(f"missing tensors: {', '.join(missing)} (they would be left random)")
+    if eagle and EMBEDDING in weights:  # which may be there: who serves it drafts with it
+        wanted[EMBEDDING] = [_size(config, "vocab_size"), _size(config, "hidden_size")]
     if unknown := sorted(weights.keys() - wanted.keys()):
         found.append(f"unknown tensors: {', '.join(unknown)}")
     for name in sorted(wanted.keys() & weights.keys()):
@@ -205,6 +208,10 @@ def _config_problems(config: Mapping[str, Any], architecture: str, eagle: bool) 
             )
         )
     found += [f"{key} is true, and a head has none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    if rope(config)["rope_type"] == "default" and ("rope_theta" not in config or config.get("rope_scaling")):
-        found.append("rope_theta must stand at the top, with rope_scaling null: older readers look there")
+    turning, old = rope(config), config.get("rope_theta", 10000.0)
+    if turning["rope_type"] == "default" and (turning["rope_theta"] != old or config.get("rope_scaling")):
+        found.append(
+            f"rope_theta is {turning['rope_theta']:g} in rope_parameters and {old:g} for older readers, which look at "
+            "the top for it and want rope_scaling null"
+        )
     return found

@@ -214,7 +214,13 @@ def test_files_that_are_no_tensors(target: TargetModel, tmp_path: Path) -> None:
     whole = file.read_bytes()
     torch.save({"fc.weight": Trap(marker)}, tmp_path / "trap")
     torch.save([torch.zeros(2)], tmp_path / "list")
-    contents = [(tmp_path / "trap").read_bytes(), pickle.dumps(Trap(marker)), whole[: len(whole) // 2], b"<html>", b""]
+    contents = [
+        (tmp_path / "trap").read_bytes(),
+        pickle.dumps(Trap(marker), protocol=2),
+        whole[: len(whole) // 2],
+        b"<html>",
+        b"",
+    ]
     for content in contents:
         file.write_bytes(content)
         with pytest.raises(

@@ -161,16 +161,20 @@ def test_a_bias_goes_where_it_is_read(target: TargetModel, tmp_path: Path) -> No
     export(head, "vllm", tmp_path / "vllm")  # nothing is lost
 
 
-def test_qwen2_goes_to_sglang(tmp_path: Path) -> None:
-    """Catches the biases of Qwen2's attention lost, or a head that SGLang makes of Llama's layers."""
+def test_qwen2_goes_there_with_its_biases(tmp_path: Path) -> None:
+    """Catches the biases of Qwen2's attention lost, in the class of its own or in Llama's."""
     target = save_target(tmp_path / "qwen2", "qwen2")
     config, weights = written(exported("sglang", target, tmp_path))
     assert (config["architectures"], config["model_type"]) == (["Qwen2ForCausalLMEagle"], "qwen2")
     biases = {f"layers.0.self_attn.{name}_proj.bias": [KEYS if name in "kv" else QUERIES] for name in "qkv"}
     assert {name: list(value.shape) for name, value in weights.items()} == CONTRACTS["sglang"][0] | biases
     assert check(tmp_path / "sglang", "sglang", target.name)
-    with pytest.raises(ValueError, match="a head for the family 'qwen2'; vLLM gets heads with the layer of llama"):
-        export(str(tmp_path / "head"), "vllm", tmp_path / "out")
+    export(str(tmp_path / "head"), "vllm", tmp_path / "vllm")  # which has Llama's layer alone, and this key for biases
+    config, weights = written(tmp_path / "vllm")
+    assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLM"], "llama")
+    assert config["qkv_bias"] is True and config["bias"] is False and "sliding_window" not in config
+    assert {name: list(value.shape) for name, value in weights.items()} == CONTRACTS["vllm"][0] | biases
+    assert check(tmp_path / "vllm", "official", target.name)
 
 
 def test_a_draft_vocabulary_where_it_is_known(
@@ -218,9 +222,14 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
     save_checkpoint(tmp_path / "ffn", {}, make_config("kangaroo", {"exit_layer": EXIT, "ffn": True}, target))
     with pytest.raises(ValueError, match="has ffn, which the official code does not know"):
         export(str(tmp_path / "ffn"), "official", tmp_path / "out")
-    mistral = tiny_run.save_target(tmp_path / "mistral", "mistral")
-    with pytest.raises(ValueError, match="a head for the family 'mistral'"):
-        export(save_head(tmp_path / "mistral-head", mistral), "vllm", tmp_path / "out")
+    for family, to in (("mistral", "official"), ("qwen3", "vllm")):
+        own = tiny_run.save_target(tmp_path / family, family)
+        with pytest.raises(ValueError, match=f"a head for the family '{family}'; .* gets heads for llama, "):
+            export(save_head(tmp_path / f"{family}-head", own), to, tmp_path / "out")
+    moe = tiny_run.save_target(tmp_path / "mixtral", "mixtral")
+    export(save_head(tmp_path / "mixtral-head", moe), "vllm", tmp_path / "mixtral-vllm")  # whose head is dense
+    config = written(tmp_path / "mixtral-vllm")[0]
+    assert config["model_type"] == "llama" and "num_local_experts" not in config
     narrow = tiny_run.save_target(tmp_path / "narrow")
     with pytest.raises(
         ValueError, match="its heads are hidden_size / num_attention_heads wide, and these are head_dim 16"
@@ -248,7 +257,10 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "layers": (lambda config, weights: config.update(num_hidden_layers=4), "num_hidden_layers is 4, and a head has 1"),
     "family": (lambda config, weights: config.update(model_type="mistral"), "model_type is 'mistral', and must be"),
     "architecture": (lambda config, weights: config.update(architectures=["Llama"]), "architectures is Llama"),
-    "rope": (lambda config, weights: config.pop("rope_theta"), "rope_theta must stand at the top"),
+    "rope": (
+        lambda config, weights: config["rope_parameters"].update(rope_theta=5e5),
+        "rope_theta is 500000 in rope_par",
+    ),
     "width": (lambda config, weights: config.update(hidden_size="48"), "hidden_size must be a whole number"),
     "name": (
         lambda config, weights: weights.update({f"model.{QUERY}": weights.pop(QUERY)}),

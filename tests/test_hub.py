@@ -19,11 +19,14 @@ import yaml
 from chat_formats import CHATML_SPECIALS, byte_level
 from hub_server import TOKEN, HubServer, Repository
 from huggingface_hub import constants
+from test_convert import eagle_weights, release, released_config
+from test_export import save_target
 from torch import nn
 
 import drafters.hub
 from drafters import TargetModel, generate, load_drafter
 from drafters.checkpoint import load_checkpoint, save_checkpoint
+from drafters.convert_run import convert
 from drafters.head_adapter import fingerprint, load_head
 from drafters.hub_run import serving
 from drafters.model.files import load_bare_tokenizer, load_config_only
@@ -423,6 +426,27 @@ def test_pickled_repository_is_refused_unread(hub: HubServer, login: Login) -> N
     assert "holds pytorch_model.bin but no model.safetensors" in message
     assert "weights_only=True" in message
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
+
+
+def test_a_released_head_is_imported_from_the_hub(hub: HubServer, login: Login, tmp_path: Path) -> None:
+    """Catches an import that knows folders alone, or downloads pickled weights where there are others."""
+    target = save_target(tmp_path / "target")
+    weights = eagle_weights(target, 0.5)
+    for name in ("bin", "both"):
+        folder = Path(release(tmp_path / name, released_config(target), weights, pickled=True))
+        if name == "both":
+            release(folder, released_config(target), weights)
+        hub.repositories[f"user/{name}"] = repository = Repository(private=False)
+        repository.commit({file.name: file.read_bytes() for file in folder.iterdir()}, "released")
+        with pytest.raises(ValueError, match=f"python -m drafters.convert user/{name} --target MODEL"):
+            load_checkpoint(f"user/{name}")
+        convert(f"user/{name}", target.name, tmp_path / "ours" / name)
+        config, found = load_checkpoint(tmp_path / "ours" / name)
+        assert config["training"]["imported_from"] == f"user/{name}" and torch.equal(
+            found["fc.bias"], weights["fc.bias"]
+        )
+        hub.requests, asked = [], hub.requests
+        assert any(line.endswith("/pytorch_model.bin") for line in asked) == (name == "bin")
 
 
 def test_a_hub_that_never_answers(saved: Path, login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
