@@ -67,7 +67,7 @@ def convert(
     if (embedding := weights.pop(EMBEDDING, None)) is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
     if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(ends.config, "rms_norm_eps", eps)):
-        notices.append(f"rms_norm_eps is {eps:g} in its {CONFIG_FILE} and {own:g} in the target, whose layers it gets")
+        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the target, whose layers it gets")
     options: dict[str, Any] = {}
     if eagle:
         options = _fc_bias(config, weights, source, notices)

@@ -118,11 +118,19 @@ def _size(config: Mapping[str, Any], key: str, otherwise: int | None = None) -> 
 
 
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How positions turn, as transformers 5 says it, from that or from the older keys: type, theta and a scaling's."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.pop("type", "default")
-    theta = found.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return found | {"rope_type": found.get("rope_type", kind), "rope_theta": float(theta)}
+    """How positions turn, as transformers 5 says it, from that or from the older keys: type, theta and a scaling's.
+
+    Raises:
+        ValueError: values of other types.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    try:
+        found = dict(given)
+        kind, theta = found.pop("type", "default"), found.get("rope_theta") or config.get("rope_theta") or 10000.0
+        return found | {"rope_type": found.get("rope_type", kind), "rope_theta": float(theta)}
+    except (TypeError, ValueError):
+        said = {key: value for key, value in config.items() if key.startswith("rope_")}
+        raise ValueError(f"{CONFIG_FILE}: RoPE is told as {shortened(said)}, which cannot be read") from None
 
 
 def differences(config: Mapping[str, Any], target: "PretrainedConfig", eagle: bool) -> list[str]:
@@ -159,7 +167,8 @@ def why_not(to: str, config: Mapping[str, Any], eagle: bool, fc_bias: bool) -> s
 def problems(config: Mapping[str, Any], weights: Mapping[str, Tensor], pickled: bool) -> list[str]:
     """What is wrong with a head in the form of its authors or of an engine, each in words; none: an empty list."""
     eagle = is_eagle(weights)
-    architecture = str((config.get("architectures") or [None])[0])
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "not given"
     fc_bias = architecture in (BIASED, *SGLANG.values())
     found = _config_problems(config, architecture, eagle) + ([] if eagle or pickled else [_NOT_PICKLED])
     wanted = tensors(config, eagle, fc_bias)
@@ -208,10 +217,10 @@ def _config_problems(config: Mapping[str, Any], architecture: str, eagle: bool) 
             )
         )
     found += [f"{key} is true, and a head has none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    turning, old = rope(config), config.get("rope_theta", 10000.0)
+    turning, old = rope(config), config.get("rope_theta", 10000.0)  # which is the default of all
     if turning["rope_type"] == "default" and (turning["rope_theta"] != old or config.get("rope_scaling")):
         found.append(
-            f"rope_theta is {turning['rope_theta']:g} in rope_parameters and {old:g} for older readers, which look at "
+            f"rope_theta is {turning['rope_theta']:g} in rope_parameters and {old} for older readers, which look at "
             "the top for it and want rope_scaling null"
         )
     return found

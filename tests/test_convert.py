@@ -173,6 +173,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "vocabulary": (lambda config, weights: config.update(vocab_size=98), "vocab_size is 98 in config.json, 97"),
     "heads": (lambda config, weights: config.update(num_attention_heads=8), "num_attention_heads is 8"),
     "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give the model that it was"),
+    "no rope": (lambda config, weights: config.update(rope_theta="many"), "RoPE is told as .*'many'.* cannot be read"),
     "layers": (lambda config, weights: config.update(num_hidden_layers=2), "num_hidden_layers is 2 .* a head has 1"),
     "EAGLE-3": (lambda config, weights: weights.update({"d2t": torch.zeros(3)}), "is an EAGLE-3 head"),
     "a model": (
