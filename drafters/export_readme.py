@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .released import HOT_TOKENS, MADE_FROM, PICKLED_FILE, is_eagle, why_not
+from .released import HOT_TOKENS, MADE_FROM, PICKLED_FILE, is_eagle
 from .wording import dtype_name
 
 STEPS = 5  # tokens a draft in what is shown
@@ -16,19 +16,20 @@ STEPS = 5  # tokens a draft in what is shown
 class Exported(NamedTuple):
     """What was exported: ``checkpoint``, for ``target``, for the reader ``to``, into ``out``.
 
-    ``hot``: the draft vocabulary, where the drafter has one.
+    ``readers``: who else reads it, too. ``hot``: the draft vocabulary, where the drafter has one.
     """
 
     checkpoint: str
     target: str
     to: str
     out: Path
+    readers: list[str]
     hot: Tensor | None
 
 
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported) -> str:
     """The text for a head with this ``config.json`` and these ``weights``."""
-    made, eagle, fc_bias = config[MADE_FROM], is_eagle(weights), "fc.bias" in weights
+    made, eagle = config[MADE_FROM], is_eagle(weights)
     count, kind = sum(value.numel() for value in weights.values()), "an EAGLE head" if eagle else "a Kangaroo adapter"
     revision = f" at revision `{made['target_revision']}`" if made["target_revision"] else ""
     sections = [
@@ -39,19 +40,15 @@ def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Expo
         f"It is for the target `{given.target}`{revision} (fingerprint `{made['target_fingerprint']}`) alone: beside "
         "another, nothing that it drafts is accepted, and nobody says so.",
     ]
-    if given.to == "sglang":
-        return "\n\n".join([*sections, sglang(given)]) + "\n"
-    if given.hot is not None:
+    if given.hot is not None and given.to != "sglang":
         sections[-1] += (
             f"\n\nThe drafter drafts with the {len(given.hot):,} most frequent tokens. That list is left out here: who "
             "reads this folder knows none, and drafts with the whole vocabulary, which takes longer."
         )
     if not eagle:
         return "\n\n".join([*sections, _kangaroo(given, made["exit_layer"])]) + "\n"
-    if why_not("vllm", config, eagle, fc_bias) is None:
-        sections.append(vllm(given))
-    if why_not("official", config, eagle, fc_bias) is None:
-        sections.append(_official(given))
+    how = {"vllm": vllm, "sglang": sglang, "official": _official}
+    sections += [show(given) for reader, show in how.items() if reader in given.readers]
     return "\n\n".join(sections) + "\n"
 
 

@@ -99,7 +99,9 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
             written["tie_word_embeddings"] = False
     if wrong := problems(written, weights, pickled=not eagle):  # else this is a mistake of ours
         raise ValueError(f"{checkpoint} would not load there: {'; '.join(wrong)}")
-    text = readme(written, weights, Exported(checkpoint, name, to, out, hot))
+    same = ("sglang",) if to == "sglang" else ("official", "vllm")
+    readers = [one for one in same if family.model_type in FAMILIES[one] and not why_not(one, written, eagle, fc_bias)]
+    text = readme(written, weights, Exported(checkpoint, name, to, out, readers, hot))
     _write(out, written, weights, hot if to == "sglang" else None, text)
     return _notices(to, hot, family.vocab_size)
 

@@ -228,6 +228,9 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
             export(save_head(tmp_path / f"{family}-head", own), to, tmp_path / "out")
     moe = tiny_run.save_target(tmp_path / "mixtral", "mixtral")
     export(save_head(tmp_path / "mixtral-head", moe), "vllm", tmp_path / "mixtral-vllm")  # whose head is dense
+    assert (
+        "EaModel" not in (tmp_path / "mixtral-vllm" / "README.md").read_text()
+    )  # head_dim, which its code does not read
     config = written(tmp_path / "mixtral-vllm")[0]
     assert config["model_type"] == "llama" and "num_local_experts" not in config
     narrow = tiny_run.save_target(tmp_path / "narrow")
