@@ -16,15 +16,15 @@ STEPS = 5  # tokens a draft in what is shown
 class Exported(NamedTuple):
     """What was exported: ``checkpoint``, for ``target``, for the reader ``to``, into ``out``.
 
-    ``readers``: who else reads it, too. ``hot``: the draft vocabulary, where the drafter has one.
+    ``hot``: the draft vocabulary, where the drafter has one. ``readers``: all who read the same folder.
     """
 
     checkpoint: str
     target: str
     to: str
     out: Path
-    readers: list[str]
     hot: Tensor | None
+    readers: tuple[str, ...] = ()
 
 
 def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported) -> str:

@@ -100,8 +100,9 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     if wrong := problems(written, weights, pickled=not eagle):  # else this is a mistake of ours
         raise ValueError(f"{checkpoint} would not load there: {'; '.join(wrong)}")
     same = ("sglang",) if to == "sglang" else ("official", "vllm")
-    readers = [one for one in same if family.model_type in FAMILIES[one] and not why_not(one, written, eagle, fc_bias)]
-    text = readme(written, weights, Exported(checkpoint, name, to, out, readers, hot))
+    known = [one for one in same if family.model_type in FAMILIES[one]]
+    readers = tuple(one for one in known if why_not(one, written, eagle, fc_bias) is None)
+    text = readme(written, weights, Exported(checkpoint, name, to, out, hot, readers))
     _write(out, written, weights, hot if to == "sglang" else None, text)
     return _notices(to, hot, family.vocab_size)
 
@@ -174,7 +175,8 @@ def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch
 def check_served(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
     """Raise ValueError where ``to`` cannot load a checkpoint with this ``config``, or its target is not there."""
     _check_method(config, checkpoint, to)
-    _check_family(load_config_only(config["target"]["name"], config["target"]["revision"]), checkpoint, to)
+    family = load_config_only(config["target"]["name"], config["target"]["revision"])
+    _check_family(family, checkpoint, to, config["drafter_type"])
     if config["drafter"].get("fc_bias"):
         raise ValueError(f"{checkpoint} has a bias in fc, which may or may not be dropped; export it and see")
 
