@@ -160,7 +160,7 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
     # Up to rounding: in bf16 a product's last bit may hang on where in memory a process has its tensors.
     assert len(ours) == len(theirs) and all(
-        one == pytest.approx(other, rel=0.01) for one, other in zip(ours, theirs, strict=True)
+        one == pytest.approx(other, rel=0.02, abs=0.02) for one, other in zip(ours, theirs, strict=True)
     )
     for file in ("model.safetensors", "target/model.safetensors"):
         one, other = (load_file(run / file) for run in runs)
