@@ -188,6 +188,14 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--rounds", "none"], "--rounds: must be a whole number of at least 1, found .none."),
     ],
     "train.target": [(["steps=0"], "steps: "), (["corpus=none"], "none")],
+    "train.start": [
+        (["--target", "./none", "--data", "prompts.jsonl", "--out", "x"], NO_FOLDER),
+        (["--target", TARGET, "--data", "none.jsonl", "--out", "x"], "no data file at none.jsonl"),
+        (["--target", TARGET, "--data", "prompts.jsonl", "--out", "features"], "holds files that no start has written"),
+        (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--minutes", "0"], "minutes: .*greater than 0"),
+        (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--hub", "mine"], "give it as user/name"),
+        (["--target", TARGET, "--data", "prompts.jsonl", "--out", "x", "--method", "medusa"], "invalid choice"),
+    ],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }
 for method in trained_methods():

@@ -35,6 +35,7 @@ import eval.speed
 import eval.sweep
 import eval.tune
 import train.draft_vocab
+import train.start
 import train.throughput
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError
@@ -256,7 +257,7 @@ WITHOUT_A_MODEL = {
     "train/summary.py",
 }
 ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/convert.py", "drafters/export.py"}  # below
-ELSEWHERE |= {"drafters/chat.py"}
+ELSEWHERE |= {"drafters/chat.py", "train/start.py"}
 ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
@@ -380,6 +381,14 @@ def test_an_export_and_an_import_run_no_code(trap: Trap, said_yes: None, tmp_pat
         drafters.convert.main([*again, str(trap.strange)])
     drafters.convert.main([*again, str(trap.known)])
     assert not trap.marker.exists()
+
+
+def test_a_start_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches a plan for a model that brings code of its own."""
+    with pytest.raises(ValueError, match=REFUSED):
+        train.start.main(["--target", str(trap.strange), "--data", str(trap.data), "--out", str(tmp_path / "out")])
+    assert not trap.marker.exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_chat_runs_no_code(trap: Trap, said_yes: None) -> None:

@@ -45,6 +45,7 @@ HOUSE = {
         "inputs loop",
         "preflight",
         "bench",
+        "plan",
         "target",
     ],
     "eval": [

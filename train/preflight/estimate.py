@@ -144,9 +144,7 @@ def pass_memory(
     dtype = config.dtype
     with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"), two_chunks_only():
         ends = meta_ends(target, device="cpu", dtype=dtype)
-        task = make_task(config, ends)
-        if config.loss_vocab is not None:  # which tokens these are makes no difference
-            task.loss_ids = torch.arange(min(config.loss_vocab, ends.lm_head.out_features))
+        task = _with_loss_ids(make_task(config, ends))
         rows_at_once = config.loss_chunk_rows or default_chunk_rows(task.loss_head, on_gpu)
         task.config = config.model_copy(update={"loss_chunk_rows": rows_at_once})
         for weights in task.module.parameters():
@@ -169,6 +167,13 @@ def pass_memory(
             loss = memory.peak - before
             del losses
     return {"batch": given, "loss": loss, "pass": whole}
+
+
+def _with_loss_ids(task: Task) -> Task:
+    """``task`` with as many tokens in the loss as its config says; which they are makes no difference."""
+    if task.config.loss_vocab is not None:
+        task.loss_ids = torch.arange(min(task.config.loss_vocab, task.ends.lm_head.out_features))
+    return task
 
 
 class PeakMemory(TorchDispatchMode):
@@ -221,7 +226,7 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatc
     Without DeepSpeed, the reading of data and the exchange between ranks.
     """
     device = resolve_device()
-    task = make_task(config, meta_ends(target, device=str(device), dtype=config.dtype))
+    task = _with_loss_ids(make_task(config, meta_ends(target, device=str(device), dtype=config.dtype)))
     with exact_buffers(task.module):
         module = task.module.to(device, config.dtype)
     optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)

@@ -1,0 +1,229 @@
+"""train.start: what it refuses, what it plans, and that its script makes a drafter, killed on the way."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nursery
+import pytest
+import tiny_run
+import torch
+import yaml
+from chat_formats import dialogue
+
+import train.start
+from data_prep.features import FeaturesConfig
+from data_prep.regenerate import RegenerateConfig
+from drafters.config import validate
+from eval.lossless import LosslessConfig
+from eval.speed import SpeedConfig
+from eval.tune import TuneConfig
+from train.plan.configs import page
+from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_model
+from train.plan.script import script
+from train.plan.steps import Plan, Planner
+from train.preflight.dry_run import Estimates
+from train.start import StartConfig
+
+SCHEMAS = {"regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
+SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
+SHIM = """#!/bin/bash
+reply="{0}/reply.$$"; mkfifo "$reply"
+printf '%s\\t%s\\n' "$reply" "$(printf '%q ' "$@")" > {0}/asked
+read -r status < "$reply"; exit "$status"
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Sixty dialogues and two records that are none."""
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(dialogue(index)) + "\n" for index in range(60)) + '{"id": 1}\nno JSON\n')
+    return file
+
+
+class Pythons:
+    """In the place of ``python``, a script that has this process fork what it would start: the imports are done."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder, self.asked = folder, list[str]()
+        self.process: nursery.Process | None = None
+        (folder / "python").write_text(SHIM.format(folder))
+        (folder / "python").chmod(0o755)
+        os.mkfifo(folder / "asked")
+        self.pipe = os.open(folder / "asked", os.O_RDWR)  # so that it never ends
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        with os.fdopen(self.pipe) as lines:
+            for line in lines:
+                reply, words = line.rstrip("\n").split("\t")
+                self.asked.append(words.strip())
+                self.process = tiny_run.begin(["python", *shlex.split(words)], self.folder / f"{len(self.asked)}.log")
+                status = self.process.wait()
+                if Path(reply).exists() and status >= 0:
+                    Path(reply).write_text(f"{status}\n")
+
+    def said(self) -> str:
+        """What the latest one wrote."""
+        return (self.folder / f"{len(self.asked)}.log").read_text()[-3000:]
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **changes}))
+
+
+@pytest.mark.slow
+def test_from_a_model_and_dialogues_to_a_card(
+    target_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a step that another one's files do not suit, and one that a kill leaves unable to go on."""
+    out, pythons = tmp_path / "mine", Pythons(tmp_path / "pythons")
+    monkeypatch.setattr(sys, "executable", str(pythons.folder / "python"))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    given = ["--target", str(target_folder), "--data", str(data), "--out", str(out)]
+    train.start.main(given)
+    printed = capsys.readouterr().out
+    assert "60 kept, dropped 2 (no_conversations 1, broken_json 1)" in printed
+    assert "answers of others: the target will give its own" in " ".join(printed.split())
+    edit(out / "configs/regenerate.yaml", max_new_tokens=8)
+    edit(out / "configs/eagle.yaml", minutes=None, steps=40, save_every=2, precision="float32", heldout_tokens=64)
+    edit(out / "configs/lossless.yaml", texts=16, new_tokens=4, greedy_tokens=4, rounded=None)
+    speed = yaml.safe_load((out / "configs/speed.yaml").read_text())
+    speed["prompts"]["count"] = 1
+    edit(out / "configs/speed.yaml", prompts=speed["prompts"], max_new_tokens=4, drafters=speed["drafters"][:-1])
+
+    whole = subprocess.Popen(["bash", str(out / "run.sh")], start_new_session=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not (out / "eagle/state/latest").exists():
+        assert whole.poll() is None, pythons.said()
+        assert time.monotonic() < deadline, pythons.said()
+        time.sleep(0.001)
+    os.killpg(whole.pid, signal.SIGKILL)
+    assert pythons.process is not None
+    pythons.process.kill()
+    whole.wait()
+    before = len(pythons.asked)
+
+    ran: list[int] = []
+    monkeypatch.setattr(os, "execvp", lambda _, line: ran.append(subprocess.run(line, timeout=300).returncode))
+    train.start.main([*given, "--run"])
+    assert ran == [0], pythons.said()
+    programs = [words.split()[1 if words.startswith("-m") else 0] for words in pythons.asked[before:]]
+    assert programs[1:] == ["eval.speed", "eval.lossless", "drafters.hub"]
+    assert pythons.asked[before].endswith("--resume")
+    report = json.loads((out / "speed/report.json").read_text())
+    assert [row["drafter"] for row in report["rows"]][2:] == ["EAGLE, auto", "EAGLE, chain of 3"]
+    card = (out / "card/README.md").read_text()
+    assert "Losslessness" in card
+    subprocess.run(["bash", str(out / "run.sh")], check=True)  # all is done
+    assert len(pythons.asked) == before + 4
+
+
+@pytest.fixture(scope="module")
+def model(target_folder: Path) -> Model:
+    return look_at_model(str(target_folder))
+
+
+def plan(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> Plan:
+    """A plan for a machine that is described, not measured; ``changes``: of its parts, and of the start."""
+    monkeypatch.setattr(Planner, "training_rate", lambda self, config: 2000.0)
+    monkeypatch.setattr(Estimates, "make", lambda self: None)  # which the dry run's tests hold to what runs take
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
+    machine = Machine(torch.device("cpu"), 0, 2, 10**11, 10**11, "bfloat16")
+    rates = Rates(100.0, 800.0, 64, 5000.0, 10.0, 10**8, 300.0)
+    start = {"target": model.name, "data": "data.jsonl", "out": str(tmp_path / "mine")}
+    start |= {key: changes.pop(key) for key in ("method", "minutes", "hub") if key in changes}
+    parts = {"data": data, "machine": machine, "rates": rates}
+    for key, value in changes.items():
+        part = next(name for name, each in parts.items() if hasattr(each, key))
+        parts[part] = replace(parts[part], **{key: value})
+    made = Planner(model, **parts, settings=validate(StartConfig, start, "test")).make()
+    for file, (values, reasons) in made.files.items():
+        assert yaml.safe_load(page("title", "command", values, reasons)) == values
+        if (name := file.removesuffix(".yaml")) in SCHEMAS:
+            validate(SCHEMAS[name], values, file)
+    subprocess.run(["bash", "-n"], input=script(made, ["python"]), text=True, check=True)
+    return made
+
+
+def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches steps that together take longer than was said, and answers without time to train on them."""
+    for minutes in (12, 120, 1200):
+        made = plan(model, monkeypatch, tmp_path, minutes=minutes)
+        assert [step.name for step in made.steps] == [
+            "split",
+            "answers",
+            "features",
+            "train",
+            "speed",
+            "lossless",
+            "card",
+        ]
+        assert 0.75 * minutes < sum(step.seconds for step in made.steps) / 60 < 1.05 * minutes
+        took = {step.name: step.seconds for step in made.steps}
+        assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
+    with pytest.raises(ValueError, match=r"--minutes 2: starting .* take [\d.]+ of them here, .* give at least \d"):
+        plan(model, monkeypatch, tmp_path, minutes=2)
+
+
+def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches features written to a disk that they fill, answers of the target that it gives again, and a Kangaroo
+    whose options nobody has searched.
+    """
+    made = plan(model, monkeypatch, tmp_path, disk=10**8)
+    assert "features" not in [step.name for step in made.steps]
+    assert made.files["eagle.yaml"][0]["features"] == "online"
+    assert "are computed while it trains" in made.notes[0]
+    made = plan(model, monkeypatch, tmp_path, own=True, minutes=30)
+    assert "answers" not in [step.name for step in made.steps]
+    assert made.files["features.yaml"][0]["limit"] < 10_000
+    made = plan(model, monkeypatch, tmp_path, method="kangaroo", hub="you/it")
+    assert [step.name for step in made.steps][-4:] == ["tune", "speed", "lossless", "push"]
+    assert "tune/best.yaml" in made.steps[-3].commands[0]
+    made = plan(model, monkeypatch, tmp_path, exact=None)
+    assert "lossless" not in [step.name for step in made.steps]
+    assert "--certificate" not in made.steps[-1].commands[-1]
+    made = plan(model, monkeypatch, tmp_path, gpus=2)
+    assert next(step for step in made.steps if step.name == "train").commands[0].startswith("deepspeed ")
+
+
+def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path, data: Path, tmp_path: Path) -> None:
+    """Catches hours that end in an error which was there in the first minute."""
+    out = tmp_path / "mine"
+    given = ["--target", str(target_folder), "--data", str(data), "--out", str(out)]
+    few = tmp_path / "few.jsonl"
+    few.write_text(json.dumps(dialogue(0)) + "\n")
+    with pytest.raises(ValueError, match="1 kept, dropped 0; at least 24 usable dialogues are needed"):
+        train.start.main([*given, "--data", str(few)])
+    few.write_text("")
+    with pytest.raises(ValueError, match=r"few.jsonl is empty"):
+        train.start.main([*given, "--data", str(few)])
+    bare = tmp_path / "bare"
+    shutil.copytree(target_folder, bare)
+    (bare / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="chat template"):
+        train.start.main([*given, "--target", str(bare)])
+    assert not out.exists()
+    out.mkdir()
+    (out / "start.json").write_text(json.dumps({"settings": {"minutes": 60}}))
+    with pytest.raises(ValueError, match="holds another start: .*minutes was 60, is 120"):
+        train.start.main(given)
+
+
+def test_whose_answers_they_are(model: Model, data: Path) -> None:
+    """Catches lengths taken from the sample alone, and answers of others taken for the target's."""
+    found = look_at_data(str(data), model)
+    assert (found.dialogues, found.own) == (60, False)
+    assert 0 < found.answers < found.tokens

@@ -1,0 +1,180 @@
+"""The config of every step as YAML, each setting with its reason: what docs/smollm2.md found to work, at this size."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from train.plan.facts import Data, Machine, Model
+
+SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
+LOSS_VOCAB, DRAFT_VOCAB = 8192, 16_384  # of SmolLM2's 49,152: docs/smollm2.md
+
+Reasons = Mapping[str, str]
+
+
+def page(title: str, command: str, values: Mapping[str, Any], reasons: Reasons) -> str:
+    """A config file: ``title`` and ``command`` above, a reason beside the keys that have one."""
+    lines = [f"# {title}", f"#   {command}"]
+    for key, value in values.items():
+        line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
+        lines.append(f"{line:<32}# {reasons[key]}" if key in reasons else line)
+    return "\n".join(lines) + "\n"
+
+
+def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: float) -> tuple[dict[str, Any], Reasons]:
+    """data_prep.regenerate's."""
+    values = {
+        "source": f"{out}/split/train.jsonl",
+        "out": f"{out}/answers/train.jsonl",
+        "target": model.name,
+        "dtype": machine.dtype,
+        "batch": rows,
+        "minutes": round(minutes, 2),
+        "max_new_tokens": model.answer,
+        "max_context": model.longest,
+        "temperature": 0.0,
+        "seed": 0,
+    }
+    reasons = {
+        "out": "a head trained on the target's own answers is accepted more: 28% at the first token, docs/smollm2.md",
+        "batch": "as many keys and values as a quarter of the free memory holds, at most 64 dialogues",
+        "minutes": "what is not answered by then is left out",
+        "max_new_tokens": "longer answers would be fewer ones, and new dialogues help most",
+    }
+    return values, reasons
+
+
+def features(model: Model, machine: Machine, out: str, splits: dict[str, str], int8: bool, taps: list[int]) -> Any:
+    """data_prep.features'."""
+    values: dict[str, Any] = {"target": model.name, "dtype": machine.dtype, "splits": splits}
+    values |= {"out": f"{out}/features", "store_dtype": "int8"} if int8 else {"out": f"{out}/features"}
+    if taps:
+        values["exit_layers"] = taps
+    values |= {"max_length": model.longest, "batch_tokens": 4096}
+    reasons = {"store_dtype": "half the disk, which bf16 would fill", "exit_layers": "where Kangaroo's adapter begins"}
+    return values, reasons
+
+
+def small_vocabulary(model: Model) -> bool:
+    """Whether the loss and the drafts take the whole vocabulary: where few tokens are most of it."""
+    return bool(model.config.vocab_size <= 2 * DRAFT_VOCAB)
+
+
+def training(
+    method: str, model: Model, machine: Machine, out: str, splits: dict[str, str], online: bool, minutes: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """train/<method>.py's."""
+    small, cpu = model.config.hidden_size <= SMALL, machine.device.type == "cpu"
+    values: dict[str, Any] = {"target": model.name, "features": "online" if online else f"{out}/features"}
+    if online:
+        data = {**splits, "max_length": model.longest, "target_dtype": machine.dtype, "target_batch_tokens": 4096}
+        values["data"] = data
+    values |= {"out": f"{out}/{method}"}
+    if method == "kangaroo":
+        values["exit_layer"] = exit_layer(model)
+    values |= {
+        "minutes": round(minutes, 2),
+        "batch_tokens": (2048 if minutes >= 30 else 1024) if cpu else 8192,
+        "learning_rate": 2.0e-3 if small else (3.0e-5 if method == "eagle" else 5.0e-5),
+        "warmup_steps": 50 if small else 200,
+        "schedule": "cosine",
+        "precision": "bf16" if machine.dtype == "bfloat16" else "float32",
+    }
+    reasons = {
+        "features": "computed while it trains: the disk is too small for them" if online else "",
+        "exit_layer": "a tenth of the layers, three at most: what the paper and docs/smollm2.md have",
+        "minutes": "the learning rate falls to 0 by then; more: minutes=..., with --resume",
+        "batch_tokens": "in a short run many small steps learn more" if cpu else "the papers' recipes in configs/",
+        "learning_rate": "docs/smollm2.md" if small else "the paper's; nothing larger was tried here",
+        "schedule": "acceptance rises each time that the learning rate falls",
+    }
+    if not small_vocabulary(model):
+        values |= {"loss_vocab": LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
+        reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2.md"
+        reasons["draft_vocab"] = "the most frequent tokens, of which decoding takes as many as it likes"
+    values |= {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}
+    return values, {key: reason for key, reason in reasons.items() if reason}
+
+
+def exit_layer(model: Model) -> int:
+    """After which layer Kangaroo's adapter begins."""
+    return max(1, min(3, int(model.config.num_hidden_layers) // 10))
+
+
+def drafting(method: str, model: Model, machine: Machine, out: str) -> dict[str, Any]:
+    """How what was trained decodes, as an entry of eval's configs."""
+    found: dict[str, Any] = {"drafter": method, "checkpoint": f"{out}/{method}"}
+    if not small_vocabulary(model):
+        found["draft_vocab"] = LOSS_VOCAB
+    if machine.device.type == "cpu" and machine.dtype == "bfloat16":
+        found["draft_dtype"] = "int8"  # half the LM head's bytes
+    return found
+
+
+def speed(model: Model, machine: Machine, out: str, prompts: str, count: int, rows: list[dict[str, Any]]) -> Any:
+    """eval.speed's."""
+    values = {
+        "target": {"path": model.name, "dtype": machine.dtype},
+        "prompts": {"file": prompts, "count": count, "seed": 0, "max_prompt_tokens": model.longest - model.answer},
+        "max_new_tokens": min(96, model.answer),
+        "temperatures": [0.0],
+        "rounds": 1,
+        "warmup": 1,
+        "stock_generate": False,
+        "out": f"{out}/speed",
+        "drafters": rows,
+    }
+    reasons = {
+        "prompts": "held out: nothing was trained on them",
+        "stock_generate": "its speed is no ground of any other figure; true shows it, too",
+    }
+    return values, reasons
+
+
+def methods(method: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report's rows: what needs no training, and what was trained in several shapes."""
+    rows: list[dict[str, Any]] = [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]
+    if method == "eagle":
+        rows += [
+            {"label": "EAGLE, auto", **entry, "tree": "auto"},
+            {"label": "EAGLE, chain of 3", **entry, "tree": "chain", "depth": 3},
+            {"label": "hybrid of lookup and EAGLE", "drafter": "hybrid", "head": {**entry, "tree": "auto"}},
+        ]
+        return rows
+    return [*rows, {"label": "Kangaroo", **entry}]
+
+
+def tune(model: Model, machine: Machine, out: str, prompts: str, entry: dict[str, Any], count: int) -> Any:
+    """eval.tune's, for Kangaroo, which does not shape its drafts by itself."""
+    values, _ = speed(model, machine, out, prompts, count, [{"label": "Kangaroo", **entry}])
+    del values["stock_generate"]
+    values |= {"out": f"{out}/tune", "knobs": {"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]}}
+    return values | {"start": {"max_draft_tokens": 4}}, {"prompts": "not those that the report measures"}
+
+
+def lossless(
+    model: Model, out: str, prompts: str, entry: dict[str, Any], begun: int, texts: int
+) -> tuple[dict[str, Any], Reasons]:
+    """eval.lossless'."""
+    shape = {"tree": "chain", "depth": 3} if entry["drafter"] == "eagle" else {}
+    new = min(32, model.answer)
+    values = {
+        "target": {"path": model.name},
+        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | shape,
+        "prompts": {"file": prompts, "count": begun, "seed": 0, "max_prompt_tokens": model.longest - model.answer},
+        "greedy_tokens": min(64, model.answer),
+        "texts": texts,
+        "new_tokens": new,
+        "out": f"{out}/lossless",
+    }
+    reasons = {
+        "drafter": "a chain: always drafted, so that there is something to test",
+        "texts": "sampled; more see more",
+    }
+    return values, reasons
+
+
+def own_files(data: Data, out: str) -> dict[str, str]:
+    """The dialogues that are trained on and held out, by split."""
+    folder = f"{out}/split" if data.own else f"{out}/answers"
+    return {split: f"{folder}/{split}.jsonl" for split in ("train", "heldout")}

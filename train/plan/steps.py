@@ -1,0 +1,318 @@
+"""How the minutes are shared out, and what each step will take.
+
+Nothing here is a guess of a machine: tokens/s are measured in the beginning, tokens are counted in the dialogues, and
+memory and disk are those of ``--dry-run``.
+"""
+
+import os
+import shlex
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_prep.disk import source_bytes
+from data_prep.store.quantise import token_bytes
+from drafters.config import validate
+from drafters.wording import size_text
+from train.config import TrainConfig
+from train.plan import configs
+from train.plan.facts import CERTIFIED, Data, Machine, Model, Rates
+from train.preflight.checks import Report
+from train.preflight.dry_run import Estimates
+from train.preflight.estimate import MicroBatch, measured_rate, meta_task
+from train.preflight.workload import Workload
+from train.run.files import run_folder_bytes, trained_parameters
+from train.task import task_class
+
+# Passes over the dialogues. SmolLM2's head still gained at its fifth (docs/smollm2.md: 7.7M positions of 1.5M tokens),
+# but what it gained most from were new dialogues: so many passes are made, and the rest of the time gives new answers.
+PASSES = 5
+ENOUGH = 1000  # dialogues, with fewer of which one is warned
+REPORT, CERTIFICATE = 0.08, 0.12  # most of the minutes that go into either
+PROMPTS, TEXTS = (4, 20), (64, 512)  # fewest and most: of a report's prompts, of a certificate's sampled texts
+LOST = 2.0  # minutes of training that a kill may cost
+SPARE_DISK = 0.8  # of what is free: others write, too
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Step:
+    """One step of the script. ``seconds``, ``disk`` and ``memory`` (bytes): what it will take; ``how``: how one knows.
+
+    ``done``: the folder that gets ``.done`` at its end.
+    """
+
+    name: str
+    done: str
+    commands: list[str]
+    seconds: float
+    how: str
+    memory: float
+    disk: float = 0.0
+
+
+@dataclass
+class Plan:
+    """``files``: configs by name, their values and reasons. ``notes``: what the user should know before it starts."""
+
+    files: dict[str, tuple[dict[str, Any], configs.Reasons]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    report: str = ""
+
+
+@dataclass
+class Shares:
+    """Minutes, and tokens of the dialogues that will be trained on."""
+
+    answering: float
+    heldout: float
+    training: float
+    tokens: float
+
+
+class Planner:
+    """From what was found to a ``Plan``.
+
+    Raises:
+        ValueError: the minutes, the memory or the disk do not suffice, or no head can be trained for this model.
+    """
+
+    def __init__(self, model: Model, data: Data, machine: Machine, rates: Rates, settings: Any) -> None:
+        self.model, self.data, self.machine, self.rates = model, data, machine, rates
+        self.method, self.minutes, self.hub = settings.method, settings.minutes, settings.hub
+        self.out, self.plan = str(settings.out), Plan()
+        self.files = configs.own_files(data, self.out)
+        self.entry = configs.drafting(self.method, model, machine, self.out)
+        self.heldout = max(8, min(200, data.dialogues // 10))
+
+    def make(self) -> Plan:
+        """The whole plan."""
+        trial, _ = self.training(1.0, online=False)
+        self.rate = self.training_rate(trial)
+        self.share_out()
+        taps = trial.taps
+        per_token = {kind: token_bytes(self.model.config.hidden_size, len(taps), kind) for kind in ("int8", "bfloat16")}
+        kind = "bfloat16" if self.machine.dtype == "bfloat16" else "float32"
+        per_token[kind] = token_bytes(self.model.config.hidden_size, len(taps), kind)
+        room = SPARE_DISK * self.machine.disk
+        sizes = {name: self.shares.tokens * bytes_ for name, bytes_ in per_token.items()}
+        online, int8 = sizes["int8"] > room, sizes[kind] > room
+        if online:
+            self.plan.notes.append(
+                f"features would take {size_text(sizes['int8'])} in int8, and {size_text(self.machine.disk)} are free: "
+                "they are computed while it trains, which makes its steps slower"
+            )
+        self.split()
+        if not self.data.own:
+            self.answers()
+        if not online:
+            self.features(list(taps), int8, sizes["int8" if int8 else kind])
+        self.train(online)
+        self.measure()
+        return self.plan
+
+    # ------------------------------------------------------------------------------------------- time
+
+    def training(self, minutes: float, online: bool) -> tuple[TrainConfig, tuple[dict[str, Any], dict[str, str]]]:
+        """The training's config, checked; raises ValueError where no such head fits the model."""
+        found = configs.training(
+            self.method, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
+        )
+        return validate(task_class(self.method).schema, found[0], f"{self.method}.yaml"), found
+
+    def training_rate(self, config: TrainConfig) -> float:
+        """Tokens/s of training, by a few steps on random numbers."""
+        length = min(self.model.longest, max(2, round(self.data.tokens / self.data.dialogues)))
+        size = MicroBatch(max(1, config.batch_tokens // length), length)
+        try:
+            meta_task(config, self.model.config)
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ValueError(f"--method {self.method}: no such head for {self.model.name}: {error}") from error
+        return measured_rate(config, self.model.config, size) * max(1, self.machine.gpus)
+
+    def share_out(self) -> None:
+        """Minutes of the steps; tokens follow from them.
+
+        Raises:
+            ValueError: too few minutes for any of it.
+        """
+        rates, data, total = self.rates, self.data, 60 * self.minutes
+        entries = configs.methods(self.method, self.entry)
+        new = min(96, self.model.answer)
+        self.prompts = _within(REPORT * total * rates.one / (len(entries) * new), *PROMPTS)
+        self.prompts = min(self.prompts, self.heldout // 2)
+        self.report_seconds = rates.start + len(entries) * self.prompts * new / rates.one
+        greedy, sampled = min(64, self.model.answer), min(32, self.model.answer)
+        exact = rates.exact or 0.0
+        self.begun = max(1, min(self.heldout // 2, 8))
+        self.texts = _within((CERTIFICATE * total * exact - 2 * self.begun * greedy) / sampled, *TEXTS)
+        self.texts -= self.texts % CERTIFIED
+        certified = 2 * self.begun * greedy + self.texts * sampled  # greedy ones in both precisions
+        self.certificate_seconds = 2 * rates.start + certified / exact if exact else 0.0
+        self.tune_seconds = 0.0
+        if self.method == "kangaroo":
+            self.tune_seconds = rates.start + (4 + 3 + 2) * self.prompts * new / rates.one
+        fixed = self.report_seconds + self.certificate_seconds + self.tune_seconds + 2 * data.seconds + 4 * rates.start
+        left = total - fixed
+        if left < 0.2 * total:
+            least = 60 * (fixed / 0.8) / 3600
+            raise ValueError(
+                f"--minutes {self.minutes:g}: starting the programs and measuring take {fixed / 60:.1f} of them here, "
+                f"which leaves too little to train in; give at least {least:.0f}"
+            )
+        self.shares = self._shares(left)
+
+    def _shares(self, left: float) -> Shares:
+        """``left`` seconds for answers (a tenth of them held-out ones), features and ``PASSES`` passes of training."""
+        rates, data = self.rates, self.data
+        later = 1 / rates.prefill + PASSES / self.rate  # seconds of a token once it is there
+        if data.own:
+            tokens = min(left / later, float(data.tokens))
+            return Shares(0.0, 0.0, (left - tokens / rates.prefill) / 60, tokens)
+        per_second = rates.many * data.tokens / data.answers  # tokens of dialogues whose answers are written
+        tokens = min(left / (1.1 / per_second + later), float(data.tokens))
+        answering, dumped = tokens / per_second, tokens / rates.prefill
+        return Shares(answering / 60, 0.1 * answering / 60, (left - 1.1 * answering - dumped) / 60, tokens)
+
+    # ------------------------------------------------------------------------------------------- steps
+
+    def add(self, name: str, done: str, commands: list[str], seconds: float, how: str, **more: float) -> None:
+        """One step more; ``memory`` is the target's weights where nothing else is said."""
+        more.setdefault("memory", self.rates.weights)
+        self.plan.steps.append(Step(name, f"{self.out}/{done}", commands, seconds, how, **more))
+
+    def python(self, program: str, *words: object) -> str:
+        """A plain command."""
+        return f"python {program} " + shlex.join([str(word) for word in words])
+
+    def configured(self, program: str, file: str, found: Any, *words: object) -> str:
+        """A command with a config of the plan."""
+        self.plan.files[file] = found
+        return self.python(program, "--config", f"{self.out}/configs/{file}", *words)
+
+    def split(self) -> None:
+        text = source_bytes(self.data.source)
+        line = self.python(
+            "-m data_prep.split", self.data.source, "--out", f"{self.out}/split", "--heldout", self.heldout
+        )
+        how = f"{self.data.dialogues:,} dialogues, read as long before"
+        self.add("split", "split", [line], 2 * self.data.seconds, how, memory=2 * text, disk=text)
+
+    def answers(self) -> None:
+        rows, shares, whole = self.rates.rows, self.shares, self.shares.tokens == self.data.tokens
+        # A batch is answered to its end, whatever the clock says: no more than a third of the time.
+        while rows > 1 and 3 * rows * self.model.answer / self.rates.many > 60 * shares.answering and not whole:
+            rows //= 2
+        # Where there is time for all dialogues, the limit is for a machine that has become slower.
+        minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
+        found = configs.regenerate(self.model, self.machine, rows, self.out, minutes)
+        line = self.configured("-m data_prep.regenerate", "regenerate.yaml", found)
+        held = [f"source={self.out}/split/heldout.jsonl", f"out={self.out}/answers/heldout.jsonl"]
+        heldout = self.python(
+            "-m data_prep.regenerate", "--config", f"{self.out}/configs/regenerate.yaml", *held,
+            f"minutes={max(0.1 * minutes, 0.5):.2f}",
+        )  # fmt: skip
+        answered = self.data.dialogues * shares.tokens / self.data.tokens
+        how = f"{self.rates.many:,.0f} tokens/s measured, {self.rates.rows} at once: about {answered:,.0f} dialogues"
+        if answered < ENOUGH and not whole:
+            self.plan.notes.append(
+                f"only about {answered:,.0f} dialogues will be answered, and a head learns little from so few "
+                "(docs/smollm2.md: 3,185 in its smallest training): give more --minutes, or leave this machine alone"
+            )
+        seconds = 60 * (shares.answering + shares.heldout) + 2 * self.rates.start
+        memory = self.rates.weights + rows * self.model.longest * self.model.cache_bytes
+        self.add("answers", "answers", [heldout, line], seconds, how, memory=memory, disk=5 * shares.tokens)
+
+    def limit(self) -> dict[str, int]:
+        """Of the target's own answers that are there already, as many dialogues as there is time for."""
+        share = self.shares.tokens / self.data.tokens
+        return {"limit": max(1, int(share * self.data.dialogues))} if self.data.own and share < 1 else {}
+
+    def features(self, taps: list[int], int8: bool, size: float) -> None:
+        found = configs.features(self.model, self.machine, self.out, self.files, int8, taps)
+        found[0].update(self.limit())
+        line = self.configured("-m data_prep.features", "features.yaml", found)
+        seconds = self.rates.start + self.shares.tokens / self.rates.prefill
+        how = f"{self.rates.prefill:,.0f} tokens/s measured, {self.shares.tokens / 1e6:,.2f}M tokens"
+        self.add("features", "features", [line], seconds, how, disk=size)
+
+    def train(self, online: bool) -> None:
+        config, found = self.training(self.shares.training, online)
+        if online:
+            found[0]["data"].update(self.limit())
+        every = max(20, round(LOST * 60 * self.rate / config.batch_tokens))
+        found[0].update(save_every=every, export_every=every)
+        found[1]["save_every"] = f"about {LOST:g} minutes here: what a kill may cost"
+        config = config.model_copy(update={"save_every": every, "export_every": every})
+        report = Report()
+        tokens, data = round(self.shares.tokens), self.data
+        trained = round(tokens * data.answers / data.tokens)
+        workload = Workload(tokens, trained, self.model.longest, max(1, tokens // config.batch_tokens), "the plan")
+        assumed = Namespace(
+            ranks=max(1, self.machine.gpus), max_length=self.model.longest, device=None, mfu=0.4, measure=False,
+            tokens_per_second=self.rate,
+        )  # fmt: skip
+        Estimates(report, config, self.model.config, None, workload, assumed).make()
+        short = [problem for problem in report.problems if not problem.startswith("disk: features")]
+        if short:
+            raise ValueError(f"{self.method}: {'; '.join(short)}")
+        disk = run_folder_bytes(trained_parameters(meta_task(config, self.model.config).module))
+        script = Path(os.path.relpath(ROOT / "train" / f"{self.method}.py"))
+        latest = f"{self.out}/{self.method}/state/latest"
+        file = f"{self.method}.yaml"
+        line = self.configured(str(script), file, found)
+        if self.machine.gpus > 1:
+            line = "deepspeed " + line.removeprefix("python ")
+        line += f" $([ -e {shlex.quote(latest)} ] && echo --resume || true)"
+        passes = 60 * self.shares.training * self.rate / max(tokens, 1)
+        how = f"{self.rate:,.0f} tokens/s measured, {passes:.1f} passes"
+        seconds = 60 * self.shares.training + self.rates.start
+        self.add("train", self.method, [line], seconds, how, memory=sum(report.memory.values()), disk=disk)
+
+    def measure(self) -> None:
+        """The report, a search before it where the method needs one, the certificate, and the card or the push."""
+        model, out, entry = self.model, self.out, self.entry
+        prompts, folder = self.files["heldout"], f"{out}/{self.method}"
+        self.plan.report = f"{out}/speed/report.md; the drafter: {folder}"
+        rows = configs.methods(self.method, entry)
+        choose = []
+        if self.method == "kangaroo":
+            found = configs.tune(model, self.machine, out, self.files["train"], entry, self.prompts)
+            line = self.configured("-m eval.tune", "tune.yaml", found)
+            how = "eta, then the most tokens of a draft, on dialogues of the training"
+            self.add("tune", "tune", [line], self.tune_seconds, how)
+            best = shlex.quote(f"{out}/tune/best.yaml")
+            choose = [f"\"drafters=$(echo '- drafter: prompt_lookup'; cat {best})\""]
+        found = configs.speed(model, self.machine, out, prompts, self.prompts, rows)
+        line = self.configured("-m eval.speed", "speed.yaml", found)
+        how = f"{self.rates.one:,.0f} tokens/s measured; {len(rows)} methods on {self.prompts} held-out prompts"
+        self.add("speed", "speed", [" ".join([line, *choose])], self.report_seconds, how)
+        shown = ["--report", f"{out}/speed"]
+        if self.rates.exact is None:
+            self.plan.notes.append("no certificate: the target in float32 does not fit into the memory")
+        else:
+            self.certify(prompts)
+            shown += ["--certificate", f"{out}/lossless"]
+        name = self.hub or f"you/{Path(out).name}"
+        card = [] if self.hub else ["--card", f"{out}/card/README.md"]
+        line = self.python("-m drafters.hub", "push", folder, name, *shown, *card)
+        lines = [f"mkdir -p {shlex.quote(out)}/card", line]
+        how = f"to {self.hub}" if self.hub else "the model card alone: no --hub"
+        self.add("push" if self.hub else "card", "card", lines, self.rates.start / 2, how, memory=0.0)
+
+    def certify(self, prompts: str) -> None:
+        """The certificate: of a chain, which is always drafted."""
+        found = configs.lossless(self.model, self.out, prompts, self.entry, self.begun, self.texts)
+        out = self.out
+        line = self.configured("-m eval.lossless", "lossless.yaml", found)
+        how = f"{self.rates.exact:,.0f} tokens/s in float32 measured; {self.texts} sampled texts, {self.begun} greedy"
+        # That too little was tested stands on the card; a drafter that is not lossless ends the script.
+        line += f' || grep -q \'"verdict": "not shown\' {shlex.quote(out + "/lossless/lossless.json")}'
+        memory = 2 * self.rates.weights * (2 if self.machine.dtype == "bfloat16" else 1)
+        self.add("lossless", "lossless", [line], self.certificate_seconds, how, memory=memory)
+
+
+def _within(value: float, least: int, most: int) -> int:
+    return max(least, min(most, int(value)))

@@ -1,0 +1,90 @@
+"""What train.start does: look, measure, plan, write; and run the script."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from huggingface_hub import get_token
+from rich.console import Console
+
+from data_prep.disk import check_room
+from drafters.files import replace_json, replace_text
+from drafters.model.ends import load_frozen_ends
+from drafters.provenance import cpu_name
+from drafters.wording import size_text
+from train.plan import configs
+from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_machine, look_at_model, measure
+from train.plan.script import script, show
+from train.plan.steps import Plan, Planner
+from train.start import FACTS, SCRIPT, StartConfig
+
+
+def write(config: StartConfig, command: list[str], run: bool) -> None:
+    """Find out everything, then write the configs, the script and what they were made of.
+
+    Args:
+        command: that was typed. run: whether the script is run afterwards.
+
+    Raises:
+        ValueError: anything that would end a step hours later and can be known now; then nothing is written.
+    """
+    console = Console(highlight=False, markup=False)
+    model = look_at_model(config.target)
+    load_frozen_ends(config.target, device="meta")  # tensors by Llama's names, in safetensors
+    data = look_at_data(config.data, model)
+    machine = look_at_machine(config.out)
+    console.print(f"{config.target}: {shape(model)}", soft_wrap=True)
+    console.print(f"{config.data}: {contents(data)}", soft_wrap=True)
+    console.print(f"this machine: {place(machine)}; measuring", soft_wrap=True)
+    rates = measure(model, machine, config.data)
+    plan = Planner(model, data, machine, rates, config).make()
+    disk = sum(step.disk for step in plan.steps)
+    check_room(config.out, disk, f"--out {config.out}", "give a folder on another disk")
+    if config.hub and not get_token():
+        plan.notes.append(f"no Hub token is here: `hf auth login` before the last step, which pushes to {config.hub}")
+    save(config, plan, rates, command)
+    show(plan, console)
+    what = "it runs now" if run else f"run it: bash {shlex.quote(str(config.out / SCRIPT))}"
+    console.print(f"{config.out / SCRIPT} and {len(plan.files)} configs are written; {what}", soft_wrap=True)
+
+
+def save(config: StartConfig, plan: Plan, rates: Rates, command: list[str]) -> None:
+    """All files of a start, the script last: with it, the start is whole."""
+    (config.out / "configs").mkdir(parents=True, exist_ok=True)
+    facts = {"settings": config.settings(), "rates": vars(rates)}
+    replace_json(config.out / FACTS, facts)
+    for file, (values, reasons) in plan.files.items():
+        user = next(line for step in plan.steps for line in step.commands if f"configs/{file}" in line)
+        title = f"{file.removesuffix('.yaml')}, by train.start"
+        replace_text(config.out / "configs" / file, configs.page(title, user.split(" $(")[0], values, reasons))
+    replace_text(config.out / SCRIPT, script(plan, command))
+    (config.out / SCRIPT).chmod(0o755)
+
+
+def shape(model: Model) -> str:
+    """The model in a line."""
+    config = model.config
+    return (
+        f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, vocabulary "
+        f"{config.vocab_size:,}, dialogues of up to {model.longest:,} tokens"
+    )
+
+
+def contents(data: Data) -> str:
+    """The dialogues in a line."""
+    whose = "the target's own answers" if data.own else "answers of others: the target will give its own"
+    return f"{data.read}; {data.turns:,} turns, about {data.tokens / 1e6:,.2f}M tokens; {whose}"
+
+
+def place(machine: Machine) -> str:
+    """The machine in a line."""
+    what = f"{machine.gpus} GPUs" if machine.gpus else f"{cpu_name()}, {machine.cores} cores"
+    free = f"{size_text(machine.memory)} of memory and {size_text(machine.disk)} of disk free"
+    return f"{what}, {machine.dtype}, {free}"
+
+
+def run_script(config: StartConfig) -> None:
+    """Become the script: Ctrl-C reaches the step that runs, and nothing of this program stays in memory."""
+    sys.stdout.flush()
+    os.execvp("bash", ["bash", str(Path(config.out) / SCRIPT)])
