@@ -6,17 +6,17 @@
 
 Final features (EAGLE) and exit-layer states (Kangaroo) come from one pass over the target. A run that was killed goes
 on at its next shard when it is started again, with any number of processes; a finished split is skipped. --verify reads
-finished stores again and compares their checksums.
+finished stores again and compares their checksums. With ``engine: vllm`` vLLM runs the target.
 """
 
 import difflib
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from drafters.config import load_config
+from drafters.config import Config, load_config
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
@@ -26,12 +26,37 @@ from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 READ_BY_TRAINING = ("train", "heldout")
 StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
+OURS = {  # options of vllm.LLM that have another place in the config, or none
+    "model": "give target", "revision": "give revision", "dtype": "give dtype", "max_model_len": "give max_length",
+    "max_num_batched_tokens": "give batch_tokens", "quantization": "features must be the target's own",
+    "enable_lora": "features must be the target's own: merge the adapter into it first",
+    "speculative_config": "states are read by it", "kv_transfer_config": "states are read by it",
+    "kv_cache_dtype": "features must be the target's own", "seed": "nothing is drawn",
+}  # fmt: skip
+
+
+class VLLMKeys(Config):
+    """Of ``engine: vllm``."""
+
+    python: Path = Path(".venv-vllm/bin/python")  # of its environment; default: that of make engines
+    options: dict[str, Any] = {}  # of vllm.LLM: tensor_parallel_size, pipeline_parallel_size, max_num_seqs, ...
+
+    @field_validator("options")
+    @classmethod
+    def _not_set_here(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if ours := sorted(OURS.keys() & options):
+            told = "; ".join(f"{key}: {OURS[key]}" for key in ours)
+            raise ValueError(f"these are not for options ({told})")
+        return options
 
 
 class FeaturesConfig(TargetKeys):
     """Schema of ``configs/features/*.yaml``, with the keys of ``TargetKeys``."""
 
     target: str = Field(min_length=1)  # folder or Hub repository of the target
+    # own: here, on the device. vllm: in vLLM's own process, for targets that one process or machine cannot hold.
+    engine: Literal["own", "vllm"] = "own"
+    vllm: VLLMKeys = VLLMKeys()
     store_dtype: StoreDtype | None = None  # of features and taps on disk; int8 and float8: with a scale per token
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
     out: str = Field(min_length=1)  # each split's store is made in <out>/<split>
@@ -59,6 +84,16 @@ class FeaturesConfig(TargetKeys):
                     f"training reads splits named {' and '.join(READ_BY_TRAINING)}, found {name}; rename it"
                 )
         return splits
+
+    @model_validator(mode="after")
+    def _vllm_has_its_own_devices(self) -> Self:
+        if self.engine == "vllm" and (self.device is not None or self.device_map is not None):
+            key = "device" if self.device is not None else "device_map"
+            raise ValueError(
+                f"{key} is {getattr(self, key)!r}, and vLLM takes the GPUs that it sees: leave {key} out, and set "
+                "vllm.options.tensor_parallel_size or pipeline_parallel_size"
+            )
+        return self
 
     @field_validator("exit_layers")
     @classmethod
@@ -93,6 +128,11 @@ def check(config: FeaturesConfig) -> None:
         check_source(source)
     check_folder(Path(config.out))
     check_model(config.target, "target", config.revision)
+    if config.engine == "vllm" and not config.vllm.python.exists():
+        raise ValueError(
+            f"vLLM is not installed: there is no {config.vllm.python}; run make .venv-vllm/.installed, or give the "
+            "Python of an environment that has it as vllm.python"
+        )
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ValueError(f"chat_template {config.chat_template} is no readable text file: it is not there")
 

@@ -26,8 +26,9 @@ from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, temp
 from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import source_digest
 from .disk import check_room, existing_folder, free_bytes
+from .extraction.process import VLLM
 from .features import FeaturesConfig
-from .heldout_answers import answers_file, with_own_answers
+from .heldout_answers import HELDOUT, answers_file, with_own_answers
 from .progress import Bar
 from .ranks import Rank, load_target
 from .regenerate_run import answered
@@ -63,7 +64,10 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
     headers = make_headers(config, chat)
     target = functools.cache(lambda: load_target(config.target, config, rank))
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
-        config = with_own_answers(config, headers, target)
+        if config.engine == "own":
+            config = with_own_answers(config, headers, target)
+        else:
+            check_answers(config, headers)
         missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
         work = [encode(config, chat, split, headers[split]) for split in missing]
         if not work:
@@ -71,8 +75,21 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
         check_batch_tokens(config, work)
         check_disk(config, work)
 
+    with contextlib.ExitStack() as stack:
+        served = functools.cache(lambda: stack.enter_context(start_vllm(config, work, rank)))
+        write_all(target, served if config.engine == "vllm" else None, work, config, rank)
+
+
+def write_all(
+    target: Callable[[], TargetModel],
+    served: Callable[[], VLLM] | None,
+    work: list[Work],
+    config: FeaturesConfig,
+    rank: Rank,
+) -> None:
+    """The stores of all splits, or this rank's share of them, and what became of each."""
     for split in work:
-        manifest, tokens = write_store(target, split, config, rank)
+        manifest, tokens = write_store(target, split, config, rank, served)
         if tokens.real:
             print(f"{split.name}: {tokens.padding:.1%} of what the target ran on was padding")
         if manifest.complete:
@@ -223,12 +240,16 @@ def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
 
 
 def write_store(
-    target: Callable[[], TargetModel], work: Work, config: FeaturesConfig, rank: Rank
+    target: Callable[[], TargetModel],
+    work: Work,
+    config: FeaturesConfig,
+    rank: Rank,
+    served: Callable[[], VLLM] | None = None,
 ) -> tuple[StoreManifest, Tokens]:
     """Run the target over this rank's shards of a split and write those that are not there yet.
 
-    ``target`` is called only if there are any. Returns the manifest, not ``complete`` while other ranks have shards to
-    write, and what the target was given.
+    ``target``, or vLLM in its place (``served``), is called only if there are any. Returns the manifest, not
+    ``complete`` while other ranks have shards to write, and what the target was given.
 
     Raises:
         ValueError: see ``StoreWriter`` and ``dump.forward``.
@@ -241,24 +262,81 @@ def write_store(
         missing = writer.missing(lengths)
         sizes = [sum(lengths[first:last]) for _, first, last in missing]
         if missing:
-            loaded = target()
-            buffers = Buffers(loaded, work.header, max(sizes))
             name = f"{work.name} {rank.describe()}".strip()
-            progress = Bar(desc=name, total=sum(sizes), unit="tok", unit_scale=True, disable=rank.index > 0)
-            with progress, Background() as background:
-
-                def after_batch(real: int, padded: int) -> None:
-                    tokens.real += real
-                    tokens.padded += padded
-                    progress.update(real)
-                    background.check()
-
-                # The target computes a shard while the thread writes the one before.
-                for number, *span in missing:
-                    task = work.header, work.encoded, (span[0], span[1]), config.batch_tokens
-                    computed = run_shard(loaded, *task, buffers, after_batch)
-                    background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
+            with Bar(desc=name, total=sum(sizes), unit="tok", unit_scale=True, disable=rank.index > 0) as progress:
+                if served is not None:
+                    served().write(work.path, work.header, missing, work.encoded, progress.update)
+                    tokens.real = tokens.padded = sum(sizes)
+                else:
+                    _run_here(target(), work, writer, missing, config, tokens, progress.update)
         return writer.finish(counts.dropped, counts.changed), tokens
+
+
+def _run_here(
+    target: TargetModel,
+    work: Work,
+    writer: StoreWriter,
+    missing: list[tuple[int, int, int]],
+    config: FeaturesConfig,
+    tokens: Tokens,
+    progress: Callable[[int], object],
+) -> None:
+    """The target computes a shard while a thread writes the one before; counts ``tokens``."""
+    buffers = Buffers(target, work.header, max(sum(work.lengths[first:last]) for _, first, last in missing))
+    with Background() as background:
+
+        def after_batch(real: int, padded: int) -> None:
+            tokens.real += real
+            tokens.padded += padded
+            progress(real)
+            background.check()
+
+        for number, *span in missing:
+            task = work.header, work.encoded, (span[0], span[1]), config.batch_tokens
+            computed = run_shard(target, *task, buffers, after_batch)
+            background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
+
+
+def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
+    """vLLM for the target, with room for the longest dialogue and the one token that a request must ask for.
+
+    Raises:
+        ValueError: the target has no room for that token.
+    """
+    model = load_config_only(config.target, config.revision)
+    longest = max(length for split in work for length in split.lengths) + 1
+    context = getattr(model, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise ValueError(
+            f"a dialogue has {longest - 1} tokens and {config.target} was made for {context}; vLLM always makes a "
+            f"token more: set max_length={context - 1}"
+        )
+    settings = {
+        "model": config.target,
+        "revision": config.revision,
+        "dtype": config.dtype,
+        "max_model_len": longest,
+        "max_num_batched_tokens": config.batch_tokens,
+        "layers": [*config.exit_layers, model.num_hidden_layers],
+    }
+    print(f"starting vLLM, which takes a minute or more (its log: {vllm_folder(config, rank) / 'vllm.log'})")
+    return VLLM(config.vllm.python, settings | config.vllm.options, vllm_folder(config, rank))
+
+
+def vllm_folder(config: FeaturesConfig, rank: Rank) -> Path:
+    """What is handed over to vLLM, while it runs; shared like ``out``."""
+    return Path(config.out) / f".vllm-{rank.index:05d}"
+
+
+def check_answers(config: FeaturesConfig, headers: dict[str, StoreManifest]) -> None:
+    """Raise ValueError where held-out answers would have to be written, which vLLM's process here does not do."""
+    header = headers.get(HELDOUT)
+    if header is not None and header.answers == "given" and config.heldout_answers == "own":
+        raise ValueError(
+            f"heldout_answers is own, and with engine vllm the target is not loaded here to write them: have a vLLM "
+            f"server answer {config.splits[HELDOUT]} (python -m data_prep.regenerate with endpoint, "
+            "docs/regeneration.md), give its output as splits.heldout and set heldout_answers=given"
+        )
 
 
 def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buffers: Buffers) -> None:

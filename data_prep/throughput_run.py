@@ -16,8 +16,9 @@ from drafters.provenance import environment, load_average, peak_memory_bytes
 
 from .dialogues.encoding import load_tokenizer
 from .disk import existing_folder
+from .extraction.process import VLLM
 from .features import FeaturesConfig
-from .features_run import Work, check_disk, encode, make_headers, write_store
+from .features_run import Work, check_disk, encode, make_headers, start_vllm, write_store
 from .ranks import Rank, load_target
 from .store.dump import Tokens, forward, make_batches
 from .store.manifest import plan_shards
@@ -32,13 +33,28 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
         work.path = temporary / "store"
         check_disk(config, [work])
         target = load_target(config.target, config, Rank())
-        result = measure(target, work, config, rounds)
+
+        def dump(served: VLLM | None = None) -> Tokens:
+            return write_store(lambda: target, work, config, Rank(), None if served is None else lambda: served)[1]
+
+        if config.engine == "vllm":
+            with start_vllm(config, [work], Rank()) as served:
+                for side in (None, served):  # warm-up, here a whole pass of each
+                    dump(side)
+                    shutil.rmtree(work.path)
+                result = measure(target, work, rounds, {"dump": dump, "vllm": lambda: dump(served)})
+        else:
+            bare_pass(target, work, config, most=2)  # warm-up: kernels are chosen, memory pools grow
+            result = measure(target, work, rounds, {"bare": lambda: bare_pass(target, work, config), "dump": dump})
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    result = {"config": config.model_dump(), "split": split, **result}
+    result = {"config": config.model_dump(mode="json"), "split": split, **result}
+    names = {"bare": "bare target", "dump": "dump", "vllm": "dump by vLLM"}
+    told = [
+        f"{names[name]} {result[f'{name}_tokens_per_second']:,.0f}" for name in names if f"{name}_seconds" in result
+    ]
     print(
-        f"bare target {result['bare_tokens_per_second']:,.0f} tokens/s, dump {result['dump_tokens_per_second']:,.0f}: "
-        f"{result['ratio']:.1%} (median of {rounds} rounds, {min(result['ratios']):.1%} to "
+        f"{', '.join(told)} tokens/s: {result['ratio']:.1%} (median of {rounds} rounds, {min(result['ratios']):.1%} to "
         f"{max(result['ratios']):.1%}); {result['padding']:.1%} of what the target ran on was padding"
     )
     if out:
@@ -47,41 +63,36 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
         print(f"written to {out}")
 
 
-def measure(target: TargetModel, work: Work, config: FeaturesConfig, rounds: int) -> dict[str, Any]:
-    """Seconds of ``rounds`` passes over the split with the bare target, and of as many dumps, in turns.
+def measure(target: TargetModel, work: Work, rounds: int, runs: dict[str, Callable[[], Tokens]]) -> dict[str, Any]:
+    """Seconds of ``rounds`` passes over the split with the first of two ``runs``, and of as many with the second, in
+    turns.
 
-    Every second round begins with the dump, so that a machine that slows down does not favour either. Tokens/s are of
-    real tokens, padding not counted; ``ratio`` is the median of the rounds' own ratios.
+    Every second round begins with the second, so that a machine that slows down does not favour either. Tokens/s are of
+    real tokens, padding not counted; ``ratio``, of the second over the first, is the median of the rounds' own ratios.
     """
     before = load_average()
-    bare_pass(target, work, config, most=2)  # warm-up: kernels are chosen, memory pools grow
-    runs: dict[str, Callable[[], Tokens]] = {
-        "bare": lambda: bare_pass(target, work, config),
-        "dump": lambda: write_store(lambda: target, work, config, Rank())[1],
-    }
-    counted = Tokens()
+    first, second = runs
+    counted = {name: Tokens() for name in runs}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
             synchronize(target)
             start = time.perf_counter()
-            counted = runs[name]()
+            counted[name] = runs[name]()
             synchronize(target)
             seconds[name].append(time.perf_counter() - start)
             shutil.rmtree(work.path, ignore_errors=True)
-    speeds = {name: [counted.real / each for each in times] for name, times in seconds.items()}
-    ratios = [dumped / bare for bare, dumped in zip(speeds["bare"], speeds["dump"], strict=True)]
+    speeds = {name: [counted[name].real / each for each in times] for name, times in seconds.items()}
+    ratios = [other / one for one, other in zip(speeds[first], speeds[second], strict=True)]
     return {
-        "tokens": counted.real,
+        "tokens": counted[first].real,
         "dialogues": len(work.encoded.ids),
-        "padding": counted.padding,
+        "padding": counted[first].padding,
         "token_bytes": work.header.token_bytes,
         "rounds": rounds,
-        "bare_seconds": seconds["bare"],
-        "dump_seconds": seconds["dump"],
+        **{f"{name}_seconds": times for name, times in seconds.items()},
         "ratios": ratios,
-        "bare_tokens_per_second": statistics.median(speeds["bare"]),
-        "dump_tokens_per_second": statistics.median(speeds["dump"]),
+        **{f"{name}_tokens_per_second": statistics.median(found) for name, found in speeds.items()},
         "ratio": statistics.median(ratios),
         "load_average_before": before,
         "peak_memory_bytes": peak_memory_bytes(target.device),

@@ -34,7 +34,7 @@ HOUSE = {
         "base for_transformers head_adapter methods",
         "drafting",
     ],
-    "data_prep": ["disk progress ranks", "dialogues", "store", "answers"],
+    "data_prep": ["disk progress ranks", "dialogues", "store", "answers", "extraction"],
     "train": [
         "attention average config engine lora losses optimizer runtime task unroll",
         "data",

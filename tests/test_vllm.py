@@ -13,7 +13,9 @@ import yaml
 from programs import status
 from test_eval_prompts import sharegpt, write
 
+import data_prep.features
 import eval.engines
+from data_prep.store.reader import FeatureStore
 from eval.report.acceptance import differences
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +76,30 @@ def test_what_copies_runs_inside_vllm(tmp_path: Path) -> None:
     assert max(map(abs, differences(ours, theirs))) < 3.5
     assert theirs["tau"] == pytest.approx(ours["tau"], rel=0.03)
     assert ours["tau"] > 1.3
+
+
+def test_features_are_our_own(tmp_path: Path) -> None:
+    """Catches a connector that vLLM does not load, blocks read in another layout, and states of another layer: exact to
+    float32's rounding, over dialogues that share a prefix, in shards of a few."""
+    prefix = "Here is a question about Python. "
+    dialogues = [sharegpt(prefix + text.format(name), name * 20) for name in NAMES for text in QUESTIONS]
+    settings = {
+        "target": str(ROOT / "checkpoints" / "stdlib-target"),
+        "dtype": "float32",
+        "splits": {"train": str(write(tmp_path / "train.jsonl", dialogues))},
+        "exit_layers": [1, 3],
+        "max_length": 256,
+        "batch_tokens": 300,
+        "shard_tokens": 900,
+        "vllm": {"python": str(PYTHON), "options": {"enforce_eager": True}},
+    }
+    for engine in ("own", "vllm"):
+        file = tmp_path / f"{engine}.yaml"
+        file.write_text(yaml.safe_dump(settings | {"engine": engine, "out": str(tmp_path / engine)}))
+        assert status(data_prep.features.main, "--config", file) == 0
+    ours, theirs = (FeatureStore.open(tmp_path / engine / "train") for engine in ("own", "vllm"))
+    assert len(theirs.manifest.shards) == len(ours.manifest.shards) > 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        for a, b in ((one.features, other.features), *((one.taps[layer], other.taps[layer]) for layer in (1, 3))):
+            assert (a - b).abs().max() < 2e-5 * a.abs().max()

@@ -14,6 +14,7 @@ from drafters.checkpoint import TargetIdentity
 from drafters.paths import readable
 
 from .files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype, weight_map
+from .layers import layer_kind, made
 
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -80,6 +81,25 @@ def load_frozen_ends(
     weight = embedding.weight if head_name == EMBEDDING else read(LM_HEAD).to(device, kind)
     lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return FrozenEnds(embedding, lm_head, config, model_fingerprint(config, read(NORM), projection_row))
+
+
+def load_norm(
+    name: str, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", revision: str | None = None
+) -> nn.Module:
+    """Read only the norm behind a target's last layer.
+
+    Raises:
+        ValueError: no such model, or its tensors have other names than Llama's.
+    """
+    kind = layer_kind(load_config_only(name, revision))
+    files = _tensor_files(name, revision)
+    if NORM not in files:
+        raise ValueError(f"{name}: no tensor named {NORM} in its safetensors files; its names must be Llama's")
+    with safe_open(fetch(name, files[NORM], revision), framework="pt") as file:
+        weight = file.get_tensor(NORM)
+    norm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
+    norm.load_state_dict({"weight": weight})
+    return norm.to(device, resolve_dtype(dtype)).requires_grad_(False)
 
 
 def _tensor_files(name: str, revision: str | None) -> dict[str, str]:

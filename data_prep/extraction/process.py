@@ -1,0 +1,122 @@
+"""vLLM's process, as a dump sees it: started once, then given the missing shards of one split after the other."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from ..dialogues.encoding import EncodedSplit
+from ..store.manifest import StoreManifest
+from .job import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = "data_prep.extraction.worker"
+
+
+class VLLM:
+    """vLLM with the target loaded, as a context manager.
+
+    Args:
+        python: of its environment.
+        settings: of ``vllm.LLM``, and ``layers``: the hidden states that are kept, by the number of layers before them.
+        folder: for what is handed over, and for the log; on several machines it must be one that they share.
+
+    Raises (on entering):
+        ValueError: it cannot be started, or not with these settings.
+    """
+
+    def __init__(self, python: Path, settings: dict[str, Any], folder: Path) -> None:
+        self._python, self._settings, self._folder = python, settings, folder
+        self.log = folder / "vllm.log"
+        self._jobs = 0
+        self._process: subprocess.Popen[str]
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(self._python.absolute().parent), os.environ.get("PATH", "")])
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "PYTHONNOUSERSITE": "1"}
+        words = [str(self._python.absolute()), "-m", WORKER]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        try:
+            with self.log.open("w", encoding="utf-8") as log:
+                self._process = subprocess.Popen(
+                    words, **pipes, stderr=log, env=env, encoding="utf-8", start_new_session=True
+                )
+        except OSError as error:
+            raise ValueError(f"vllm.python: {self._python} cannot be started ({error.strerror})") from None
+        try:
+            self._say(self._settings)
+            self._hear("loaded")
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        if error is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write(
+        self,
+        store: Path,
+        header: StoreManifest,
+        spans: list[tuple[int, int, int]],
+        split: EncodedSplit,
+        progress: Callable[[int], object],
+    ) -> None:
+        """Have shards written, whose store's lock the caller holds; ``progress`` is told of tokens.
+
+        Raises:
+            ValueError: one could not be, or vLLM failed; what is written stays.
+        """
+        self._jobs += 1
+        job = (self._folder / f"job-{self._jobs}").absolute()  # of a name that the connector has not read yet
+        shutil.rmtree(job, ignore_errors=True)
+        Job.write(job, store, header, spans, split)
+        self._say(str(job))
+        self._hear("done", progress)
+        shutil.rmtree(job)
+
+    def _say(self, value: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone: why is heard next
+            _pipe(self._process.stdin).write(json.dumps(value) + "\n")
+            _pipe(self._process.stdin).flush()
+
+    def _hear(self, last: str, progress: Callable[[int], object] = lambda tokens: None) -> None:
+        """Read answers up to the one that has the key ``last``."""
+        for line in _pipe(self._process.stdout):
+            told = json.loads(line)
+            if "error" in told:
+                raise ValueError(f"vLLM: {told['error']} (its log: {self.log})")
+            if last in told:
+                return
+            progress(told["tokens"])
+        status = self._process.wait()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        said = f"; the end of its log: {lines[-1].strip()}" if lines else ""
+        raise ValueError(f"vLLM ended (status {status}){said} ({self.log})")
+
+    def _end(self) -> None:
+        """It leads a session of its own, which ends with it."""
+        with contextlib.suppress(OSError):
+            _pipe(self._process.stdin).close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        _pipe(self._process.stdout).close()
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream

@@ -1,0 +1,119 @@
+"""What a dump runs with vLLM's Python: lines of JSON on stdin (the settings, then jobs' folders) and on stdout.
+
+Every dialogue is a prompt of which one token more is asked for. The connector writes the shards; this program feeds the
+engine, and says how many tokens it has done.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..store.manifest import shard_file
+from .job import FAILED, Job
+
+DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process; workers of several GPUs have their own
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+QUEUED = 2  # steps' worth of tokens that wait, so that every step is full
+
+
+class Engine:
+    """vLLM with the target loaded, keeping the hidden states that the store wants.
+
+    Attributes:
+        step_tokens: that it takes in a step.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        import vllm
+
+        self._vllm = vllm
+        self.step_tokens = settings["max_num_batched_tokens"]
+        layers = {"eagle_aux_hidden_state_layer_ids": settings.pop("layers")}
+        states = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+        self._engine = vllm.LLM(
+            seed=0,
+            speculative_config={**states, "draft_model_config": {"hf_config": layers}},
+            kv_transfer_config={
+                "kv_connector": "StoreConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_module_path": "data_prep.extraction.connector",
+            },
+            **settings,
+        ).llm_engine
+
+    def add(self, name: str, tokens: list[int], place: dict[str, Any]) -> None:
+        """A dialogue; the connector is told of its ``place``."""
+        asked = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "detokenize": False}
+        settings = self._vllm.SamplingParams(**asked, extra_args={"kv_transfer_params": place})
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, settings)
+
+    def step(self) -> list[str]:
+        """The names of those that have ended in one step more."""
+        return [output.request_id for output in self._engine.step() if output.finished]
+
+
+def run(engine: Engine, folder: str, say: Callable[[dict[str, Any]], None]) -> None:
+    """Have all shards of a job written.
+
+    Raises:
+        ValueError: one could not be.
+    """
+    job, parent = Job.read(folder), os.getppid()
+    waiting: dict[str, int] = {}  # tokens of each request that has not ended
+
+    def step() -> None:
+        if os.getppid() != parent:
+            sys.exit("the dump is gone")  # with its lock
+        if ended := engine.step():
+            say({"tokens": sum(waiting.pop(name) for name in ended)})
+
+    for place in range(len(job.spans)):
+        for row, number in enumerate(job.rows(place)):
+            tokens, name = job.tokens(number), f"{place}-{row}"
+            waiting[name] = len(tokens)
+            engine.add(name, tokens, {"job": folder, "place": place, "row": row})
+            while sum(waiting.values()) > QUEUED * engine.step_tokens:
+                step()
+    while waiting:
+        step()
+    # The connector hears of the last requests in a step of their own, and a thread writes the last shards.
+    left = {job.store / Path(shard_file(number)).with_suffix(".json") for number, *_ in job.spans}
+    while left := {record for record in left if not record.exists()}:
+        if (job.folder / FAILED).exists():
+            raise ValueError((job.folder / FAILED).read_text())
+        step()
+        time.sleep(0.01)
+
+
+def main(load: Callable[[dict[str, Any]], Engine] = Engine) -> None:
+    """Answer until stdin ends. What vLLM prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        engine = load(json.loads(sys.stdin.readline()))
+        say({"loaded": True})
+        for line in sys.stdin:
+            run(engine, json.loads(line), say)
+            say({"done": True})
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()
