@@ -260,7 +260,11 @@ ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/convert.py",
 ELSEWHERE |= {"drafters/chat.py", "train/start.py"}
 ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
-WORKERS = {"eval/engine_workers/llama_cpp_worker.py", "eval/engine_workers/vllm_worker.py"}
+WORKERS = {
+    "eval/engine_workers/llama_cpp_worker.py",
+    "eval/engine_workers/vllm_worker.py",
+    "data_prep/extraction/worker.py",
+}
 
 
 def programs() -> set[str]:
