@@ -34,7 +34,7 @@ HOUSE = {
         "base for_transformers head_adapter methods",
         "drafting",
     ],
-    "data_prep": ["disk progress ranks", "dialogues", "store", "answers", "extraction"],
+    "data_prep": ["disk other_python progress ranks", "dialogues", "store", "answers", "extraction"],
     "train": [
         "attention average config engine lora losses optimizer runtime task unroll",
         "data",

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ..dialogues.encoding import EncodedSplit
+from ..other_python import start
 from ..store.manifest import StoreManifest
 from .job import Job
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = "data_prep.extraction.worker"
 
 
@@ -39,15 +39,8 @@ class VLLM:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(self._python.absolute().parent), os.environ.get("PATH", "")])
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "PYTHONNOUSERSITE": "1"}
-        words = [str(self._python.absolute()), "-m", WORKER]
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         try:
-            with self.log.open("w", encoding="utf-8") as log:
-                self._process = subprocess.Popen(
-                    words, **pipes, stderr=log, env=env, encoding="utf-8", start_new_session=True
-                )
+            self._process = start(self._python.absolute(), WORKER, self.log)
         except OSError as error:
             raise ValueError(f"vllm.python: {self._python} cannot be started ({error.strerror})") from None
         try:

@@ -79,16 +79,11 @@ class CpuLayer:
 
 
 class Stack:
-    """Layers that follow each other as one call, which spares what each call costs: a thirtieth of a step in which
-    270 MB of weights are read.
-
-    Raises:
-        ValueError: layers of different shapes.
-    """
+    """Layers of one shape that follow each other, as one call, which spares what each call costs: an eighth of a step
+    in which 270 MB of weights are read (docs/smollm2.md)."""
 
     def __init__(self, layers: Sequence[CpuLayer]) -> None:
-        if len({layer.shape for layer in layers}) != 1:
-            raise ValueError("layers of different shapes cannot be run in one call")
+        assert len({layer.shape for layer in layers}) == 1
         loaded = cpu_kernels.library()
         assert loaded is not None
         self._run = loaded.layers

@@ -16,12 +16,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
 
+from data_prep.other_python import start
 from drafters.config import Config, validate
 from drafters.decoding.trace import Step, Trace
 from drafters.wording import shortened
 from eval.measure.runner import Limits, Method, Outcome, check_tokens
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerError(RuntimeError):
@@ -47,24 +46,18 @@ class Worker:
     """
 
     def __init__(self, python: Path, module: str, job: dict[str, Any], log: Path, patience: float = 900.0) -> None:
-        self._words, self._job, self.log, self._patience = [str(python), "-m", module], job, log, patience
+        self._python, self._module, self._job, self.log, self._patience = python, module, job, log, patience
         self.facts: dict[str, Any] = {}
         self._failure: WorkerError | None = None
         self._late = False
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        # Of this environment's no library: its own ones stand beside the engine, and this project's are the checkout's.
-        path = os.pathsep.join([str(Path(self._words[0]).absolute().parent), os.environ.get("PATH", "")])
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path, "PYTHONNOUSERSITE": "1"}
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        pipes |= {"encoding": "utf-8", "errors": "replace"}
         try:
-            with self.log.open("w", encoding="utf-8") as log:
-                self._process = subprocess.Popen(self._words, **pipes, stderr=log, env=env, start_new_session=True)
+            self._process = start(self._python, self._module, self.log)
         except OSError as error:
-            raise WorkerError(f"{self._words[0]} cannot be started ({error.strerror})") from None
+            raise WorkerError(f"{self._python} cannot be started ({error.strerror})") from None
         try:
             self.facts = self.ask(self._job)
         except BaseException:
