@@ -15,7 +15,7 @@ from .decoding.call import check_loaded
 from .decoding.draft_tree import DraftTree
 from .decoding.sampling import Sampling
 from .for_transformers import ForTransformers
-from .model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, first_ids
+from .model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
 from .model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
@@ -193,9 +193,9 @@ class LearnedDrafter(Drafter):
         Raises:
             ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
         """
-        ids, count = getattr(self.module, DRAFT_IDS, None), options.draft_vocab
-        kept = None if count is None else first_ids(ids, count, "the checkpoint")
-        return DraftHead(self.target, kept, options.draft_dtype, own)
+        listed = getattr(self.module, DRAFT_IDS, None)
+        ids, text = kept_ids(listed, options, self.target.vocab_size, "the checkpoint")
+        return DraftHead(self.target, ids, options.draft_dtype, own, text)
 
     def drafter_config(self) -> dict[str, Any]:
         """What ``build_module`` needs to build the module again."""

@@ -53,6 +53,7 @@ class BiLDDrafter(SpeculativeDrafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
+        self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         rows = torch.tensor([state.tokens[0][self._cache.lengths[0] :]], device=self.target.device)
         for _ in range(gamma):

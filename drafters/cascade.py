@@ -75,11 +75,13 @@ class CascadeDrafter(DraftModelDrafter):
         known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
         self._state.cache.commit_first([len(prompt)])
         self._shared = len(prompt)
+        self.lm_head.read(state.tokens)
         self.inner.begin(self._state, known)
 
     def propose(self, state: DecodeState) -> DraftTree:
         room, inner = state.room() - 1, self._state
         self._follow(state.tokens[0])
+        self.lm_head.read(state.tokens)
         start, rule = self._shared, self._rule(state.sampling)
         self._q = []
         while (drafted := len(inner.tokens[0]) - start) < min(self.gamma, room):

@@ -214,6 +214,7 @@ class EagleDrafter(LearnedDrafter):
             self._cache.commit_first([len(prompt) for prompt in prompts])
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts, self._more = [1] * batch, []
+        self.lm_head.read(state.tokens)
         if self.auto is not None:
             self.auto.begin(batch, state.sampling, state.longest)
             if self._grows(batch, state.sampling):
@@ -272,6 +273,7 @@ class EagleDrafter(LearnedDrafter):
             if self._idle:
                 return DraftTree.empty(state.batch, self.target.device)
         self._gather_up()
+        self.lm_head.read(state.tokens)
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)
         following = [row[len(row) - count :] for row, count in pairs]

@@ -144,8 +144,10 @@ class KangarooDrafter(LearnedDrafter):
         self._adapt(prompt)
         self._cache.commit_first([prompt.shape[1]])
         self._behind = prompt[:, :0]
+        self.lm_head.read(state.tokens)
 
     def propose(self, state: DecodeState) -> DraftTree:
+        self.lm_head.read(state.tokens)
         states = [self._shallow(state, state.roots, CHAIN)]
         rows = torch.cat([self._behind, states[0]], dim=1)
         adapted = self._adapt(rows)[:, -1:]

@@ -170,6 +170,7 @@ class MedusaDrafter(LearnedDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
+        self._read_text(state)
         if self.auto is not None:
             self.auto.begin(state.batch, state.sampling, state.longest)
 
@@ -189,6 +190,7 @@ class MedusaDrafter(LearnedDrafter):
         self._used = plan
         if not plan.size:
             return DraftTree.empty(state.batch, self.target.device)
+        self._read_text(state)
         return self._draft(self._feature, plan, state.sampling, state.generator)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
@@ -203,6 +205,10 @@ class MedusaDrafter(LearnedDrafter):
         self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
 
     # ------------------------------------------------------------------------------------------- a step's parts
+
+    def _read_text(self, state: DecodeState) -> None:
+        for head in self.lm_heads:
+            head.read(state.tokens)
 
     def _draft(
         self, feature: Tensor, plan: TreePlan, sampling: Sampling, generator: torch.Generator | None

@@ -88,6 +88,7 @@ class OuroborosDrafter(DraftModelDrafter):
         self._drafted, self._tails, self._trie = [], [], Trie()
         if room < 1:
             return DraftTree.empty(1, self.target.device)
+        self.lm_head.read(state.tokens)
         pending = state.tokens[0][self._cache.lengths[0] :]
         q: list[Tensor] = []
         while len(self._drafted) < min(self.gamma, room) and pending[-1] not in state.eos:

@@ -64,6 +64,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         gamma = state.longest_draft(self.gamma)
         if self.auto is not None:
             gamma = self.auto.chain(state.batch, state.sampling, state.length, gamma)
+        self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         # The draft model catches up first: with the root, and after full acceptance with the last draft token.

@@ -15,6 +15,7 @@ from data_prep.ranks import Rank
 from drafters import TargetModel, make_drafter
 from drafters.decoding.call import eos_ids
 from drafters.drafting.draft_model import load_draft_model
+from drafters.model.text_tokens import TextTokens
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from drafters.wording import shortened
@@ -138,7 +139,7 @@ def run(
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
         facts["energy"] = meter.describe()
         described = described_rows(config, lineup, guests)
-        return finish(config, journal, facts, described, lineup.draft_ids, left_out, models, prompts, console)
+        return finish(config, journal, facts, described, lineup.draft_vocabularies, left_out, models, prompts, console)
 
 
 def finish(
@@ -146,7 +147,7 @@ def finish(
     journal: RunJournal,
     facts: dict[str, Any],
     described: dict[str, dict[str, Any]],
-    draft_ids: dict[str, set[int]],
+    vocabularies: dict[str, TextTokens],
     left_out: list[dict[str, Any]],
     models: Models,
     prompts: PromptSet,
@@ -169,7 +170,7 @@ def finish(
             return accuracy([prompts.measured[run.prompt] for run in outputs], answers, cut, config.prompts.run_code)
 
         judged = judge(journal.runs, *known, models.target, marks)
-        add_coverage(judged, journal.runs, draft_ids)
+        add_coverage(judged, journal.runs, vocabularies, prompts.measured)
         end = ending(facts, *known, judged, left_out, make_texts(journal.runs, *known, tokenizer))
         journal.end(end)
         report = build(end, journal.runs)

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import conformance
@@ -13,6 +13,7 @@ import torch
 from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from distribution import LIMIT, VOCAB, WARPS, deviation, toy
 from rigged import EXIT_LAYER, OracleEagle, OracleMedusa, eagle, kangaroo, medusa, perturbed, quiet_depths
+from tiny import build
 from torch import Tensor
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
@@ -22,7 +23,10 @@ from drafters.decoding.loop import DecodeState
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.files import save_tensors
 from drafters.kangaroo import KangarooDrafter
+from drafters.medusa import MedusaDrafter
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHead
+from drafters.model.text_tokens import TextTokens
+from drafters.specinfer import SpecInferDrafter
 
 Options = dict[str, Any]
 # ids, options of the drafter -> the drafter, whose draft model (or oracle) is often right.
@@ -103,6 +107,12 @@ TestSpeculative = conformance.suite(
 )
 
 
+def heads_of(drafter: Drafter) -> list[DraftHead]:
+    """Its draft heads, or those of the first drafter within it."""
+    within: Any = drafter.speculators[0] if isinstance(drafter, SpecInferDrafter) else drafter
+    return within.lm_heads if isinstance(within, MedusaDrafter) else [within.lm_head]
+
+
 def decode(name: str, target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> Any:
     options: Options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": 1}
     return generate(target, drafter, [prompt(9)], **options)
@@ -125,23 +135,30 @@ def test_every_id_in_another_order_drafts_the_same(name: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
 def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
-    """Catches drafts from the whole head, a q that is not over the kept tokens or not normalised there, lossy output.
+    """Catches drafts from the whole head, a q that is not over the kept tokens or not normalised there, lossy output;
+    at temperature 1, where rows are the text's, what the answer has brought not being among them.
 
-    Phrases of Ouroboros are its draft model's choices, too.
+    Phrases of Ouroboros are its draft model's choices, too. What LLMCad draws ahead was drawn before that text.
     """
     target = target_for(name)
     ids = shuffled(target.vocab_size, 60)
-    drafter = METHODS[name](target, ids, {"draft_vocab": 40})
+    text = 10 if temperature else 0
+    drafter = METHODS[name](target, ids, {"draft_vocab": 40, "draft_text": text})
     propose, seen = drafter.propose, []
 
     def checked(state: DecodeState) -> DraftTree:
+        allowed = set(ids[: 40 + text].tolist()) | (set(state.tokens[0]) if text else set())
         draft = propose(state)
         seen.append(draft.size)
-        assert set(draft.tokens.flatten().tolist()) <= set(ids[:40].tolist())
+        if draft.size and text and name != "llmcad":
+            rare = [token for token in reversed(state.tokens[0]) if token not in ids[:40].tolist()]
+            latest = set(list(dict.fromkeys(rare))[:text])
+            assert all(latest <= set(head.ids.tolist()) for head in heads_of(drafter) if head.ids is not None)
+        assert set(draft.tokens.flatten().tolist()) <= allowed
         assert draft.q is None or draft.q.shape[-1] == target.vocab_size
         if draft.q is not None and draft.size:
-            torch.testing.assert_close(draft.q[..., ids[:40].long()].sum(-1), torch.ones(draft.q.shape[:-1]))
-            assert bool((draft.q.flatten(0, 1) > 0).sum(-1).max() <= 40)
+            torch.testing.assert_close(draft.q[..., sorted(allowed)].sum(-1), torch.ones(draft.q.shape[:-1]))
+            assert bool((draft.q.flatten(0, 1) > 0).sum(-1).max() <= 40 + text)
         return draft
 
     with mock.patch.object(drafter, "propose", checked):
@@ -151,7 +168,7 @@ def test_only_kept_tokens_are_drafted(name: str, temperature: float) -> None:
         assert rows_of(result)[0] == plain_greedy(target, prompt(9), 24)
 
 
-KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # of which 3 are drafted with; token 1 and 2 never are
+KEPT = torch.tensor([3, 0, 4, 1], dtype=torch.int32)  # of which 3 are drafted with, and one of 1 and 2 at a time
 TOYS: dict[str, Make] = {
     "eagle chain": eagle_with("chain", None, depth=3),
     "eagle static": eagle_with("static", None, paths=[[0], [1], [2], [0, 0], [0, 1], [1, 0]]),
@@ -166,9 +183,10 @@ TOYS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", TOYS)
 def test_output_is_distributed_as_the_targets(name: str) -> None:
-    """Catches a q over the whole vocabulary where tokens were drawn from a part of it: residuals would be too small."""
+    """Catches a q over the whole vocabulary where tokens were drawn from a part of it: residuals would be too small;
+    and a q of tokens that are no longer, or not yet, those of the head's last row."""
     target = toy()
-    drafter = TOYS[name](target, KEPT, {"draft_vocab": 3})
+    drafter = TOYS[name](target, KEPT, {"draft_vocab": 3, "draft_text": 1})
     assert VOCAB == target.vocab_size == 5
     assert deviation(drafter, WARPS[name in ("eagle chain", "spectr")]) < LIMIT
 
@@ -176,7 +194,7 @@ def test_output_is_distributed_as_the_targets(name: str) -> None:
 @pytest.mark.parametrize("name", ["eagle static", "speculative"])
 def test_the_measurement_sees_a_q_of_the_whole_vocabulary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a distribution test that cannot fail."""
-    drafter = TOYS[name](toy(), KEPT, {"draft_vocab": 3})
+    drafter = TOYS[name](toy(), KEPT, {"draft_vocab": 3, "draft_text": 0})
     monkeypatch.setattr(DraftHead, "spread", wrongly_spread)
     assert deviation(drafter, WARPS[0], 4_000) > 8.0
 
@@ -200,6 +218,46 @@ def test_int8_rows_are_the_rows() -> None:
     weights = {name: value.clone() for name, value in before.module.state_dict().items()}
     after = with_ids(before, ids, {"draft_dtype": "int8"})
     assert all(torch.equal(after.module.state_dict()[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_rows_of_the_text_are_those_of_its_tokens(precision: torch.dtype, dtype: Literal["int8"] | None) -> None:
+    """Catches rows that stay another token's, in any layout that a weight is kept in, ids without their rows, rows of
+    one prompt in the next, and a bias that stays behind."""
+    target = TargetModel(build("llama", hidden_size=64).to(precision))
+    ids, features = shuffled(target.vocab_size, 60), torch.randn(3, target.hidden_size).to(precision)
+    own = torch.nn.Linear(target.hidden_size, target.vocab_size, dtype=precision)
+    head = DraftHead(target, ids, dtype, own, text=20)
+    rare = sorted(set(range(target.vocab_size)) - set(ids.tolist()))
+    text = [rare[:5] + ids[:5].tolist()]
+    for tokens in (rare[:5], rare[3:30]):
+        head.read(text)
+        assert head.ids is not None and head.ids[:40].tolist() == ids[:40].tolist()
+        assert set(tokens[-20:]) <= set(head.ids[40:].tolist()) and len(set(head.ids.tolist())) == 60
+        expected, given = own(features).float()[:, head.ids], head(features).float()
+        assert (given - expected).abs().max() < 0.03 * expected.abs().max()
+        text[0] += rare[3:30]
+    head.read([[int(ids[0])]])
+    assert head.ids is not None and head.ids.tolist() == ids.tolist()
+    assert (head(features).float() - own(features).float()[:, ids.long()]).abs().max() < 0.03 * expected.abs().max()
+
+
+def test_who_was_met_longest_ago_gives_way() -> None:
+    """Catches a token of the prompt dropped while it is used, a spare one that outlives the text's, and rows of a batch
+    that are read twice, or not at all, when one of them is given to another prompt."""
+    known = TextTokens([0, 1], [8, 9])
+    first, other = [1, 5], [0]
+    rows = [first, other]
+    assert known.read(rows) == {3: 5} and 8 in known and 9 not in known
+    first.append(6)
+    assert known.read(rows) == {2: 6}
+    other += [5, 7]  # 5 again: 6 has waited longer now
+    assert known.read(rows) == {2: 7} and 5 in known
+    rows[0] = [6, 0]
+    assert known.read(rows) == {3: 6} and len(known) == 4
+    assert known.read([[2]]) == {2: 8, 3: 2} and known.read([[]]) == {3: 9}
+    assert TextTokens([0, 1], []).read([[5]]) == {}
 
 
 def test_int8_reads_int8() -> None:
@@ -231,7 +289,12 @@ def test_a_checkpoint_carries_its_ids(saved: Path) -> None:
     target = target_of("llama")
     ids = shuffled(target.vocab_size, 60).long()
     as_saved, fewer, whole = (load_drafter(str(saved), target, **more) for more in ({}, {"draft_vocab": 7}, WHOLE))
-    assert as_saved.lm_head.ids.tolist() == ids[:40].tolist() and fewer.lm_head.ids.tolist() == ids[:7].tolist()
+    assert as_saved.lm_head.ids.tolist()[:60] == ids.tolist() and fewer.lm_head.ids.tolist()[:60] == ids.tolist()
+    assert (as_saved.lm_head.width, as_saved.lm_head.text, fewer.lm_head.text) == (97, 57, 90)
+    assert as_saved.lm_head.options() == {"draft_vocab": 40}
+    none = load_drafter(str(saved), target, draft_text=0)
+    assert none.lm_head.ids.tolist() == ids[:40].tolist()
+    assert none.lm_head.options() == {"draft_vocab": 40, "draft_text": 0}
     assert whole.lm_head.ids is None and whole.lm_head.width == target.vocab_size
     assert whole.module.draft_ids.tolist() == ids.tolist()
     with pytest.raises(

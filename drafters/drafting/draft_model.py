@@ -51,6 +51,7 @@ class DraftModelDrafter(Drafter):
         prompts = [row[:-1] for row in state.tokens]
         self.draft_model.run(padded(prompts, self.draft_model.device), self._cache)
         self._cache.commit_first([len(prompt) for prompt in prompts])
+        self.lm_head.read(state.tokens)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         whole, self._cache = self._cache, KVCache.nothing()
@@ -69,6 +70,7 @@ class DraftModelDrafter(Drafter):
 
     def _catch_up(self, state: DecodeState) -> Tensor:
         """``_read`` the committed tokens that the draft model has not read yet."""
+        self.lm_head.read(state.tokens)
         return self._read(state.tokens[0][self._cache.lengths[0] :])
 
 

@@ -199,6 +199,14 @@ class Tiles:
         loaded.multiply(ctypes.byref(self._product), x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
         return out
 
+    def put(self, outputs: Tensor, values: Tensor, scales: Tensor | None = None) -> None:
+        """Other ``values [n, inputs]``, and their scales, in the place of some outputs; not of 4 bits."""
+        assert self.bits > 4
+        rows = values.view(len(values), -1, GROUP // 2, 2)
+        self.tiles[outputs // OUTPUTS, :, outputs // 16 % 2, :, outputs % 16] = rows
+        if self.scales is not None and scales is not None:
+            self.scales[outputs] = scales.float()
+
     def product(self, bias: Tensor | None = None) -> Product:
         """As the kernels want it; tiles and bias must outlive it."""
         scales = None if self.scales is None else self.scales.data_ptr()

@@ -3,6 +3,9 @@
 The target verifies with its whole LM head, so a draft's may leave tokens out (FR-Spec, Zhao et al. 2025) and round the
 others: what that costs is acceptance. The output is the target's all the same, for tokens are drawn from, and verified
 against, the distribution q over the tokens that are left.
+
+What is rare in general is not rare where a text is about it: a summary repeats names, a translation words of another
+language. So some rows are the text's own, those of its tokens that are not among the frequent ones.
 """
 
 from copy import copy
@@ -24,8 +27,12 @@ from .fused import FusedLayer
 from .linear import Product
 from .runner import Part
 from .target import TargetModel
+from .text_tokens import Rows, TextTokens
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
+TEXT_ROWS = (
+    512  # for the text's own tokens, unless told: a prompt of a thousand tokens seldom has as many that are rare
+)
 DRAFT_IDS_FILE = "draft_ids.safetensors"  # or, alone in a file, beside the weights of a draft model
 
 
@@ -33,11 +40,13 @@ class DraftHeadOptions(Config):
     """Options of a drafter that drafts through an LM head, the target's or its draft model's.
 
     ``draft_vocab``: draft with the rows of so many tokens, the most frequent, as the checkpoint (or a draft model's
-    folder) lists them; null: with all. ``draft_dtype``: keep an int8 copy of those rows to draft with; of a learned
-    head's own layers, too.
+    folder) lists them; null: with all. ``draft_text``: and with so many more, the latest of the tokens that the prompt
+    and what was decoded have brought; null: 512. ``draft_dtype``: keep an int8 copy of those
+    rows to draft with; of a learned head's own layers, too.
     """
 
     draft_vocab: int | None = Field(default=None, ge=1)
+    draft_text: int | None = Field(default=None, ge=0)
     draft_dtype: Literal["int8"] | None = None
 
 
@@ -60,22 +69,24 @@ class DraftHead:
         ids: Tensor | None = None,
         dtype: Literal["int8"] | None = None,
         own: nn.Linear | None = None,
+        text: int = 0,
     ) -> None:
-        self.model, self.dtype = model, dtype
-        self.ids = None if ids is None else ids.to(model.device, torch.int64)
+        self.model, self.dtype, self.text = model, dtype, text
+        self.ids = None if ids is None else ids.to(model.device, torch.int64, copy=True)
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._product: Product | None = None
+        self._text: TextTokens | None = None
         if ids is None and dtype is None and own is None:
             return
         head = own or model.model.get_output_embeddings()
-        parts = [None if part is None else part.detach() for part in (head.weight, head.bias)]
-        if ids is not None:
-            parts = [None if part is None else part[ids.to(part.device)] for part in parts]
-        weight, bias = (None if part is None else part.to(model.device) for part in parts)
-        assert weight is not None
-        self._product = Product(weight, bias)
+        self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        weight, bias = self._outputs(self.ids)
+        self._product = Product(weight, bias, changes=text > 0)
         if dtype is not None:
             self._product.quantize(dtype)
+        if ids is not None and text:
+            frequent, spare = ids[:-text].tolist(), ids[-text:].tolist()
+            self._text = TextTokens(frequent, spare)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` -> logits ``[..., width]``."""
@@ -85,6 +96,29 @@ class DraftHead:
             return self.model.lm_head(features)
         with model_time():
             return self._product(features)
+
+    def read(self, rows: Rows) -> None:
+        """Take in the text of each batch row, whose tokens this head's last rows are: before anything is drafted."""
+        if self._text is None or not (changed := self._text.read(rows)):
+            return
+        assert self.ids is not None and self._product is not None
+        places, tokens = torch.tensor([list(changed), list(changed.values())], device=self.ids.device).unbind()
+        self.ids[places] = tokens
+        self._product.put(places, *self._outputs(tokens))
+
+    def _outputs(self, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the whole head's outputs for these tokens, or for all."""
+        weight, bias = (
+            part if part is None or tokens is None else part[tokens.to(part.device)] for part in self._whole_head
+        )
+        assert weight is not None
+        return weight.to(self.model.device), None if bias is None else bias.to(self.model.device)
+
+    def vocabulary(self) -> TextTokens | None:
+        """What it can draft, before any text; None: everything."""
+        if self.ids is None:
+            return None
+        return self._text.anew() if self._text is not None else TextTokens(self.ids.tolist(), [])
 
     def tokens(self, places: Tensor) -> Tensor:
         """The token ids of places among the logits, ``[...]`` both."""
@@ -113,8 +147,12 @@ class DraftHead:
 
     def options(self) -> dict[str, Any]:
         """The options that it was made by, defaults left out."""
-        given = {"draft_vocab": None if self.ids is None else self.width, "draft_dtype": self.dtype}
-        return {key: value for key, value in given.items() if value is not None}
+        given: dict[str, Any] = {} if self.dtype is None else {"draft_dtype": self.dtype}
+        if self.ids is None:
+            return given
+        count = self.width - self.text
+        own = {} if self.text == room_for_text(count, self.model.vocab_size) else {"draft_text": self.text}
+        return {"draft_vocab": count} | own | given
 
 
 def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
@@ -123,9 +161,38 @@ def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
     Raises:
         ValueError: ``draft_vocab`` is set, and there are no ids, fewer, or damaged ones.
     """
+    wanted = options.draft_vocab is not None
+    ids, text = kept_ids(
+        _ids_beside(model) if wanted else None, options, model.vocab_size, str(model.source or model.name)
+    )
+    return DraftHead(model, ids, options.draft_dtype, text=text)
+
+
+def room_for_text(count: int, vocab_size: int) -> int:
+    """Rows for the text's tokens beside those of ``count`` frequent ones, unless told."""
+    return min(TEXT_ROWS, vocab_size - count)
+
+
+def kept_ids(ids: Tensor | None, options: DraftHeadOptions, vocab_size: int, source: str) -> tuple[Tensor | None, int]:
+    """Of a checkpoint's ids those to draft with, and how many of them, the last, give way to tokens of the text.
+
+    Raises:
+        ValueError: ``draft_vocab`` is set, and there are no ids, or fewer.
+    """
     count = options.draft_vocab
-    ids = None if count is None else first_ids(_ids_beside(model), count, str(model.source or model.name))
-    return DraftHead(model, ids, options.draft_dtype)
+    if count is None:
+        return None, 0
+    frequent = first_ids(ids, count, source)
+    assert ids is not None
+    text = room_for_text(count, vocab_size)
+    if options.draft_text is not None:
+        text = min(options.draft_text, vocab_size - count)
+    spare = ids[count : count + text]
+    if len(spare) < text:
+        unlisted = torch.ones(vocab_size, dtype=torch.bool)
+        unlisted[ids.long().cpu()] = False
+        spare = torch.cat([spare.cpu(), unlisted.nonzero()[: text - len(spare), 0]])
+    return torch.cat([frequent.cpu(), spare.cpu()]), text
 
 
 def first_ids(ids: Tensor | None, count: int, source: str) -> Tensor:

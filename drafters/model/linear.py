@@ -44,11 +44,14 @@ class Product:
     On a CPU the weight is laid out once more for its kernels, where memory allows it: a plain product does so again in
     every call, which may take as long as the product itself (two cores, 5 rows, 4096 x 4096: 1.7 times faster in bf16,
     4 times in float32). In bf16 they are kernels of our own, where the processor has a matrix unit.
+
+    Args:
+        changes: whether ``put`` will be called: then there is no layout in which single outputs cannot be found again.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, changes: bool = False) -> None:
         self.weight, self.bias = weight, bias
-        self.packed = _pack(weight)
+        self.packed = None if changes and not multiplies(weight) else _pack(weight)
         self.quantized: Int8 | Int4 | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,16 +84,24 @@ class Product:
         self.quantized = Int8(self.weight) if kind == "int8" else Int4(self.weight)
         self.weight, self.packed = self.weight.new_empty(0), None
 
+    def put(self, outputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """From now on give others in the place of some ``outputs [n]``, those of ``weight [n, inputs]``."""
+        assert not isinstance(self.quantized, Int4) and (self.packed is None or isinstance(self.packed, Tiles))
+        if self.quantized is not None:
+            self.quantized.put(outputs, weight)
+        else:
+            self.weight[outputs] = weight
+            if self.packed is not None:
+                self.packed.put(outputs, weight)
+        if self.bias is not None and bias is not None:
+            self.bias[outputs] = bias
+
 
 class Int8:
     """A weight as int8 with one scale an output (symmetric, by the largest value)."""
 
     def __init__(self, weight: Tensor) -> None:
-        # Rounded before it is used, so that values are rounded to the grid that will be there.
-        self.scales = (
-            (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
-        )
-        self.values = (weight.float() / self.scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        self.values, self.scales = _as_int8(weight)
         self.tiles = Tiles(self.values, self.scales) if multiplies(weight) else None
         self.kernel = self.tiles is None and _int8_kernel(weight.device, weight.dtype, *weight.shape)
         if self.tiles is not None:
@@ -104,6 +115,21 @@ class Int8:
         if self.kernel:
             return torch._weight_int8pack_mm(x, self.values, self.scales)
         return F.linear(x, self.values.to(x.dtype)) * self.scales
+
+    def put(self, outputs: Tensor, weight: Tensor) -> None:
+        """Other rows in the place of some."""
+        values, self.scales[outputs] = _as_int8(weight)
+        if self.tiles is not None:
+            self.tiles.put(outputs, values, self.scales[outputs])
+        else:
+            self.values[outputs] = values
+
+
+def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Values ``[outputs, inputs]`` and scales ``[outputs]``."""
+    # Rounded before it is used, so that values are rounded to the grid that will be there.
+    scales = (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
+    return (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 class Int4:

@@ -5,6 +5,7 @@ from typing import Any
 
 from drafters import Drafter, LearnedDrafter
 from drafters.model.draft_head import DraftHead
+from drafters.model.text_tokens import TextTokens
 
 TOLD = ("data", "dialogues", "tokens", "minutes", "ranks", "joules")  # of a training, as its checkpoint records it
 
@@ -19,13 +20,13 @@ def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
     return found
 
 
-def draft_ids(drafter: Drafter) -> set[int] | None:
-    """The tokens that its LM heads can draft, where its vocabulary is pruned; None: all."""
+def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
+    """The tokens that its LM heads can draft, before any text, where its vocabulary is pruned; None: all."""
     for one in _within(drafter):
         for value in vars(one).values():
             for head in value if isinstance(value, list) else [value]:
-                if isinstance(head, DraftHead) and head.ids is not None:
-                    return set(head.ids.tolist())
+                if isinstance(head, DraftHead) and (found := head.vocabulary()) is not None:
+                    return found
     return None
 
 

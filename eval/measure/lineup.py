@@ -6,8 +6,9 @@ from typing import Any
 
 from drafters import Drafter, LearnedDrafter, TargetModel, drafter_class, make_drafter
 from drafters.choices import Engine
+from drafters.model.text_tokens import TextTokens
 from eval.entries import DRAFT_MODELS, DrafterEntry
-from eval.measure.inside import draft_ids, trained_with
+from eval.measure.inside import draft_vocabulary, trained_with
 
 
 class Models:
@@ -43,7 +44,7 @@ class Lineup:
     Attributes:
         max_context: positions that every drafter was made for.
         described: by name, what the report's rows say of each drafter beside what is measured.
-        draft_ids: by name, the tokens that a drafter with a pruned vocabulary can draft.
+        draft_vocabularies: by name, the tokens that a drafter with a pruned vocabulary can draft.
         remembering: the names of those that carry something from prompt to prompt.
 
     Raises:
@@ -63,13 +64,13 @@ class Lineup:
             raise ValueError("cannot build the drafters\n  " + "\n  ".join(problems))
         self.max_context = min(drafter.max_context for drafter in self._unused.values())
         self.described: dict[str, dict[str, Any]] = {}
-        self.draft_ids: dict[str, set[int]] = {}
+        self.draft_vocabularies: dict[str, TextTokens] = {}
         for place, e in enumerate(entries):
             row = {"lossless": self._unused[place].lossless, "stock": False, "entry": e.base, "grid": e.knobs or None}
-            trained, ids = trained_with(self._unused[place]), draft_ids(self._unused[place])
+            trained, kept = trained_with(self._unused[place]), draft_vocabulary(self._unused[place])
             self.described[e.name] = row | ({"trained": trained} if trained else {})
-            if ids is not None:
-                self.draft_ids[e.name] = ids
+            if kept is not None:
+                self.draft_vocabularies[e.name] = kept
         self.remembering = {e.name for place, e in enumerate(entries) if self._unused[place].remembers}
         self._rows = [self._unused[place].max_batch for place in range(len(entries))]
 

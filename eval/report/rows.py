@@ -282,8 +282,8 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
         )
     if (coverage := row.get("draft_vocab_coverage")) is not None:
         lines.append(
-            f"{row['drafter']}, {setting_of(row)}: drafts with {row['draft_vocab']:,} tokens, which are {coverage:.1%} "
-            "of those of its outputs"
+            f"{row['drafter']}, {setting_of(row)}: drafts with {row['draft_vocab']:,} tokens, the text's own "
+            f"among them, which are {coverage:.1%} of those of its outputs"
         )
     if row["perplexity"] is None:
         which = f"{row['drafter']}, {setting_of(row)}"

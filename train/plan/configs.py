@@ -7,7 +7,7 @@ from typing import Any
 from train.plan.facts import Data, Machine, Model
 
 SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
-LOSS_VOCAB, DRAFT_VOCAB = 8192, 16_384  # of SmolLM2's 49,152: docs/smollm2.md
+LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2.md
 
 Reasons = Mapping[str, str]
 
@@ -105,7 +105,7 @@ def drafting(method: str, model: Model, machine: Machine, out: str) -> dict[str,
     """How what was trained decodes, as an entry of eval's configs."""
     found: dict[str, Any] = {"drafter": method, "checkpoint": f"{out}/{method}"}
     if not small_vocabulary(model):
-        found["draft_vocab"] = LOSS_VOCAB
+        found["draft_vocab"] = FREQUENT
     if machine.device.type == "cpu" and machine.dtype == "bfloat16":
         found["draft_dtype"] = "int8"  # half the LM head's bytes
     return found
