@@ -389,7 +389,7 @@ class EagleDrafter(LearnedDrafter):
             | head.options()
             | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
         )
-        return step_costs(target, name, batch, sampling, length, drafting)
+        return step_costs(target, name, batch, sampling, length, drafting, drawn=True)
 
 
 def _of_step(output: FeatureOutput, verdict: Verdict) -> tuple[Tensor, list[int]]:

@@ -113,4 +113,4 @@ class SpeculativeDrafter(DraftModelDrafter):
             return once, lambda rows: once
 
         name = {"method": self.name, "draft_model": model.fingerprint()} | self.lm_head.options()
-        return step_costs(self.target, name, batch, sampling, length, drafting)
+        return step_costs(self.target, name, batch, sampling, length, drafting, drawn=True)

@@ -59,7 +59,8 @@ def value(tree: frozenset[tuple[int, ...]], table: list[list[float]], costs: Cos
     inner = [path for path in tree if any(other[:-1] == path for other in tree)]
     passes = [sum(len(path) == level for path in inner) for level in range(1, max(map(len, tree)))]
     verify = costs.chain if len(tree) == max(map(len, tree)) else costs.verify
-    return tokens / (verify.at(1 + len(tree)) + costs.first + sum(map(costs.draft.at, passes)))
+    trials = (tokens - 1) * costs.accepted
+    return tokens / (verify.at(1 + len(tree)) + trials + costs.first + sum(map(costs.draft.at, passes)))
 
 
 def test_best_shape_is_that_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,8 @@ def test_best_shape_is_that_of_all_trees(monkeypatch: pytest.MonkeyPatch) -> Non
         row, loss = (0.0, 0.0) if number % 2 else (draw.uniform(0.0, 0.03), 0.03)
         verify, chain = draw.choice([0.0, 0.02, 0.1, 0.3]), draw.choice([0.5, 1.0])
         draft = draw.uniform(0, 0.6), line(draw.uniform(0.01, 0.4), row)
-        costs = Costs(1.0, line(1.0, verify), line(1.0, chain * verify), *draft)
+        accepted = draw.choice([0.0, 0.0, 0.1])
+        costs = Costs(1.0, line(1.0, verify), line(1.0, chain * verify), *draft, accepted)
         best = best_shape(table, costs, most_nodes=6)
         assert best.tokens / best.seconds >= (1 - 1e-9 - loss) * max(value(tree, table, costs) for tree in every)
         assert value(frozenset(best.paths), table, costs) == pytest.approx(best.tokens / best.seconds)

@@ -30,6 +30,7 @@ def linear(context: int, batch: int = 1) -> Costs:
         line,
         0.1 + context / 9000,
         Curve((1, 2), (0.1 + context / 9000, 0.2 + context / 9000)),
+        0.2 + context / 7000,
     )
 
 
@@ -125,6 +126,34 @@ def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPat
     assert found.draft.at(1) == 20 and found.first == 0
 
 
+def test_what_is_accepted_costs_where_tokens_are_sampled(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches trials that are not counted: each accepted token makes a distribution and is tried, and a promise
+    without that was a tenth too high."""
+    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2, 4), "DRAFTED": (1,)}.items():
+        monkeypatch.setattr(cost, name, value)
+    target, sampled, seconds, tried = target_of("llama"), Sampling(1.0), [1.0], set[tuple[bool, int]]()
+    rule = cost.rule_for(sampled)
+
+    def slow_rule(draft: DraftTree, *given: Any) -> Any:
+        verdict = rule(draft, *given)
+        accepted = len(verdict.rows[0]) - 1
+        tried.add((draft.q is not None, accepted))
+        seconds[0] += 1.0 + 0.25 * accepted + 0.5 * (draft.q is not None)
+        return verdict
+
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+    monkeypatch.setattr(cost, "rule_for", lambda sampling: slow_rule)
+    found = cost.step_costs(target, {}, 1, sampled, 9, drawn=True)
+    assert tried == {(False, 0), (True, 0), (True, 3)}
+    assert (found.plain, found.chain.at(4), found.accepted) == (1.0, 1.5, 0.25)
+    cost._known.clear()
+    assert cost.step_costs(target, {}, 1, sampled, 9, drawn=True) == found
+    tried.clear()
+    copied = cost.step_costs(target, {}, 1, sampled, 9)
+    assert tried == {(False, 0), (False, 3)} and copied.chain.at(4) == 1.0
+    assert cost.step_costs(target, {}, 1, GREEDY, 9).accepted == 0
+
+
 def test_long_contexts_are_measured_when_they_are_met(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches forwards behind another context than is said, long ones measured for nothing or again and again, and a
     file without a context (as they were once) taken for one of any.
@@ -162,7 +191,7 @@ def test_costs_lie_on_the_line_through_two_contexts(monkeypatch: pytest.MonkeyPa
     or the model."""
     target, asked, memory = target_of("llama"), list[int](), 10_000
 
-    def measured(target: object, name: object, batch: int, sampling: object, context: int, drafting: object) -> Costs:
+    def measured(target: object, name: object, batch: int, sampling: object, context: int, *how: object) -> Costs:
         asked.append(context)
         if batch * context > memory:
             raise ValueError("less memory than it needs")
@@ -173,6 +202,7 @@ def test_costs_lie_on_the_line_through_two_contexts(monkeypatch: pytest.MonkeyPa
     for length in (100, 512, 2000, 8000):
         found, exact = cost.step_costs(target, {}, 1, GREEDY, length), linear(max(length, 256) if length > 512 else 256)
         assert (found.plain, found.first) == pytest.approx((exact.plain, exact.first))
+        assert found.accepted == pytest.approx(exact.accepted)
         for one, other in zip(found[1:3], exact[1:3], strict=True):
             assert isinstance(one, Curve) and one.seconds == pytest.approx(other.seconds)  # type: ignore[union-attr]
         assert found.draft.seconds[0] == pytest.approx(exact.draft.seconds[0])

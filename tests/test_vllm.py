@@ -45,7 +45,7 @@ def measured(folder: Path, drafters: list[dict[str, Any]], engines: list[dict[st
     assert not report["environment"]["engines_left_out"]
     lines = [json.loads(line) for line in (folder / "out" / "measurements.jsonl").read_text().splitlines()[1:]]
     report["outputs"] = {row["drafter"]: {} for row in report["rows"]}
-    for line in lines:
+    for line in (line for line in lines if "tokens" in line):  # the last one is the report's end
         report["outputs"][line["method"]][line["prompt"]] = line["tokens"]
     return report
 

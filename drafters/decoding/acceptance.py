@@ -195,9 +195,8 @@ def _try_in_turn(p: Tensor, q: Tensor, tokens: list[int], drawn: list[int], numb
 
     Neither p nor q is renormalised: their sums are carried along.
     """
-    q = q.clone()
     p_sum = q_sum = 1.0
-    for node in drawn:
+    for number, node in enumerate(drawn):
         x = tokens[node]
         if numbers[node] * float(q[x]) * p_sum < float(p[x]) * q_sum:
             return x
@@ -205,8 +204,10 @@ def _try_in_turn(p: Tensor, q: Tensor, tokens: list[int], drawn: list[int], numb
         if (total := float(left.sum())) > 0:  # p == q leaves nothing, and there nothing is rejected but by rounding
             p_sum = total
             p.copy_(left)
-        q[x] = 0.0
-        q_sum = float(q.sum())
+        if number + 1 < len(drawn):
+            q = q.clone() if number == 0 else q  # it is the draft's
+            q[x] = 0.0
+            q_sum = float(q.sum())
     return None
 
 

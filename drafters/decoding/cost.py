@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..files import replace_json
 from ..model.kv_cache import KVCache
@@ -28,7 +29,7 @@ from ..model.target import TargetModel
 from ..paths import user_cache
 from ..provenance import hardware
 from ..wording import dtype_name
-from .acceptance import rule_for
+from .acceptance import Verdict, rule_for
 from .draft_tree import ROOT, DraftTree
 from .loop import DecodeState, step
 from .sampling import Sampling
@@ -44,7 +45,11 @@ SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what c
 SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over
 BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
 
-CURVES = ("verify", "chain", "draft")  # of Costs
+CURVES, NUMBERS = ("verify", "chain", "draft"), ("plain", "first", "accepted")  # of Costs
+
+LIKELY = 1e4  # a logit
+SIBLINGS = 3  # in a measured tree: so many are tried in vain
+RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 
 Run = Callable[[], object]
 Drafting = Callable[[int], tuple[Run, Callable[[int], Run]]]
@@ -87,6 +92,7 @@ class Costs(NamedTuple):
     Attributes:
         plain: a step without a draft. verify, chain: what follows drafting a tree, a chain, by the target's rows.
         first: a draft of one token. draft: one more pass of the drafter by its rows.
+        accepted: what each accepted token adds: where tokens are sampled, its distribution is made, and it is tried.
     """
 
     plain: float
@@ -94,6 +100,7 @@ class Costs(NamedTuple):
     chain: Curve
     first: float
     draft: Curve
+    accepted: float = 0.0
 
     def towards(self, far: "Costs", share: float) -> "Costs":
         """So far on the line to those behind a longer context, which take no less; beyond them with a share above 1."""
@@ -105,9 +112,8 @@ class Costs(NamedTuple):
             return Curve.of({rows: on(seconds, other.at(rows)) for rows, seconds in near.points().items()})
 
         curves = (along(getattr(self, name), getattr(far, name)) for name in CURVES)
-        return Costs(
-            on(self.plain, far.plain), first=on(self.first, far.first), **dict(zip(CURVES, curves, strict=True))
-        )
+        plain, first, accepted = (on(getattr(self, name), getattr(far, name)) for name in NUMBERS)
+        return Costs(plain, first=first, accepted=accepted, **dict(zip(CURVES, curves, strict=True)))
 
 
 class CostsByLength:
@@ -136,6 +142,7 @@ def step_costs(
     sampling: Sampling,
     context: int,
     drafting: Drafting | None = None,
+    drawn: bool = False,
 ) -> Costs:
     """What steps behind ``context`` tokens cost here and now, or cost when it was measured.
 
@@ -143,12 +150,13 @@ def step_costs(
         name: what, beside the target, the machine and the way of sampling, the time depends on.
         drafting: behind a number of tokens: drafts one token; and makes a draft pass over a number of rows, to be run.
             None: drafting takes no time worth mentioning.
+        drawn: where tokens are sampled, drafts are, too, and are tried by the q that they were drawn from.
     """
     near, size = _within(target, CONTEXT), max(FAR // batch, 2 * LONG)
-    costs = _costs_behind(target, name, batch, sampling, near, drafting)
+    costs = _costs_behind(target, name, batch, sampling, near, drafting, drawn)
     while context > LONG and (far := _within(target, size - SPARE)) > LONG:
         try:
-            other = _costs_behind(target, name, batch, sampling, far, drafting)
+            other = _costs_behind(target, name, batch, sampling, far, drafting, drawn)
             return costs.towards(other, (context - near) / (far - near))
         except ValueError:  # the memory does not suffice
             size //= 2
@@ -162,6 +170,7 @@ def _costs_behind(
     sampling: Sampling,
     context: int,
     drafting: Drafting | None,
+    drawn: bool,
 ) -> Costs:
     """Measured behind so many tokens, now or before."""
 
@@ -174,7 +183,8 @@ def _costs_behind(
 
     def measure() -> Costs:
         begin, make = drafting(context) if drafting is not None else (idle, None)
-        step_of = partial(verification, target, batch, sampling, behind(target, batch, context))
+        given = target, batch, sampling, behind(target, batch, context)
+        step_of = partial(verification, *given, drawn=drawn and not sampling.greedy)
         one = step_of(1)
         parts: dict[Any, tuple[Run, Run]] = {"plain": (one, one), "first": (one, begin)}
         # A cache that holds the target's weights holds less of them after a draft, and the other way round.
@@ -184,13 +194,17 @@ def _costs_behind(
         parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
+        if not sampling.greedy:
+            parts["accepted"] = (begin, step_of(1 + RIGHT, chain=True, right=True))
         found = timed(parts, target.device)
         verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
         chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
-        return Costs(found["plain"], verify, chain, found["first"] if make is not None else 0.0, draft)
+        accepted = max((found["accepted"] - chain.at(1 + RIGHT)) / RIGHT, 0.0) if "accepted" in found else 0.0
+        return Costs(found["plain"], verify, chain, found["first"] if make is not None else 0.0, draft, accepted)
 
-    way = {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
+    way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
+    way |= {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
     key = {"draft": dict(name), "batch": batch, "context": context} | way | machine_key(target)
     return kept(key, measure, lambda costs: plain() < BUSY * costs.plain)
 
@@ -202,12 +216,26 @@ def verification(
     cache_behind: Callable[[], KVCache],
     rows: int,
     chain: bool = False,
+    drawn: bool = False,
+    right: bool = False,
 ) -> Run:
-    """A step of the loop whose draft is there: a root and ``rows - 1`` draft tokens, its children or a chain."""
+    """A step of the loop whose draft is there: a root and ``rows - 1`` draft tokens, a tree or a chain.
+
+    Where tokens are sampled, all of them are accepted if ``right``, else none; ``drawn``: they come with a q.
+    """
     tokens = torch.zeros(batch, rows - 1, dtype=torch.long, device=target.device)
-    parents = range(ROOT, rows - 2) if chain else [ROOT] * (rows - 1)
-    drafter: Any = _Proposing(DraftTree.from_parents(tokens, tuple(parents)))
-    generator, rule = torch.Generator(target.device).manual_seed(0), rule_for(sampling)
+    parents = range(ROOT, rows - 2) if chain else [node // SIBLINGS + ROOT for node in range(rows - 1)]
+    q = None
+    if drawn and rows > 1:
+        q = torch.full((batch, 1, target.vocab_size), 1.0 / target.vocab_size, device=target.device)
+    drafter: Any = _Proposing(DraftTree.from_parents(tokens, tuple(parents), q=q, q_row=(0,) * (rows - 1)))
+    generator, lossless = torch.Generator(target.device).manual_seed(0), rule_for(sampling)
+
+    def rule(draft: DraftTree, logits: Tensor, *given: Any) -> Verdict:
+        if not sampling.greedy:  # where nothing is drawn, what is found takes as long as what is not
+            logits[..., 0] = LIKELY if right else -LIKELY  # the draft's token
+        return lossless(draft, logits, *given)
+
     unending = target.max_context  # tokens: no step is a row's last
     state = DecodeState.of(target, [[] for _ in range(batch)], 1, unending, sampling, generator, frozenset())
 
@@ -335,7 +363,7 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Costs], outdated: Callabl
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             curves = {name: getattr(costs, name).points() for name in CURVES}
-            replace_json(path, {"key": key, "plain": costs.plain, "first": costs.first} | curves)
+            replace_json(path, {"key": key} | {name: getattr(costs, name) for name in NUMBERS} | curves)
         except OSError as error:
             logging.getLogger(__name__).info("what a step costs is not kept: %s", error)
     _known[text] = costs
@@ -346,7 +374,8 @@ def _read(path: Path, key: Mapping[str, Any]) -> Costs | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         curves = {name: Curve.of({int(rows): float(value) for rows, value in found[name].items()}) for name in CURVES}
-        costs = Costs(plain=float(found["plain"]), first=float(found["first"]), **curves)
+        plain, first, accepted = (float(found[name]) for name in NUMBERS)
+        costs = Costs(plain, first=first, accepted=accepted, **curves)
         sound = found["key"] == key and all(curve.rows for curve in curves.values())
         return costs if sound and min(costs.plain, *costs.verify.seconds, *costs.chain.seconds) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -49,7 +49,8 @@ class Sampling:
         logits = logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))

@@ -158,6 +158,7 @@ def best_shape(table: Table, costs: Costs, most_nodes: int, least_nodes: int = 0
                 break
             tree.add(probability, path)
             seconds = tree.draft_seconds + (chain if len(tree.paths) == len(path) else verify)[len(tree.paths)]
+            seconds += (tree.tokens - 1.0) * costs.accepted
             speedup = tree.tokens / seconds * plain
             if len(tree.paths) >= least_nodes and speedup > best.speedup:
                 best = Shape(tuple(tree.paths), tree.tokens, seconds, speedup)
@@ -194,6 +195,7 @@ def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
     for path in paths:
         tree.add(math.prod(table[depth][rank] for depth, rank in enumerate(path)), path)
     seconds = (costs.chain if len(paths) == len(paths[-1]) else costs.verify).at(1 + len(paths)) + tree.draft_seconds
+    seconds += (tree.tokens - 1.0) * costs.accepted
     return Shape(tuple(paths), tree.tokens, seconds, tree.tokens / seconds * plain)
 
 

@@ -89,7 +89,7 @@ class Scales:
                     so_far += honest * chance / going  # tokens of a row, on average
                     if one.parents[node] != (nodes[place - 1][1] if place else ROOT):
                         curve = self.costs.verify
-            steps = curve.at(place + 2) / self.costs.plain
+            steps = (curve.at(place + 2) + (so_far - 1.0) * self.costs.accepted) / self.costs.plain
             if so_far * worth - steps > best:
                 best, count, tokens_then, steps_then = so_far * worth - steps, place + 1, so_far, steps
         if not count:
@@ -110,7 +110,8 @@ class Scales:
         count, tokens, steps = 0, 0.0, 0.0
         for place in range(max(map(len, ordered))):
             more = sum(nodes[place][0] for nodes in ordered if place < len(nodes)) / going
-            cost = (verify.at(size + place + 2) - verify.at(size + place + 1)) / self.costs.plain
+            row = verify.at(size + place + 2) - verify.at(size + place + 1)
+            cost = (row + more * self.costs.accepted) / self.costs.plain
             if more * worth <= cost:
                 break
             count, tokens, steps = place + 1, tokens + more, steps + cost
