@@ -30,6 +30,7 @@ OTHERS = {
     "tensorboard",
     "mkdocs",
     "cd",
+    "cp",
 }  # programs that are not ours; make's targets are looked up
 
 OURS = {"drafters", "data_prep", "train", "eval"}
