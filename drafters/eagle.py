@@ -23,11 +23,14 @@ from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Probability, Way
+from .drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_chain
 from .drafting.paying import COMMON, FRONTIER, Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
+from .model.cpu_pass import CpuPass, cpu_pass
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
 from .model.layers import check_head, layer_kind, made
+from .model.linear import Product
 from .model.rows import CHAIN, Rows
 from .model.target import FeatureOutput, TargetModel
 
@@ -189,6 +192,10 @@ class EagleDrafter(LearnedDrafter):
         self._head = target.runner.part(head.layers, enter)
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
+        self._one_call: CpuPass | None = None
+        whole, product = getattr(self._head.layers[0].layer, "whole", None), self.lm_head.product
+        if options.inputs == SHIFTED and isinstance(fc, Product):
+            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens.weight, target.runner.rope)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -274,6 +281,8 @@ class EagleDrafter(LearnedDrafter):
                 return DraftTree.empty(state.batch, self.target.device)
         self._gather_up()
         self.lm_head.read(state.tokens)
+        if depth >= 1 and self._grows_alone(state):
+            return self._grow_alone(state, depth)
         # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
         pairs = zip(state.tokens, self._counts, strict=True)
         following = [row[len(row) - count :] for row, count in pairs]
@@ -284,13 +293,27 @@ class EagleDrafter(LearnedDrafter):
             return DraftTree.empty(state.batch, self.target.device)
         head = self.lm_head
         if self._growing is not None:
-            draft = self._growing.grow(predicted, self._extend_tree, head, depth)
-        elif self.tree == "dynamic":
+            return self._growing.grow(TorchPasses(predicted, self._extend_tree, head), depth, self.target.device)
+        if self.tree == "dynamic":
             draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.nodes)
         else:
             draft = grow_static(predicted, self._extend_tree, head, self.plan, state.sampling, state.generator)
         draft.tokens, draft.q = head.tokens(draft.tokens), None if draft.q is None else head.spread(draft.q)
         return draft
+
+    def _grows_alone(self, state: DecodeState) -> bool:
+        """Whether each pass over the next draft can be one call."""
+        if self._one_call is None or state.batch > 1 or not state.sampling.greedy:
+            return False
+        return self._growing is not None or (self.tree != "dynamic" and self.plan.is_chain)
+
+    def _grow_alone(self, state: DecodeState, depth: int) -> DraftTree:
+        assert self._one_call is not None
+        following = state.tokens[0][len(state.tokens[0]) - self._counts[0] :]
+        passes = OneCallPasses(self._one_call, self.lm_head, self._features[0], following, self._cache)
+        if self._growing is not None:
+            return self._growing.grow(passes, depth, self.target.device)
+        return grow_chain(passes, self.plan.size, self.target.device)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self._idle:  # nothing was taken in
@@ -349,6 +372,7 @@ class EagleDrafter(LearnedDrafter):
         target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
         plan = tree_plan(((0,),), target.device)
         paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
+        chain_alone = self._one_call is not None and batch == 1 and sampling.greedy
 
         def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
             cache_behind = behind(target, batch, context, layers=1)
@@ -356,22 +380,36 @@ class EagleDrafter(LearnedDrafter):
             def extend(features: Tensor, places: Tensor, rows: Rows = CHAIN) -> Tensor:
                 return self._extend(features, head.tokens(places), rows, cache_behind())
 
+            def passes(features: Tensor, tokens: Tensor) -> Passes:
+                if self._one_call is not None:
+                    return OneCallPasses(self._one_call, head, features[0], tokens[0].tolist(), cache_behind())
+                return TorchPasses(extend(features, tokens)[:, -1:], extend, head)
+
             def begin() -> object:
                 features, places = inputs(2)
-                predicted = extend(features, places)[:, -1:]
                 if grows:
-                    draft = paying.grow(predicted, extend, head, 1)
+                    draft = paying.grow(passes(features, places), 1, target.device)
                     paying.learn([0], [0])
+                elif chain_alone:
+                    draft = grow_chain(passes(features, places), 1, target.device)
                 else:
+                    predicted = extend(features, places)[:, -1:]
                     draft = grow_static(predicted, extend, head, plan, sampling, generator)
-                return head.tokens(draft.tokens), draft.q is None or head.spread(draft.q), draft.ancestors()
+                    draft.tokens = head.tokens(draft.tokens)
+                return draft.q is None or head.spread(draft.q), draft.ancestors()
 
             def go_on(rows: int) -> Run:
                 features, places = inputs(rows)
+                ranks = list(range(rows))
+                nodes = Nodes(ranks, ranks, ranks, [[row] for row in ranks])
 
                 def once() -> object:
+                    if grows and self._one_call is None:
+                        return paying.rehearse(TorchPasses(features[:, :1], extend, head), rows)
                     if grows:
-                        return paying.rehearse(features[:, :1], extend, head, rows)
+                        return paying.rehearse(passes(features, places), rows)
+                    if chain_alone and rows == 1:
+                        return passes(features, places).further(nodes, 1)
                     predicted = extend(features, places)
                     return children_of(head(predicted), min(2, head.width), sampling, generator)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,9 +16,12 @@ from drafters import generate
 from drafters.decoding.cost import Costs, CostsByLength, Curve
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
-from drafters.drafting.paying import FRONTIER, Confidence, Level, Paying, _Growth
+from drafters.drafting.passes import Level, TorchPasses
+from drafters.drafting.paying import FRONTIER, Confidence, Paying, _Growth
 from drafters.eagle import EagleDrafter, EagleOptions
 from drafters.model.rows import Rows
+
+CPU = torch.device("cpu")
 
 
 def costs(row: float, draft: float) -> Costs:
@@ -92,7 +96,8 @@ def test_it_goes_on_as_long_as_it_is_right(rate: float) -> None:
     paying = Paying(costs(0.02, 0.15), nodes=20, depth=7, top_k=3)
 
     def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        assert rows.see is not None and rows.see.shape[1] == places.shape[1] == features.shape[1]
+        count = 1 if rows.see is None else rows.see.shape[1]
+        assert count == places.shape[1] == features.shape[1]
         return features
 
     draw, depths = random.Random(1), list[int]()
@@ -100,12 +105,12 @@ def test_it_goes_on_as_long_as_it_is_right(rate: float) -> None:
         if not paying.wants(7):
             depths.append(0)
             continue
-        draft = paying.grow(torch.zeros(1, 1, 4), extend, Sure(0.9), 7)  # type: ignore[arg-type]
+        draft = paying.grow(TorchPasses(torch.zeros(1, 1, 4), extend, Sure(0.9)), 7, CPU)  # type: ignore[arg-type]
         path, tokens, row = [0], list[int](), 0
         while True:
             right = draw.random() < rate
             tokens.append(101 if right else 99)
-            children = [n for n in range(draft.size) if draft.parents[0, n] == row - 1 and draft.tokens[0, n] == 1]
+            children = [n for n in range(draft.size) if draft.parents[0, n] == row - 1 and draft.tokens[0, n] == 101]
             if not right or not children:
                 break
             row = children[0] + 1
@@ -130,7 +135,8 @@ def test_other_costs() -> None:
 
     def sizes(steps: int) -> list[int]:
         head, predicted = Sure(0.7), torch.zeros(1, 1, 4)
-        return [paying.grow(predicted, extend, head, 5).size for _ in range(steps) if paying.wants(5)]  # type: ignore[arg-type]
+        given: Any = predicted, extend, head
+        return [paying.grow(TorchPasses(*given), 5, CPU).size for _ in range(steps) if paying.wants(5)]
 
     large, rate = sizes(12)[-1], paying.speedup
     assert rate > 1.3 and large > 3

@@ -11,22 +11,20 @@ more than it takes; what comes after a node that was not looked at is a guess.
 The choices are the host's, which on a CPU costs nothing; elsewhere each would stall the device.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..base import Promised
 from ..decoding.cost import Costs, Curve
 from ..decoding.draft_tree import ROOT, DraftTree
-from ..model.draft_head import DraftHead
-from ..model.rows import Rows
 from .auto import WORTH, probe_after
 from .counted import Counted
-from .tree_plan import Extend
+from .passes import Level, Nodes, Passes
 
 DEPTHS, RANKS, BINS = 3, 4, 12  # kinds of candidates: the last depth and rank stand for those beyond, too
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
@@ -56,15 +54,6 @@ def _kind(depth: int, rank: int, probability: float) -> int:
     return (min(depth, DEPTHS - 1) * RANKS + min(rank, RANKS - 1)) * BINS + place
 
 
-class Level(NamedTuple):
-    """What one pass of the head gives, of each node that it went on from: candidate ``tokens`` (of the target's
-    vocabulary), ``places`` (of the draft head's) and their ``probabilities``, the likeliest first."""
-
-    places: list[list[int]]
-    tokens: list[list[int]]
-    probabilities: list[list[float]]
-
-
 class _Node(NamedTuple):
     """A candidate: its ``chance`` of being accepted, its ``parent`` candidate, and where its level has it."""
 
@@ -79,12 +68,15 @@ class _Growth:
     """The candidates of one step, and which of them the head went on from.
 
     Attributes:
+        nodes: the candidates; places, tokens: theirs.
         rows: of each node that was forwarded (the root is), its level below and its row there.
     """
 
     def __init__(self) -> None:
         self.levels: list[Level] = []
         self.nodes: list[_Node] = []
+        self.places: list[int] = []
+        self.tokens: list[int] = []
         self.rows = {ROOT: (0, 0)}
         self._seen: dict[int, list[int]] = {ROOT: []}  # of a forwarded node, what it sees of those
 
@@ -96,27 +88,19 @@ class _Growth:
             above = 1.0 if parent == ROOT else self.nodes[parent].chance
             chances = [above * confidence.of(depth, rank, value) for rank, value in enumerate(probabilities)]
             self.nodes += [_Node(chance, parent, depth, row, rank) for rank, chance in enumerate(chances)]
+        self.places += itertools.chain.from_iterable(level.places)
+        self.tokens += itertools.chain.from_iterable(level.tokens)
         return sorted(range(first, len(self.nodes)), key=lambda index: -self.nodes[index].chance)
 
-    def place(self, index: int) -> int:
-        """A candidate's place among the draft head's tokens."""
-        node = self.nodes[index]
-        return self.levels[node.level].places[node.row][node.rank]
-
-    def forward(self, chosen: list[int], predicted: Tensor, extend: Extend) -> Tensor:
-        """Go on from some of the last level's candidates: the features predicted there, ``[1, n, H]``."""
-        device, before = predicted.device, len(self._seen) - 1
+    def forward(self, chosen: list[int]) -> Nodes:
+        """Go on from some of the last level's candidates."""
+        before = len(self._seen) - 1
         for row, index in enumerate(chosen):
             self.rows[index] = len(self.levels), row
             self._seen[index] = [*self._seen[self.nodes[index].parent], before + row]
-        seen = list(self._seen.values())[1:]
-        see = torch.zeros(1, len(chosen), len(seen), dtype=torch.bool)
-        for row, others in enumerate(seen[before:]):
-            see[0, row, others] = True
-        depths = torch.tensor([[len(others) - 1 for others in seen]], device=device)
-        parents = torch.tensor([self.nodes[index].row for index in chosen], device=device)
-        places = torch.tensor([[self.place(index) for index in chosen]], device=device)
-        return extend(predicted[:, parents], places, Rows(see.to(device), depths, before))
+        parents = [self.nodes[index].row for index in chosen]
+        places, tokens = ([part[i] for i in chosen] for part in (self.places, self.tokens))
+        return Nodes(parents, places, tokens, list(self._seen.values())[1:])
 
 
 _LINE = Curve((1, 64), (1.0, 3.0))
@@ -179,33 +163,28 @@ class Paying:
             self._probe_at = self._steps + probe_after(1.0 - self.speedup)
         return True
 
-    def grow(self, predicted: Tensor, extend: Extend, head: DraftHead, depth: int) -> DraftTree:
-        """A draft of at most ``depth`` levels.
-
-        Args:
-            predicted: ``[1, 1, H]`` the feature predicted for the root.
-            extend: places of the draft head in, predicted features out.
-        """
+    def grow(self, passes: Passes, depth: int, device: torch.device) -> DraftTree:
+        """A draft of at most ``depth`` levels."""
         grown = self._grown = _Growth()
-        seconds, parents = self.costs.first, [ROOT]
+        seconds, parents, level = self.costs.first, [ROOT], passes.first(self.top_k)
         while True:
-            likely = self._look(head, predicted, parents)
+            likely = self._look(level, parents)
             if len(grown.levels) == min(depth, self.depth):
                 break
             count, more = self._worth_a_pass(likely)
             if not count:
                 break
             seconds, parents = seconds + more, likely[:count]
-            predicted = grown.forward(parents, predicted, extend)
-        return self._keep(seconds, predicted.device)
+            level = passes.further(grown.forward(parents), self.top_k)
+        return self._keep(seconds, device)
 
-    def rehearse(self, predicted: Tensor, extend: Extend, head: DraftHead, count: int) -> object:
+    def rehearse(self, passes: Passes, count: int) -> object:
         """Go on from ``count`` candidates of some first level as ``grow`` does, whatever it is worth: to be timed."""
         grown, ranks = _Growth(), list(range(self.top_k))
         self._grown, first = grown, Level([ranks], [ranks], [[0.5 / (rank + 1) for rank in ranks]])
         likely = grown.add(first, [ROOT], self.confidence)
         self._worth_a_pass(likely)
-        return self._look(head, grown.forward(likely[:count], predicted, extend), likely[:count])
+        return self._look(passes.further(grown.forward(likely[:count]), self.top_k), likely[:count])
 
     def learn(self, path: Sequence[int], tokens: Sequence[int]) -> int | None:
         """From the accepted ``path`` of [root, nodes] and the target's choice after each of its rows; returns which of
@@ -233,10 +212,8 @@ class Paying:
         """Seconds that a token is worth."""
         return self.costs.plain / max(self.speedup, 1.0)
 
-    def _look(self, head: DraftHead, predicted: Tensor, parents: list[int]) -> list[int]:
+    def _look(self, level: Level, parents: list[int]) -> list[int]:
         """Take in the candidates below these nodes; the likeliest first."""
-        found = head(predicted)[0].float().softmax(-1).topk(min(self.top_k, head.width), dim=-1)
-        level = Level(found.indices.tolist(), head.tokens(found.indices).tolist(), found.values.tolist())
         depth = len(self._grown.levels)
         kind = min(depth, DEPTHS - 1)
         for probabilities in level.probabilities:
@@ -293,7 +270,7 @@ class Paying:
         self._rows = {place + 1: index for index, place in number.items()}
         if not kept:
             return DraftTree.empty(1, device)
-        return DraftTree.from_parents(torch.tensor([[self._grown.place(i) for i in kept]], device=device), parents)
+        return DraftTree.from_parents(torch.tensor([[self._grown.tokens[i] for i in kept]], device=device), parents)
 
     def _count(self, tokens: float, seconds: float) -> None:
         self._steps += 1

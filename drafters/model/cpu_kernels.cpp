@@ -65,7 +65,7 @@ extern "C" void attend_bfloat16(const Attention<bf16> *attention, int64_t width,
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "cpu_layer.h"
+#include "cpu_pass.h"
 
 // Whether the system lets this process use the matrix unit.
 extern "C" int products_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -80,4 +80,7 @@ extern "C" void multiply(const Product *product, const bf16 *x, bf16 *out, int64
 extern "C" void layers(const Layer *const *layers, int64_t count, const Forward *first, int64_t step, int threads) {
     run_layers(layers, count, *first, step, threads);
 }
+
+// One pass of an EAGLE head.
+extern "C" void pass_over(const Head *head, const Pass *pass, int threads) { run_pass(*head, *pass, threads); }
 #endif

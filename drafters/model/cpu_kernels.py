@@ -240,6 +240,7 @@ def library() -> ctypes.CDLL | None:
         loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 3 + [number, ctypes.c_int], None
         loaded.layers.argtypes = [pointer, number, pointer, number, ctypes.c_int]
         loaded.layers.restype = None
+        loaded.pass_over.argtypes, loaded.pass_over.restype = [pointer, pointer, ctypes.c_int], None
     return loaded
 
 

@@ -58,7 +58,7 @@ class CpuLayer:
 
     def __init__(self, layer: "FusedLayer") -> None:
         attention, mlp = layer.attention, layer.mlp
-        self._kept = [(_tiles(product), product.bias) for product in layer.products]  # what the kernels point to
+        self._kept = [(tiles_of(product), product.bias) for product in layer.products]  # what the kernels point to
         products = [tiles.product(bias) for tiles, bias in self._kept if tiles is not None]
         nothing = Product(None, None, None, 0, 0, 16)
         heads = attention.head_norm
@@ -139,7 +139,7 @@ def cpu_layer(layer: "FusedLayer") -> CpuLayer | None:
     norms = [layer.attention_norm] if mlp is None else [layer.attention_norm, layer.mlp_norm]
     if mlp is not None and (mlp.experts is not None or mlp.activation is not F.silu or norms[1].weight is None):
         return None
-    if attention.head_dim not in WIDTHS or any(_tiles(product) is None for product in layer.products):
+    if attention.head_dim not in WIDTHS or any(tiles_of(product) is None for product in layer.products):
         return None
     others = [*(norm.weight for norm in norms), attention.head_norm, *(product.bias for product in layer.products)]
     if any(other is not None and other.dtype != torch.bfloat16 for other in others):
@@ -147,6 +147,7 @@ def cpu_layer(layer: "FusedLayer") -> CpuLayer | None:
     return CpuLayer(layer) if cpu_kernels.library() is not None else None
 
 
-def _tiles(linear: "Linear") -> Tiles | None:
+def tiles_of(linear: "Linear") -> Tiles | None:
+    """Its weight as the kernels read it, if it is kept so."""
     own = linear.packed if linear.quantized is None else linear.quantized.tiles
     return own if isinstance(own, Tiles) else None

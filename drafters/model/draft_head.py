@@ -74,6 +74,7 @@ class DraftHead:
         self.model, self.dtype, self.text = model, dtype, text
         self.ids = None if ids is None else ids.to(model.device, torch.int64, copy=True)
         self.width = model.vocab_size if self.ids is None else len(self.ids)
+        self._names: list[int] = [] if ids is None else ids.tolist()
         self._product: Product | None = None
         self._text: TextTokens | None = None
         if ids is None and dtype is None and own is None:
@@ -104,6 +105,8 @@ class DraftHead:
         assert self.ids is not None and self._product is not None
         places, tokens = torch.tensor([list(changed), list(changed.values())], device=self.ids.device).unbind()
         self.ids[places] = tokens
+        for place, token in changed.items():
+            self._names[place] = token
         self._product.put(places, *self._outputs(tokens))
 
     def _outputs(self, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -123,6 +126,15 @@ class DraftHead:
     def tokens(self, places: Tensor) -> Tensor:
         """The token ids of places among the logits, ``[...]`` both."""
         return places if self.ids is None else self.ids[places]
+
+    def named(self, places: list[int]) -> list[int]:
+        """``tokens`` of places that the host has."""
+        return [self._names[place] for place in places] if self._names else places
+
+    @property
+    def product(self) -> Any:
+        """The product that a call is; None where it is not one of these."""
+        return None if self.reads is not None else self._product if self._product is not None else self.model.lm_product
 
     def spread(self, q: Tensor) -> Tensor:
         """Distributions over the tokens kept, ``[..., width]``, as ones over the vocabulary ``[..., V]``."""

@@ -210,6 +210,11 @@ class TargetModel:
                 features = features.to(head)
             return self._lm_head(features).to(self.device)
 
+    @property
+    def lm_product(self) -> Product | None:
+        """``lm_head`` as a product of this package; None where it is not one."""
+        return self._lm_head if isinstance(self._lm_head, Product) else None
+
     def new_cache(self, batch: int, capacity: int, layers: int | None = None) -> KVCache:
         """An empty cache for ``capacity`` rows of each batch row, of the target's layers or of so many like them.
 

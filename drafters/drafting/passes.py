@@ -1,0 +1,135 @@
+"""The passes of a head by which a draft grows, level after level, as the host sees them: nodes in, candidates out.
+
+Two ways: torch's operations, for any head; and one call for a pass, where there is a kernel for it.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..decoding.draft_tree import DraftTree
+from ..model.cpu_pass import CpuPass, Likeliest
+from ..model.draft_head import DraftHead
+from ..model.kv_cache import KVCache
+from ..model.rows import Rows
+from .tree_plan import Extend
+
+
+class Level(NamedTuple):
+    """What one pass of the head gives, of each node that it went on from: candidate ``tokens`` (of the target's
+    vocabulary), ``places`` (of the draft head's) and their ``probabilities``, the likeliest first."""
+
+    places: list[list[int]]
+    tokens: list[list[int]]
+    probabilities: list[list[float]]
+
+
+class Nodes(NamedTuple):
+    """Candidates to go on from.
+
+    Attributes:
+        parents: rows of the last level that they are candidates of. places, tokens: of each.
+        seen: of every node that was gone on from, these being the last, the numbers of those that it sees: its
+            ancestors and itself.
+    """
+
+    parents: list[int]
+    places: list[int]
+    tokens: list[int]
+    seen: list[list[int]]
+
+    @property
+    def before(self) -> int:
+        """How many were gone on from before these."""
+        return len(self.seen) - len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is one node, behind all those before it."""
+        return len(self.tokens) == 1 and len(self.seen[-1]) == len(self.seen)
+
+
+class Passes(Protocol):
+    """One draft's."""
+
+    def first(self, ranks: int) -> Level:
+        """So many candidates below the root."""
+
+    def further(self, nodes: Nodes, ranks: int) -> Level:
+        """So many below each of these."""
+
+
+class TorchPasses:
+    """Through ``extend`` and the draft head.
+
+    Args:
+        predicted: ``[1, 1, H]`` the feature predicted for the root. extend: places of the draft head in, features out.
+    """
+
+    def __init__(self, predicted: Tensor, extend: Extend, head: DraftHead) -> None:
+        self._predicted, self._extend, self._head = predicted, extend, head
+
+    def first(self, ranks: int) -> Level:
+        """As ``Passes``."""
+        found = self._head(self._predicted)[0].float().softmax(-1).topk(min(ranks, self._head.width), dim=-1)
+        return Level(found.indices.tolist(), self._head.tokens(found.indices).tolist(), found.values.tolist())
+
+    def further(self, nodes: Nodes, ranks: int) -> Level:
+        """As ``Passes``."""
+        device, rows, before = self._predicted.device, Rows(offset=nodes.before), nodes.before
+        if not nodes.is_chain:
+            see = torch.zeros(1, len(nodes.tokens), len(nodes.seen), dtype=torch.bool)
+            for row, others in enumerate(nodes.seen[before:]):
+                see[0, row, others] = True
+            depths = torch.tensor([[len(others) - 1 for others in nodes.seen]], device=device)
+            rows = Rows(see.to(device), depths, before)
+        parents, places = (torch.tensor(part, device=device) for part in (nodes.parents, nodes.places))
+        self._predicted = self._extend(self._predicted[:, parents], places[None], rows)
+        return self.first(ranks)
+
+
+class OneCallPasses:
+    """Through ``CpuPass``: what a draft of one sequence begins with, the committed tokens, included.
+
+    Args:
+        features: ``[n, H]`` the target's, of rows that the head has not taken in yet. following: the token after each.
+        cache: the head's; those rows stay in it.
+    """
+
+    def __init__(self, run: CpuPass, head: DraftHead, features: Tensor, following: list[int], cache: KVCache) -> None:
+        self._run, self._head, self._features, self._following = run, head, features, following
+        self._cache = cache
+
+    def first(self, ranks: int) -> Level:
+        """As ``Passes``."""
+        count = len(self._following)
+        ranks = min(ranks, self._head.width)
+        self._features, found = self._run(self._features, range(count), self._following, self._cache, ranks, judged=1)
+        self._cache.commit_first([count])
+        self._features = self._features[-1:]
+        return self._level(found)
+
+    def further(self, nodes: Nodes, ranks: int) -> Level:
+        """As ``Passes``."""
+        seen = None if nodes.is_chain else nodes.seen[nodes.before :]
+        ranks = min(ranks, self._head.width)
+        self._features, found = self._run(
+            self._features, nodes.parents, nodes.tokens, self._cache, ranks, seen, nodes.before
+        )
+        return self._level(found)
+
+    def _level(self, found: Likeliest) -> Level:
+        places, probabilities = found
+        return Level(places, [self._head.named(some) for some in places], probabilities)
+
+
+def grow_chain(passes: Passes, depth: int, device: torch.device) -> DraftTree:
+    """The likeliest token at each of ``depth`` levels."""
+    level, tokens, places = passes.first(1), list[int](), list[int]()
+    while True:
+        tokens, places = [*tokens, level.tokens[0][0]], [*places, level.places[0][0]]
+        if len(tokens) == depth:
+            return DraftTree.chain(torch.tensor([tokens], device=device))
+        seen = [list(range(number + 1)) for number in range(len(tokens))]
+        level = passes.further(Nodes([0], places[-1:], tokens[-1:], seen), 1)

@@ -1,0 +1,129 @@
+"""A pass of an EAGLE head in one call against the same pass by torch's operations and our other kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+from conformance import NO_EOS, prompt, rows_of
+from test_cpu_kernels import needs_tiles
+from test_cpu_layer import model_of
+from torch import Tensor
+
+from drafters import TargetModel, generate
+from drafters.decoding import cost
+from drafters.decoding.cost import Costs, Curve
+from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
+from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.rows import CHAIN, Rows
+
+pytestmark = needs_tiles
+RANKS = 5
+
+
+def drafter_of(name: str, bias: bool = False, **options: Any) -> EagleDrafter:
+    """A head of no training, and no small weights, on a target in bf16."""
+    target = TargetModel(model_of(name, torch.bfloat16))
+    torch.manual_seed(1)
+    head = EagleHead(target.config, bias=bias)
+    for weights in head.parameters():
+        weights.data.normal_(std=0.15) if weights.dim() == 2 else weights.data.uniform_(0.5, 1.5)
+    head.register_buffer(DRAFT_IDS, torch.randperm(97)[:60].int())
+    return EagleDrafter(target, head, EagleOptions(**options))
+
+
+# What a draft goes on from, level by level: nodes of the level before, and which of those gone on from each sees.
+LEVELS = [
+    ([0], [[0]]),
+    ([0], [[0, 1]]),
+    ([0, 0, 0], [[0, 1, 2], [0, 1, 3], [0, 1, 4]]),
+    ([2, 0], [[0, 1, 4, 5], [0, 1, 2, 6]]),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"draft_vocab": 37, "draft_dtype": "int8"}),
+        ("llama", {}),
+        ("heads of 32", {"draft_vocab": 50, "draft_text": 9, "bias": True}),
+        ("biases", {"draft_dtype": "int8"}),
+        ("head norms", {"draft_vocab": 20, "draft_text": 0}),
+    ],
+)
+def test_a_pass_is_the_pass(name: str, options: dict[str, Any], rows: int) -> None:
+    """Catches a feature of another parent, a token of another place, a wrong position, a node that sees another branch,
+    a bias left out, rows of the cache written elsewhere, and candidates that are not the likeliest."""
+    drafter = drafter_of(name, **options)
+    target, head, behind = drafter.target, drafter.lm_head, 21
+    assert drafter._one_call is not None
+    generator = torch.Generator().manual_seed(rows)
+    features = torch.randn(1, behind + rows, target.hidden_size, generator=generator).bfloat16()
+    tokens = torch.randint(0, 97, (1, behind + rows), generator=generator)
+    caches = [target.new_cache(1, 100, layers=1) for _ in range(2)]
+    for cache in caches:
+        drafter._extend(features[:, :behind], tokens[:, :behind], CHAIN, cache)
+        cache.commit_first([behind])
+    head.read([tokens[0].tolist()])
+    predicted = drafter._extend(features[:, behind:], tokens[:, behind:], CHAIN, caches[0])[:, -1:]
+    caches[0].commit_first([rows])
+    logits: list[Tensor] = []
+
+    def extend(features: Tensor, places: Tensor, rows: Rows) -> Tensor:
+        logits.append(drafter._extend(features, head.tokens(places), rows, caches[0]))
+        return logits[-1]
+
+    theirs = TorchPasses(predicted, extend, head)
+    ours = OneCallPasses(drafter._one_call, head, features[0, behind:], tokens[0, behind:].tolist(), caches[1])
+    one, other = theirs.first(RANKS), ours.first(RANKS)
+    seen: list[list[int]] = []
+    for parents, new in LEVELS:
+        same(one, other)
+        seen = seen + new
+        ranks = [parents[:number].count(parent) for number, parent in enumerate(parents)]
+        places, names = ([part[p][r] for p, r in zip(parents, ranks, strict=True)] for part in (one.places, one.tokens))
+        nodes = Nodes(parents, places, names, seen)
+        one, other = theirs.further(nodes, RANKS), ours.further(nodes, RANKS)
+        assert torch.equal(theirs._predicted[0], ours._features)
+    same(one, other)
+    end = behind + rows + len(seen)
+    for a, b in zip(*(cache.layer(0) for cache in caches), strict=True):
+        assert torch.equal(a[:, :, :end], b[:, :, :end])
+
+
+def same(one: Level, other: Level) -> None:
+    """Of equally likely candidates any may come first."""
+    for theirs, ours, names in zip(one.probabilities, other.probabilities, other.tokens, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4) and ours == sorted(ours, reverse=True)
+        assert len(set(names)) == len(names) == RANKS
+    for theirs, ours, shares in zip(one.tokens, other.tokens, one.probabilities, strict=True):
+        different = [rank for rank, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]]
+        assert all(shares.count(shares[rank]) > 1 or rank == RANKS - 1 for rank in different)
+
+
+@pytest.mark.parametrize("tree", ["auto", "chain"])
+def test_decoding_is_the_same(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches drafts that are others over a whole text: features of the wrong step, tokens of the text not read."""
+    line = Curve((1, 2), (1.0, 1.01))
+    monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.01, Curve((1, 2), (0.01, 0.011))))
+    found = []
+    for one_call in (True, False):
+        drafter = drafter_of(
+            "llama", tree=tree, draft_vocab=37, draft_text=20, **({} if tree == "auto" else {"depth": 3})
+        )
+        drafter._one_call = drafter._one_call if one_call else None
+        result = generate(drafter.target, drafter, [prompt(30)], max_new_tokens=40, eos_token_id=NO_EOS)
+        found.append((rows_of(result), [(step.drafted, step.depth, step.accepted) for step in result.trace.steps]))
+    assert found[0] == found[1] and max(depth for _, depth, _ in found[0][1]) >= 3
+
+
+def test_where_there_is_no_such_call() -> None:
+    """Catches kernels for bf16 handed other values, and heads that read something else run as if they read both."""
+    target = TargetModel(model_of("llama", torch.float32))
+    assert EagleDrafter(target, EagleHead(target.config), EagleOptions())._one_call is None
+    target = TargetModel(model_of("llama", torch.bfloat16))
+    reads = EagleOptions(inputs=UNSHIFTED)
+    assert EagleDrafter(target, EagleHead(target.config, UNSHIFTED), reads)._one_call is None
+    eager = TargetModel(model_of("llama", torch.bfloat16), engine="eager")
+    assert EagleDrafter(eager, EagleHead(eager.config), EagleOptions())._one_call is None
