@@ -10,6 +10,7 @@ from test_cpu_layer import model_of
 from torch import Tensor
 
 from drafters import TargetModel, generate
+from drafters.choices import UNSHIFTED
 from drafters.decoding import cost
 from drafters.decoding.cost import Costs, Curve
 from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
