@@ -92,6 +92,13 @@ class Drafter:
         """The acceptance rule; lossless unless overridden."""
         return rule_for(sampling)
 
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
+        """Measure what steps cost, for texts of up to ``longest`` tokens, if drafts go by that and it is not known yet.
+
+        That takes seconds, once on a machine. ``begin`` does it, too: whoever would not have the first prompt wait for
+        it calls this before.
+        """
+
     def begin(self, state: "DecodeState", output: FeatureOutput) -> None:
         """Reset per-prompt state: the prompt was prefilled (``output`` holds its rows) and the first token sampled.
 

@@ -78,6 +78,9 @@ class CascadeDrafter(DraftModelDrafter):
         self.lm_head.read(state.tokens)
         self.inner.begin(self._state, known)
 
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
+        self.inner.prepare(batch, sampling, longest)
+
     def propose(self, state: DecodeState) -> DraftTree:
         room, inner = state.room() - 1, self._state
         self._follow(state.tokens[0])

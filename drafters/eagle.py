@@ -222,10 +222,13 @@ class EagleDrafter(LearnedDrafter):
         self._features = last_of(output.features, state.prompt_lengths)[:, None]
         self._counts, self._more = [1] * batch, []
         self.lm_head.read(state.tokens)
+        self.prepare(batch, state.sampling, state.longest)
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
         if self.auto is not None:
-            self.auto.begin(batch, state.sampling, state.longest)
-            if self._grows(batch, state.sampling):
-                for length in (0, state.longest):
+            self.auto.begin(batch, sampling, longest)
+            if self._grows(batch, sampling):
+                for length in (0, longest):
                     self._grown_costs.at(length)
 
     def _grower(self, state: DecodeState) -> Paying | None:

@@ -14,6 +14,7 @@ from .config import Config
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
+from .decoding.sampling import Sampling
 from .drafting.one_tree import Held, held_nodes, with_copies
 from .drafting.retrieval import NOTHING, Found, Retrieval, draft_of
 from .drafting.weighing import Weighing
@@ -82,6 +83,11 @@ class HybridDrafter(Drafter):
         self.lookup.begin(state, output)
         if self.weighing is not None:
             self.weighing.begin(state)
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
+        self.head.prepare(batch, sampling, longest)
+        if self.weighing is not None:
+            self.weighing.prepare(batch, sampling, longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self.head.join(state, rows, part, output)

@@ -171,8 +171,11 @@ class MedusaDrafter(LearnedDrafter):
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
         self._read_text(state)
+        self.prepare(state.batch, state.sampling, state.longest)
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
         if self.auto is not None:
-            self.auto.begin(state.batch, state.sampling, state.longest)
+            self.auto.begin(batch, sampling, longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._feature[rows] = last_of(output.features, part.prompt_lengths)[:, None]

@@ -49,8 +49,11 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
+        self.prepare(state.batch, state.sampling, state.longest)
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
         if self.auto is not None:
-            self.auto.begin(state.batch, state.sampling, state.longest)
+            self.auto.begin(batch, sampling, longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         auto, self.auto = self.auto, None

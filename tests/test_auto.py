@@ -207,7 +207,8 @@ def test_the_length_of_the_text_counts() -> None:
 
 @pytest.mark.parametrize("kind", ["grows", "tree", "speculative", "prompt_lookup", "suffix", "medusa", "hybrid"])
 def test_a_text_that_grows_long_is_drafted_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a method that stays with the costs of the prompt's length, or that measures while it decodes."""
+    """Catches a method that stays with the costs of the prompt's length, that measures while it decodes, or that lets
+    the first prompt wait for what it was told to prepare for."""
     monkeypatch.setattr(cost, "LONG", 40)
     target, asked = target_of("llama"), list[int]()
 
@@ -235,12 +236,15 @@ def test_a_text_that_grows_long_is_drafted_less(kind: str, monkeypatch: pytest.M
         drafter.auto._ask = ask
     given = [5, 6, 7, 8] * 5
     prompts = [given] if kind in ("grows", "hybrid") else [given[:8], given]
+    drafter.prepare(len(prompts), GREEDY, 90)
+    prepared = list(asked)
     steps = generate(target, drafter, prompts, max_new_tokens=70, eos_token_id=NO_EOS).trace.steps
     begun = [step for step in steps if step.row == 0][:2]
     late = [step.drafted for step in steps][-40:]
     assert kind in ("prompt_lookup", "suffix") or all(step.drafted for step in begun)
     assert late.count(0) > 30
     assert asked[:2] == [0, 88]  # of 90 tokens, which it may come to: measured before it decodes
+    assert asked == prepared or set(asked[len(prepared) :]) & set(prepared) == set()  # of lengths on the way alone
 
 
 def test_acceptance_in_a_checkpoint_is_where_it_starts() -> None:

@@ -187,7 +187,8 @@ def test_own_lm_heads_draft_with_the_kept_tokens() -> None:
     ids = torch.randperm(target.vocab_size)[:30].int()
     drafter = medusa(target, None, "chain", own_lm_heads=True)
     drafter.module.register_buffer(DRAFT_IDS, ids)
-    cut = MedusaDrafter(target, drafter.module, MedusaOptions(tree="chain", own_lm_heads=True, draft_vocab=20))  # type: ignore[arg-type]
+    options = MedusaOptions(tree="chain", own_lm_heads=True, draft_vocab=20, draft_text=0)
+    cut = MedusaDrafter(target, drafter.module, options)  # type: ignore[arg-type]
     feature = torch.randn(2, 1, target.hidden_size)
     expected = drafter._logits(feature, 4)[..., ids[:20].long()]
     torch.testing.assert_close(cut._logits(feature, 4), expected, atol=1e-4, rtol=1e-4)

@@ -10,6 +10,7 @@ from ..base import Drafter, Promised
 from ..decoding.acceptance import Verdict
 from ..decoding.draft_tree import ROOT, DraftTree
 from ..decoding.loop import DecodeState
+from ..decoding.sampling import Sampling
 from ..model.target import FeatureOutput
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class Retrieval(Drafter):
     follows = True
     weighing: "Weighing | None" = None  # keeps of what was found as much as pays
     _found: list[Found]
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
+        if self.weighing is not None:
+            self.weighing.prepare(batch, sampling, longest)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if self.weighing is not None:

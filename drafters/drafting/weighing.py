@@ -184,12 +184,17 @@ class Weighing:
         self._plain = 0
 
     def begin(self, state: DecodeState) -> None:
-        """Measure what is not known yet of so many rows, of up to so many tokens."""
-        key = state.batch, state.sampling
+        """Go by what is known of so many rows, sampled so."""
+        short = self.prepare(state.batch, state.sampling, state.longest)  # now, and not while decoding
+        self._now = self._scales.setdefault((state.batch, state.sampling), Scales(short))
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> Costs:
+        """Measure what is not known yet of so many rows, of up to so many tokens; what short texts cost."""
+        key = batch, sampling
         if key not in self._costs:
             self._costs[key] = CostsByLength(partial(self.ask, *key))
-        short, _ = (self._costs[key].at(length) for length in (0, state.longest))  # now, and not while decoding
-        self._now = self._scales.setdefault(key, Scales(short))
+        short, _ = (self._costs[key].at(length) for length in (0, longest))
+        return short
 
     def best_parts(self, found: list[Found], state: DecodeState) -> list[Found]:
         """As ``Scales.best_parts``."""

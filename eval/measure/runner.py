@@ -16,6 +16,7 @@ from typing import Any
 
 from drafters import Drafter, TargetModel, generate
 from drafters.base import Promised
+from drafters.decoding.sampling import Sampling
 from drafters.decoding.trace import Trace
 from drafters.program import Failure
 from eval.measure.energy import EnergyMeter, Reading
@@ -252,11 +253,19 @@ def method_order(methods: list[str], index: int, seed: int) -> list[str]:
     return order[shift:] + order[:shift]
 
 
-def drafter_method(target: TargetModel, drafter: Drafter, temperature: float, limits: Limits) -> Method:
-    """Decode in the shared loop; a batch until the last of its prompts has ended."""
+def drafter_method(
+    target: TargetModel, drafter: Drafter, temperature: float, limits: Limits, longest: int = 0
+) -> Method:
+    """Decode in the shared loop; a batch until the last of its prompts has ended.
+
+    Args:
+        longest: tokens of the longest prompt that will come, for which all is prepared before the first.
+    """
     sampled = {"top_k": limits.top_k, "top_p": limits.top_p} if temperature > 0 else {}
 
     def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
+        text = max(longest, *map(len, prompts)) + limits.max_new_tokens
+        drafter.prepare(len(prompts), Sampling(temperature, **sampled), text)  # type: ignore[arg-type]
         before = drafter.promised()
         result = generate(
             target,
