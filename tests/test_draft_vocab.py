@@ -42,7 +42,7 @@ def test_training_exports_what_it_counted(target: TargetModel, features: Path, t
     for one in FeatureStore.open(features / "train"):
         counts.update(one.input_ids[one.loss_mask].tolist())
     kept = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:30]
-    drafter: Any = load_drafter(str(tmp_path / "run"), target)
+    drafter: Any = load_drafter(str(tmp_path / "run"), target, draft_text=0)
     assert drafter.lm_head.ids.tolist() == kept and drafter.module.draft_ids.dtype == torch.int32
     covered = total = 0
     for one in FeatureStore.open(features / "heldout"):
@@ -52,7 +52,7 @@ def test_training_exports_what_it_counted(target: TargetModel, features: Path, t
     row = [row for row in read_metrics(tmp_path / "run") if "heldout_loss" in row][-1]
     assert row["heldout_draft_vocab_coverage"] == pytest.approx(covered / total, abs=1e-9) and 0 < covered < total
     made = run.task.drafters(target, run.engine.weights())
-    assert all(one.lm_head.width == 30 for one in made.values())  # type: ignore[attr-defined]
+    assert all(one.lm_head.width - one.lm_head.text == 30 for one in made.values())  # type: ignore[attr-defined]
 
 
 def test_training_refuses_what_cannot_be(
@@ -124,7 +124,7 @@ def test_ids_are_added_to_a_drafter(
     kept = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))[:12]
     assert after.pop(DRAFT_IDS).tolist() == kept
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    drafter: Any = load_drafter(str(tmp_path / "eagle"), target)
+    drafter: Any = load_drafter(str(tmp_path / "eagle"), target, draft_text=0)
     assert drafter.lm_head.ids.tolist() == kept and drafter.top_k == 3
     share = sum(counts[token] for token in kept) / counts.total()
     assert f"draft_vocab=12      covers {share:.2%} of the {counts.total()} tokens" in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_ids_are_counted_in_a_store(target: TargetModel, features: Path, target_
     """Catches a store that is taken for a data set, or one of another vocabulary that is counted all the same."""
     EagleDrafter(target, EagleHead(target.config), EagleOptions()).save_pretrained(tmp_path / "eagle")
     draft_vocab.main([str(tmp_path / "eagle"), "--data", str(features / "train"), "--size", "30"])
-    drafter: Any = load_drafter(str(tmp_path / "eagle"), target)
+    drafter: Any = load_drafter(str(tmp_path / "eagle"), target, draft_text=0)
     counts = count_answers(
         ((one.input_ids, one.loss_mask) for one in FeatureStore.open(features / "train")), target.vocab_size
     )
