@@ -81,7 +81,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
         )
     ids, count = weights.pop(DRAFT_IDS, None), options.get("draft_vocab")
-    hot = None if ids is None or count is None else ids[:count]
+    hot = None if count is None else ids  # all that are listed: an engine adds none of the text's own to them
     eagle, fc_bias = config["drafter_type"] == "eagle", options.get("fc_bias", False)
     load_state(EagleHead(family, bias=fc_bias) if eagle else KangarooAdapter(family), weights, checkpoint)
     if fc_bias and not weights["fc.bias"].any():

@@ -25,7 +25,7 @@ def serving(folder: Path, repo_id: str, base_model: str | None) -> str:
     config, weights = load_checkpoint(folder)
     sections, target = [], base_model or shown_name(config["target"]["name"])
     ids, count = weights.get(DRAFT_IDS), config["drafter"].get("draft_vocab")
-    hot = None if ids is None or count is None else ids[:count]
+    hot = None if count is None else ids
     for to, how in (("vllm", vllm), ("sglang", sglang)):
         try:
             check_served(config, str(folder), to)

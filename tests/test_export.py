@@ -180,7 +180,8 @@ def test_qwen2_goes_there_with_its_biases(tmp_path: Path) -> None:
 def test_a_draft_vocabulary_where_it_is_known(
     target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a pruned vocabulary that is dropped without a word, or an embedding pruned with SGLang's LM head."""
+    """Catches a pruned vocabulary that is dropped without a word, one cut to what decoding here needs, which adds the
+    text's own tokens, and an embedding pruned with SGLang's LM head."""
     head = save_head(tmp_path / "head", target, draft_vocab=4)
     config, state = load_checkpoint(head)
     save_checkpoint(head, state | {DRAFT_IDS: torch.tensor([9, 3, 5, 4, 8], dtype=torch.int32)}, config)
@@ -188,8 +189,8 @@ def test_a_draft_vocabulary_where_it_is_known(
         drafters.export.main([head, "--to", to, "--out", str(tmp_path / to)])
         assert DRAFT_IDS not in written(tmp_path / to)[1]
     said = capsys.readouterr().out
-    assert "note: vLLM knows no draft vocabulary" in said and "the one of 4 tokens is left out" in said
-    assert torch.load(tmp_path / "sglang" / "hot_token_ids.pt", weights_only=True) == [9, 3, 5, 4]
+    assert "note: vLLM knows no draft vocabulary" in said and "the one of 5 tokens is left out" in said
+    assert torch.load(tmp_path / "sglang" / "hot_token_ids.pt", weights_only=True) == [9, 3, 5, 4, 8]
     assert written(tmp_path / "sglang")[0]["tie_word_embeddings"] is False
     assert "--speculative-token-map" in (tmp_path / "sglang" / "README.md").read_text()
 
