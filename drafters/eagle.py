@@ -370,6 +370,11 @@ class EagleDrafter(LearnedDrafter):
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
 
+    def _nothing(self, batch: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Features and tokens to time the head with."""
+        features = torch.zeros(batch, rows, self._states_width, dtype=self.target.dtype, device=self.target.device)
+        return features, torch.zeros(batch, rows, dtype=torch.long, device=features.device)
+
     def _step_costs(self, batch: int, sampling: Sampling, length: int, grows: bool = False) -> Costs:
         """Of batches of this size, behind so many tokens; ``grows``: of trees that grow, and not of a fixed shape."""
         target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
@@ -389,7 +394,7 @@ class EagleDrafter(LearnedDrafter):
                 return TorchPasses(extend(features, tokens)[:, -1:], extend, head)
 
             def begin() -> object:
-                features, places = inputs(2)
+                features, places = self._nothing(batch, 2)
                 if grows:
                     draft = paying.grow(passes(features, places), 1, target.device)
                     paying.learn([0], [0])
@@ -402,7 +407,7 @@ class EagleDrafter(LearnedDrafter):
                 return draft.q is None or head.spread(draft.q), draft.ancestors()
 
             def go_on(rows: int) -> Run:
-                features, places = inputs(rows)
+                features, places = self._nothing(batch, rows)
                 ranks = list(range(rows))
                 nodes = Nodes(ranks, ranks, ranks, [[row] for row in ranks])
 
@@ -420,16 +425,8 @@ class EagleDrafter(LearnedDrafter):
 
             return begin, go_on
 
-        def inputs(rows: int) -> tuple[Tensor, Tensor]:
-            features = torch.zeros(batch, rows, self._states_width, dtype=target.dtype, device=target.device)
-            return features, torch.zeros(batch, rows, dtype=torch.long, device=target.device)
-
-        name = (
-            {"method": self.name}
-            | ({"grows": True} if grows else {})
-            | head.options()
-            | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
-        )
+        name = {"method": self.name} | ({"grows": True} if grows else {}) | head.options()
+        name |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
         return step_costs(target, name, batch, sampling, length, drafting, drawn=True)
 
 

@@ -327,14 +327,11 @@ def measure_all(
         names: the labels of what decodes at a temperature and a batch size.
         share: the numbers of the prompts that this process measures.
     """
-
     longest = max((len(prompt.ids) for prompt in prompts.measured), default=0)
 
     def build(temperature: float, batch: int) -> Mapping[str, Method]:
         drafters = lineup.fresh(temperature, batch).items()
-        methods = {
-            name: drafter_method(models.target, drafter, temperature, limits, longest) for name, drafter in drafters
-        }
+        methods = {n: drafter_method(models.target, one, temperature, limits, longest) for n, one in drafters}
         for entry in config.stock if batch == 1 else ():
             methods[entry.label] = stock_method(models.stock, temperature, limits, entry, assistants.get(entry.label))
         if config.stock_generate:
