@@ -23,7 +23,7 @@ from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Probability, Way
-from .drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_chain
+from .drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
 from .drafting.paying import COMMON, FRONTIER, Paying
 from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
 from .model.cpu_pass import CpuPass, cpu_pass
@@ -195,7 +195,7 @@ class EagleDrafter(LearnedDrafter):
         self._one_call: CpuPass | None = None
         whole, product = getattr(self._head.layers[0].layer, "whole", None), self.lm_head.product
         if options.inputs == SHIFTED and isinstance(fc, Product):
-            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens.weight, target.runner.rope)
+            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens, target.runner.rope)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -308,7 +308,7 @@ class EagleDrafter(LearnedDrafter):
         """Whether each pass over the next draft can be one call."""
         if self._one_call is None or state.batch > 1 or not state.sampling.greedy:
             return False
-        return self._growing is not None or (self.tree != "dynamic" and self.plan.is_chain)
+        return self._growing is not None or self.tree != "dynamic"
 
     def _grow_alone(self, state: DecodeState, depth: int) -> DraftTree:
         assert self._one_call is not None
@@ -316,7 +316,7 @@ class EagleDrafter(LearnedDrafter):
         passes = OneCallPasses(self._one_call, self.lm_head, self._features[0], following, self._cache)
         if self._growing is not None:
             return self._growing.grow(passes, depth, self.target.device)
-        return grow_chain(passes, self.plan.size, self.target.device)
+        return grow_planned(passes, self.plan, self.target.device)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self._idle:  # nothing was taken in
@@ -380,7 +380,7 @@ class EagleDrafter(LearnedDrafter):
         target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
         plan = tree_plan(((0,),), target.device)
         paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
-        chain_alone = self._one_call is not None and batch == 1 and sampling.greedy
+        alone = self._one_call is not None and batch == 1 and sampling.greedy
 
         def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
             cache_behind = behind(target, batch, context, layers=1)
@@ -398,8 +398,8 @@ class EagleDrafter(LearnedDrafter):
                 if grows:
                     draft = paying.grow(passes(features, places), 1, target.device)
                     paying.learn([0], [0])
-                elif chain_alone:
-                    draft = grow_chain(passes(features, places), 1, target.device)
+                elif alone:
+                    draft = grow_planned(passes(features, places), plan, target.device)
                 else:
                     predicted = extend(features, places)[:, -1:]
                     draft = grow_static(predicted, extend, head, plan, sampling, generator)
@@ -416,8 +416,8 @@ class EagleDrafter(LearnedDrafter):
                         return paying.rehearse(TorchPasses(features[:, :1], extend, head), rows)
                     if grows:
                         return paying.rehearse(passes(features, places), rows)
-                    if chain_alone and rows == 1:
-                        return passes(features, places).further(nodes, 1)
+                    if alone:
+                        return passes(features, places).further(nodes, 2)
                     predicted = extend(features, places)
                     return children_of(head(predicted), min(2, head.width), sampling, generator)
 

@@ -103,16 +103,15 @@ def same(one: Level, other: Level) -> None:
         assert all(shares.count(shares[rank]) > 1 or rank == RANKS - 1 for rank in different)
 
 
-@pytest.mark.parametrize("tree", ["auto", "chain"])
+@pytest.mark.parametrize("tree", ["auto", "chain", "static"])
 def test_decoding_is_the_same(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches drafts that are others over a whole text: features of the wrong step, tokens of the text not read."""
     line = Curve((1, 2), (1.0, 1.01))
     monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.01, Curve((1, 2), (0.01, 0.011))))
     found = []
     for one_call in (True, False):
-        drafter = drafter_of(
-            "llama", tree=tree, draft_vocab=37, draft_text=20, **({} if tree == "auto" else {"depth": 3})
-        )
+        depth = {"depth": 3} if tree == "chain" else {}
+        drafter = drafter_of("llama", tree=tree, draft_vocab=37, draft_text=20, **depth)
         drafter._one_call = drafter._one_call if one_call else None
         result = generate(drafter.target, drafter, [prompt(30)], max_new_tokens=40, eos_token_id=NO_EOS)
         found.append((rows_of(result), [(step.drafted, step.depth, step.accepted) for step in result.trace.steps]))

@@ -260,6 +260,21 @@ def test_who_was_met_longest_ago_gives_way() -> None:
     assert TextTokens([0, 1], []).read([[5]]) == {}
 
 
+def test_no_row_of_a_batch_goes_without() -> None:
+    """Catches places that all go to the last row of a batch, and a row that was replaced by one that begins as it did
+    (a cascade's, in every step) read, and written, all over again."""
+    rows = [list(range(100 * row, 100 * row + 30)) for row in range(1, 5)]
+    known = TextTokens([0, 1], list(range(2, 10)))
+    known.read(rows)
+    assert [[token for token in row if token in known] for row in rows] == [row[-2:] for row in rows]
+    one = [list(range(100, 120))]
+    known.read(one)
+    one[0] = [*one[0], 7]
+    assert list(known.read(one).values()) == [7] and 119 in known and 112 not in known
+    one[0] = one[0][:4]
+    assert known.read(one) == {}
+
+
 def test_int8_reads_int8() -> None:
     """Catches a draft_dtype that is accepted and does nothing: a learned head's layers, its ``fc`` and the LM head."""
     target = target_of("llama")

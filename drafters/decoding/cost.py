@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..files import replace_json
+from ..model.cpu_kernels import SWITCH
 from ..model.kv_cache import KVCache
 from ..model.target import TargetModel
 from ..paths import user_cache
@@ -194,13 +195,14 @@ def _costs_behind(
         parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
+        right = min(RIGHT, max(chained) - 1)
         if not sampling.greedy:
-            parts["accepted"] = (begin, step_of(1 + RIGHT, chain=True, right=True))
+            parts["accepted"] = (begin, step_of(1 + right, chain=True, right=True))
         found = timed(parts, target.device)
         verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
         chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
-        accepted = max((found["accepted"] - chain.at(1 + RIGHT)) / RIGHT, 0.0) if "accepted" in found else 0.0
+        accepted = max((found["accepted"] - chain.at(1 + right)) / right, 0.0) if "accepted" in found else 0.0
         return Costs(found["plain"], verify, chain, found["first"] if make is not None else 0.0, draft, accepted)
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
@@ -328,6 +330,7 @@ def machine_key(target: TargetModel) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "quantize": target.quantize,
         "engine": target.engine,
+        "kernels": os.environ.get(SWITCH) != "0",
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
@@ -341,7 +344,7 @@ def _code() -> str:
     """A digest of the code that a step runs through: a faster kernel has other costs."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted(
-        file for room in ("model", "decoding", "drafting") for file in (package / room).glob("*.[chp]*")
+        file for room in (".", "model", "decoding", "drafting") for file in (package / room).glob("*.[chp]*")
     ):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..decoding.draft_tree import DraftTree
+from ..decoding.draft_tree import ROOT, DraftTree
 from ..model.cpu_pass import CpuPass, Likeliest
 from ..model.draft_head import DraftHead
 from ..model.kv_cache import KVCache
 from ..model.rows import Rows
-from .tree_plan import Extend
+from .tree_plan import Extend, TreePlan
 
 
 class Level(NamedTuple):
@@ -124,12 +124,23 @@ class OneCallPasses:
         return Level(places, [self._head.named(some) for some in places], probabilities)
 
 
-def grow_chain(passes: Passes, depth: int, device: torch.device) -> DraftTree:
-    """The likeliest token at each of ``depth`` levels."""
-    level, tokens, places = passes.first(1), list[int](), list[int]()
-    while True:
-        tokens, places = [*tokens, level.tokens[0][0]], [*places, level.places[0][0]]
-        if len(tokens) == depth:
-            return DraftTree.chain(torch.tensor([tokens], device=device))
-        seen = [list(range(number + 1)) for number in range(len(tokens))]
-        level = passes.further(Nodes([0], places[-1:], tokens[-1:], seen), 1)
+def grow_planned(passes: Passes, plan: TreePlan, device: torch.device) -> DraftTree:
+    """A tree of fixed shape, filled with each node's likeliest candidates."""
+    rows, seen, tokens = {ROOT: 0}, list[list[int]](), list[int]()
+    numbers: dict[int, list[int]] = {ROOT: []}  # of a node gone on from: what it sees
+    going = Nodes([], [], [], [])
+    for level in range(plan.above[-1] + 1):
+        nodes = [node for node in range(plan.size) if plan.above[node] == level]
+        ranks = 1 + max(plan.ranks[node] for node in nodes)
+        found = passes.first(ranks) if not level else passes.further(going, ranks)
+        at = [(rows[plan.parents[node]], plan.ranks[node]) for node in nodes]
+        tokens += [found.tokens[row][rank] for row, rank in at]
+        inner = [place for place, node in enumerate(nodes) if node in plan.parents]
+        for place in inner:
+            numbers[nodes[place]] = [*numbers[plan.parents[nodes[place]]], len(seen)]
+            seen.append(numbers[nodes[place]])
+        chosen = [at[place] for place in inner]
+        places = [found.places[row][rank] for row, rank in chosen]
+        going = Nodes([row for row, _ in chosen], places, [found.tokens[row][rank] for row, rank in chosen], list(seen))
+        rows = {nodes[place]: row for row, place in enumerate(inner)}
+    return DraftTree.from_parents(torch.tensor([tokens], device=device), plan.parents)

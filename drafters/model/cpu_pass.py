@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import cpu_kernels
 from .clock import model_time
@@ -49,8 +49,11 @@ class CpuPass:
         loaded = cpu_kernels.library()
         assert loaded is not None
         self._run, self._rope = loaded.pass_over, rope
-        self._kept = layer, fc, lm_head, embeddings
-        products = [tiles.product(part.bias) for part in (fc, lm_head) if (tiles := tiles_of(part)) is not None]
+        # Detached: a module that is cast elsewhere takes its parameters' memory along.
+        biases = [None if part.bias is None else part.bias.detach() for part in (fc, lm_head)]
+        tiles, embeddings = [tiles_of(part) for part in (fc, lm_head)], embeddings.detach()
+        self._kept = layer, tiles, biases, embeddings
+        products = [one.product(bias) for one, bias in zip(tiles, biases, strict=True) if one is not None]
         self._head = _Head(ctypes.addressof(layer.native), *products, embeddings.data_ptr())
 
     def __call__(
@@ -105,11 +108,12 @@ class CpuPass:
 
 
 def cpu_pass(
-    layer: CpuLayer | None, fc: Linear, lm_head: Linear | None, embeddings: Tensor, rope: Rope
+    layer: CpuLayer | None, fc: Linear, lm_head: Linear | None, embed: nn.Module, rope: Rope
 ) -> CpuPass | None:
     """The pass in one call; None where a part of it is not for these kernels."""
-    if layer is None or lm_head is None or rope.by_length:
+    if layer is None or lm_head is None or rope.by_length or type(embed) is not nn.Embedding or embed._forward_hooks:
         return None
+    embeddings: Tensor = embed.weight
     for part in (fc, lm_head):
         if tiles_of(part) is None or (part.bias is not None and part.bias.dtype != torch.bfloat16):
             return None

@@ -22,6 +22,7 @@ from drafters.config import Config
 from drafters.wording import dtype_name
 
 from .clock import model_time
+from .cpu_kernels import multiplies
 from .ends import fetch
 from .fused import FusedLayer
 from .linear import Product
@@ -76,13 +77,18 @@ class DraftHead:
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._names: list[int] = [] if ids is None else ids.tolist()
         self._product: Product | None = None
+        self._apart: Product | None = None  # the text's rows, where the others are in such a layout
         self._text: TextTokens | None = None
         if ids is None and dtype is None and own is None:
             return
         head = own or model.model.get_output_embeddings()
         self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
         weight, bias = self._outputs(self.ids)
-        self._product = Product(weight, bias, changes=text > 0)
+        # A layout in which no row can be found again is worth more than rows in one place.
+        if text and dtype is None and weight.device.type == "cpu" and not multiplies(weight):
+            self._apart = Product(weight[-text:].clone(), None if bias is None else bias[-text:].clone(), changes=True)
+            weight, bias = weight[:-text].clone(), None if bias is None else bias[:-text].clone()
+        self._product = Product(weight, bias, changes=text > 0 and self._apart is None)
         if dtype is not None:
             self._product.quantize(dtype)
         if ids is not None and text:
@@ -96,7 +102,8 @@ class DraftHead:
         if self._product is None:
             return self.model.lm_head(features)
         with model_time():
-            return self._product(features)
+            logits = self._product(features)
+            return logits if self._apart is None else torch.cat([logits, self._apart(features)], dim=-1)
 
     def read(self, rows: Rows) -> None:
         """Take in the text of each batch row, whose tokens this head's last rows are: before anything is drafted."""
@@ -104,10 +111,13 @@ class DraftHead:
             return
         assert self.ids is not None and self._product is not None
         places, tokens = torch.tensor([list(changed), list(changed.values())], device=self.ids.device).unbind()
+        if self._apart is not None:
+            self._apart.put(places - (self.width - self.text), *self._outputs(tokens))
+        else:
+            self._product.put(places, *self._outputs(tokens))
         self.ids[places] = tokens
         for place, token in changed.items():
             self._names[place] = token
-        self._product.put(places, *self._outputs(tokens))
 
     def _outputs(self, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the whole head's outputs for these tokens, or for all."""

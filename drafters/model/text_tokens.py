@@ -5,6 +5,17 @@ from collections.abc import Sequence
 Rows = Sequence[list[int]]
 
 
+NOTHING: list[int] = []
+
+
+def _alike(row: list[int], other: list[int], count: int) -> int:
+    """How many tokens ``row`` begins with of the first ``count`` of what stood in its place."""
+    if row is other or row[:count] == other[:count]:
+        return min(count, len(row))
+    pairs = enumerate(zip(row, other, strict=False))
+    return next((place for place, (one, two) in pairs if one != two), min(count, len(row)))
+
+
 class TextTokens:
     """Places for the tokens of a text that have none among the frequent ones; who was met longest ago gives way.
 
@@ -32,12 +43,13 @@ class TextTokens:
         if rows is not self._rows:
             self._start()
             self._rows, self._read = rows, []
-        same = [known if row is known[0] else (row, 0) for row, known in zip(rows, self._read, strict=False)]
+        known = [*self._read, *[(NOTHING, 0)] * (len(rows) - len(self._read))]
+        new = [row[_alike(row, *before) :] for row, before in zip(rows, known, strict=False)]
         self._read = [(row, len(row)) for row in rows]
-        known = [start for _, start in same] + [0] * (len(rows) - len(same))
-        for row, start in zip(rows, known, strict=True):
-            for token in row[start:]:
-                if token not in self._fixed:
+        # The end of every row last: where there is not room for all, none of them loses all of its own.
+        for place in range(max(map(len, new), default=0), 0, -1):
+            for part in new:
+                if len(part) >= place and (token := part[-place]) not in self._fixed:
                     self._meet(token)
         if before is not self._held:
             both = enumerate(zip(before, self._held, strict=True))

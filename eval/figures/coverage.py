@@ -16,32 +16,32 @@ def add_coverage(
 ) -> None:
     """Give the figures of every method with a pruned vocabulary the share of its outputs' tokens that it could draft.
 
-    Each is looked up as things stood before it, prompt and answer so far being read. A prompt's first token is left
-    out: prefill gives it.
+    Each is looked up as things stood when its step began, prompt and answer so far being read. A prompt's first token
+    is left out: prefill gives it. Of batches nothing is said: their rows share what the text has brought.
 
     Args:
         judged: see ``eval.report.judged``. known: by label, the tokens that a method can draft before any text.
         prompts: those measured.
     """
     for row in judged:
-        if (vocabulary := known.get(row["drafter"])) is not None:
+        if (vocabulary := known.get(row["drafter"])) is not None and row["batch"] == 1:
             place = row["drafter"], row["temperature"], row["batch"]
-            outputs = [
-                one for run in runs if (run.method, run.temperature, run.batch) == place for one in run.outputs()
-            ]
-            found = [
-                there for one in outputs for there in _drafted(vocabulary.anew(), prompts[one.prompt].ids, one.tokens)
-            ]
+            own = [run for run in runs if (run.method, run.temperature, run.batch) == place]
+            found = [there for run in own for there in _drafted(vocabulary.anew(), prompts[run.prompt].ids, run)]
             if found:
                 row["figures"] |= {"draft_vocab": len(vocabulary), "draft_vocab_coverage": sum(found) / len(found)}
 
 
-def _drafted(vocabulary: TextTokens, prompt: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+def _drafted(vocabulary: TextTokens, prompt: Sequence[int], run: Run) -> list[bool]:
     """Of each token but the first, whether it could be drafted."""
-    text = [*prompt, *tokens[:1]]
-    rows, found = [text], []
-    for token in tokens[1:]:
+    found = list[bool]()
+    steps = [step.committed for step in run.trace.steps] if run.trace else [1] * (len(run.tokens) - 1)
+    text = [*prompt, *run.tokens[:1]]
+    rows, at = [text], 1
+    for count in steps:
         vocabulary.read(rows)
-        found.append(token in vocabulary)
-        text.append(token)
+        new = run.tokens[at : at + count]
+        found += [token in vocabulary for token in new]
+        text += new
+        at += count
     return found
