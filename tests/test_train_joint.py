@@ -158,10 +158,11 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
     tiny_run.killed_and_resumed([{"kind": "medusa", "values": values, "point": "named"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
-    # Up to rounding: in bf16 a product's last bit may hang on where in memory a process has its tensors.
-    assert len(ours) == len(theirs) and all(
-        one == pytest.approx(other, rel=0.02, abs=0.02) for one, other in zip(ours, theirs, strict=True)
-    )
+    assert [one.keys() for one in ours] == [other.keys() for other in theirs]
+    # Up to rounding: in bf16 a product's last bit may hang on where in memory a process has its tensors. Losses alone:
+    # of rates over a few tokens one is a large part.
+    losses = [[{k: v for k, v in row.items() if "loss" in k or k == "step"} for row in rows] for rows in (ours, theirs)]
+    assert all(one == pytest.approx(other, rel=0.02, abs=0.02) for one, other in zip(*losses, strict=True))
     for file in ("model.safetensors", "target/model.safetensors"):
         one, other = (load_file(run / file) for run in runs)
         assert one.keys() == other.keys()
