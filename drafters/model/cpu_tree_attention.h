@@ -74,7 +74,7 @@ struct ByTiles {
             count = std::min<int64_t>(left, 32);
             for (int64_t i = 0; i < count; i++, at = a.after(at)) {
                 of[i] = at;
-                std::memcpy(queries[0][i], a.template query<D>(b, head, at), D * sizeof(bf16));
+                std::memcpy(queries[i / 16][i % 16], a.template query<D>(b, head, at), D * sizeof(bf16));
             }
         }
 
@@ -87,9 +87,10 @@ struct ByTiles {
             count > 16 ? multiply_keys<true>(laid, slots) : multiply_keys<false>(laid, slots);
             written();
             for (int64_t i = 0; i < count; i++) {
+                bf16 *mine = weights[i / 16][i % 16];
                 const bf16 *bias = a.bias_of(b, of[i], first);
-                shares[i] = weigh(scores[0][i], a.scale, bias, a.seen(b, of[i], first, slots), slots, weights[0][i]);
-                if ((slots + LANES - 1) / LANES % 2) store(Floats{}, weights[0][i] + (slots + LANES - 1) / LANES * LANES);
+                shares[i] = weigh(scores[i / 16][i % 16], a.scale, bias, a.seen(b, of[i], first, slots), slots, mine);
+                if ((slots + LANES - 1) / LANES % 2) store(Floats{}, mine + (slots + LANES - 1) / LANES * LANES);
             }
             written();
             count > 16 ? multiply_values<true>(laid, slots, found) : multiply_values<false>(laid, slots, found);
