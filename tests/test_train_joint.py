@@ -153,14 +153,14 @@ def test_the_target_waits_and_then_has_a_rate_of_its_own(settings: dict[str, Any
 def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
     """LoRA without the target beneath, moments of another part, dropout of another step, warm-up begun anew."""
     lora = LORA | {"dropout": 0.2}
-    values = fields(settings, lora=lora) | {"steps": 8, "save_every": 3, "precision": "bf16"}
+    values = fields(settings, lora=lora) | {"steps": 8, "save_every": 3, "precision": "float32"}
     tiny_run.train_here("medusa", values | {"out": str(tmp_path / "reference")})
     tiny_run.killed_and_resumed([{"kind": "medusa", "values": values, "point": "named"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
     assert [one.keys() for one in ours] == [other.keys() for other in theirs]
-    # Up to rounding: in bf16 a product's last bit may hang on where in memory a process has its tensors. Losses alone:
-    # of rates over a few tokens one is a large part.
+    # Up to rounding: a product's last bit may hang on where in memory a process has its tensors, and in bf16 a few
+    # steps make percents of that. Losses alone: of rates over a few tokens one is a large part.
     losses = [[{k: v for k, v in row.items() if "loss" in k or k == "step"} for row in rows] for rows in (ours, theirs)]
     assert all(one == pytest.approx(other, rel=0.02, abs=0.02) for one, other in zip(*losses, strict=True))
     for file in ("model.safetensors", "target/model.safetensors"):
