@@ -135,7 +135,7 @@ def grow_planned(passes: Passes, plan: TreePlan, device: torch.device) -> DraftT
         found = passes.first(ranks) if not level else passes.further(going, ranks)
         at = [(rows[plan.parents[node]], plan.ranks[node]) for node in nodes]
         tokens += [found.tokens[row][rank] for row, rank in at]
-        inner = [place for place, node in enumerate(nodes) if node in plan.parents]
+        inner = [place for place, node in enumerate(nodes) if plan.children[node + 1]]
         for place in inner:
             numbers[nodes[place]] = [*numbers[plan.parents[nodes[place]]], len(seen)]
             seen.append(numbers[nodes[place]])

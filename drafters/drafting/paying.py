@@ -55,13 +55,11 @@ def _kind(depth: int, rank: int, probability: float) -> int:
 
 
 class _Node(NamedTuple):
-    """A candidate: its ``chance`` of being accepted, its ``parent`` candidate, and where its level has it."""
+    """A candidate: its ``chance`` of being accepted, its ``parent`` candidate, and its ``row`` of its level."""
 
     chance: float
     parent: int
-    level: int
     row: int
-    rank: int
 
 
 class _Growth:
@@ -87,7 +85,7 @@ class _Growth:
         for row, (parent, probabilities) in enumerate(zip(parents, level.probabilities, strict=True)):
             above = 1.0 if parent == ROOT else self.nodes[parent].chance
             chances = [above * confidence.of(depth, rank, value) for rank, value in enumerate(probabilities)]
-            self.nodes += [_Node(chance, parent, depth, row, rank) for rank, chance in enumerate(chances)]
+            self.nodes += [_Node(chance, parent, row) for chance in chances]
         self.places += itertools.chain.from_iterable(level.places)
         self.tokens += itertools.chain.from_iterable(level.tokens)
         return sorted(range(first, len(self.nodes)), key=lambda index: -self.nodes[index].chance)

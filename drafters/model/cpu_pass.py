@@ -14,9 +14,8 @@ from .kv_cache import KVCache
 from .linear import Product as Linear
 from .rope import Rope
 
-Likeliest = tuple[
-    list[list[int]], list[list[float]]
-]  # of each node: places among the draft head's logits, probabilities
+# Of each node: places among the draft head's logits, and their probabilities.
+Likeliest = tuple[list[list[int]], list[list[float]]]
 
 
 class _Head(ctypes.Structure):
