@@ -20,7 +20,7 @@ from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .answers.endpoint import EndpointConfig
-from .answers.ownership import sidecar
+from .answers.ownership import sidecar, unfinished
 from .answers.writing import Writing
 from .dialogues.reader import check_source
 from .ranks import TargetKeys, add_rank_arguments, find_rank
@@ -96,11 +96,6 @@ def check(config: RegenerateConfig) -> None:
     if config.endpoint is not None:
         config.endpoint.check()
     check_model(config.target, "target", config.revision)
-
-
-def unfinished(out: str) -> Path:
-    """The folder of the journals."""
-    return Path(f"{out}.unfinished")
 
 
 if __name__ == "__main__":

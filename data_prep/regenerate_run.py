@@ -1,7 +1,6 @@
 """What data_prep.regenerate does with its config."""
 
 import itertools
-import json
 import math
 import shutil
 from collections import Counter
@@ -12,24 +11,23 @@ from typing import Any
 from drafters import drafter_class, make_drafter
 from drafters.base import LearnedDrafter
 from drafters.checkpoint import drafter_type
-from drafters.files import replace_text
-from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import EndpointAnswers
-from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, check_identity, read_journals, replay
-from .answers.ownership import sidecar
+from .answers.finished import finish, is_finished, report_finished, target_identity
+from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
+from .answers.ownership import unfinished
 from .answers.target import TargetAnswers
-from .dialogues.encoding import load_tokenizer, template_hash, tokenizer_hash
+from .dialogues.encoding import load_tokenizer
 from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import ReadCounts, read_dialogues, source_digest
 from .disk import check_room, source_bytes
 from .progress import Bar
 from .ranks import Rank, load_target
-from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig, unfinished
+from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig
 from .split import record
 from .store.lock import folder_lock
 
@@ -47,18 +45,18 @@ def run(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] 
     if config.target is not None:
         chat = load_tokenizer(config.target, config.revision, config.chat_template)
     identity = make_identity(config, chat)
-    if report_finished(config, identity):
+    if report_finished(config.out, identity, describe):
         return
     if config.limit is None:  # the answers are about as long as those that they replace
         fix = "give an `out` on another disk"
         check_room(Path(config.out), source_bytes(config.source), f"out: {config.out}", fix)
     counts = ReadCounts()
-    dialogues = itertools.islice(read_dialogues(config.source, counts), config.limit)
+    dialogues = itertools.islice(read_dialogues(config.source, counts, unanswered=True), config.limit)
     conversations = [Conversation(index, dialogue) for index, dialogue in enumerate(dialogues)]
     print(f"{config.source}: {counts.describe()}")
     folder = unfinished(config.out)
     with AnswerJournal(folder, identity, rank) as journal:
-        if report_finished(config, identity):  # by another process, meanwhile
+        if report_finished(config.out, identity, describe):  # by another process, meanwhile
             return
         replay(conversations, read_journals(folder), retry=config.endpoint is not None)
         own = conversations[rank.index :: rank.count]
@@ -69,7 +67,7 @@ def run(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] 
 
 def kept(config: RegenerateConfig) -> str:
     """What a run that was interrupted leaves, and the command that goes on."""
-    if is_finished(config):
+    if is_finished(config.out):
         return f"{config.out} is whole"
     count = answered(config.out)
     if not count:
@@ -120,38 +118,11 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
     values["source_digest"] = source_digest(config.source)
     if chat is not None:
         assert config.target is not None
-        ends = load_frozen_ends(config.target, device="meta", revision=config.revision)
-        values["target_fingerprint"] = ends.fingerprint
-        values["tokenizer_hash"] = tokenizer_hash(chat.tokenizer)
-        values["chat_template"] = template_hash(chat.template)
+        values |= target_identity(config.target, config.revision, chat)
     if config.endpoint is not None:
         values = {key: value for key, value in values.items() if key not in OF_A_TARGET}
         values |= {"endpoint.model": config.endpoint.model, "endpoint.extra": config.endpoint.extra}
     return values
-
-
-def is_finished(config: RegenerateConfig) -> bool:
-    """Whether the output is whole."""
-    return sidecar(config.out).is_file() and Path(config.out).is_file()
-
-
-def report_finished(config: RegenerateConfig, identity: dict[str, Any]) -> bool:
-    """Whether the output is there; says so in a line.
-
-    Raises:
-        ValueError: it was made with other settings.
-    """
-    if not is_finished(config):
-        return False
-    file = sidecar(config.out)
-    try:
-        facts = json.loads(file.read_text())
-        before = facts["identity"]
-    except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{file} is not what this program writes; give another `out`, or move it") from None
-    check_identity(Path(config.out), before, identity)
-    print(f"{config.out} is finished already: {describe(facts)}")
-    return True
 
 
 def answer_all(
@@ -210,7 +181,7 @@ def merge(
     folder = unfinished(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder):
-        if is_finished(config):
+        if is_finished(config.out):
             shutil.rmtree(folder, ignore_errors=True)
             return
         conversations = [Conversation(one.index, one.dialogue) for one in conversations]
@@ -224,11 +195,7 @@ def merge(
         results = [result for conversation in conversations if (result := conversation.result()) is not None]
         if not results:
             raise ValueError(f"{config.source}: no dialogue is left: {describe(facts)}")
-        sidecar(config.out).unlink(missing_ok=True)  # of an output that was deleted; it would vouch for this one
-        replace_text(Path(config.out), "".join(json.dumps(record(result)) + "\n" for result in results))
-        facts["digest"] = source_digest(config.out)  # of the very file that it vouches for
-        replace_text(sidecar(config.out), json.dumps(facts, indent=1) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
+        finish(config.out, map(record, results), facts)
     print(f"{config.out}: {describe(facts)}")
 
 

@@ -54,9 +54,18 @@ def record(dialogue: Dialogue) -> dict[str, object]:
     return {"id": dialogue.id, **category, "conversations": turns}
 
 
+def unanswered_record(name: str, question: str) -> dict[str, object]:
+    """A ShareGPT record that nobody has answered yet."""
+    return {"id": name, "conversations": [{"from": FROM["user"], "value": question}]}
+
+
+def same_question(text: str) -> str:
+    """Equal for questions that differ in case and white space alone."""
+    return " ".join(text.lower().split())
+
+
 def _question(dialogue: Dialogue) -> str:
-    question = next(message["content"] for message in dialogue.messages if message["role"] == "user")
-    return " ".join(question.lower().split())
+    return same_question(next(message["content"] for message in dialogue.messages if message["role"] == "user"))
 
 
 def check_out(out: Path, source: str, facts: dict[str, object]) -> None:

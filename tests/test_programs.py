@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "data_prep.features": FEATURES,
     "data_prep.throughput": FEATURES,
     "data_prep.regenerate": {"target": TARGET, "source": "prompts.jsonl", "out": "new.jsonl"},
+    "data_prep.magpie": {"target": TARGET, "out": "asked.jsonl", "count": 4},
     "train.throughput": TRAIN,
     "train.boost": {"run": str(ROOT / "configs/draft_model/stdlib.yaml"), "draft_models": ["a", "b"], "out": "out"},
     "train/draft_model.py": TRAIN | {"draft_model": "checkpoints/stdlib-draft"},
@@ -136,6 +137,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["drafter.drafter=eagel"], "did you mean 'eagle'"),
         (["drafter.drafter=eagle", "drafter.checkpoint=./none"], NO_FOLDER),
     ],
+    "data_prep.magpie": [(["target=./none"], NO_FOLDER), (["count=0"], "count: .*greater than or equal to 1")],
     "data_prep.split": [
         (["none.jsonl", "--out", "x"], "no data file at none.jsonl"),
         (["none.jsonl", "--out", "x", "--heldout", "0"], "--heldout: must be a whole number of at least 1, found .0."),

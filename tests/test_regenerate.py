@@ -16,6 +16,7 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
 from data_prep import regenerate, regenerate_run
+from data_prep.answers import finished
 from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers
@@ -310,7 +311,7 @@ def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
 ) -> None:
     """Catches an output without its summary taken for a stranger's file, and journals deleted too early."""
     config = write_config(tmp_path, target_folder)
-    replace_text = regenerate_run.replace_text
+    replace_text = finished.replace_text
 
     def dies(path: Path, text: str) -> None:
         if path.suffix == ".json":
@@ -318,7 +319,7 @@ def test_a_kill_during_the_merge_leaves_it_to_the_next_start(
         replace_text(path, text)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(regenerate_run, "replace_text", dies)
+        patch.setattr(finished, "replace_text", dies)
         run(config)
     monkeypatch.setattr(TargetModel, "from_pretrained", lambda *a, **k: pytest.fail("answered again"))
     assert run(config) == expected[0]

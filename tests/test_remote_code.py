@@ -23,6 +23,7 @@ import data_prep.datastore
 import data_prep.features
 import data_prep.gguf
 import data_prep.inspect
+import data_prep.magpie
 import data_prep.regenerate
 import data_prep.throughput
 import drafters.chat
@@ -170,6 +171,11 @@ def regenerate(target: Path, trap: Trap, **changes: Any) -> dict[str, Any]:
     return {**settings, "max_new_tokens": 3, **changes}
 
 
+def magpie(target: Path, trap: Trap) -> dict[str, Any]:
+    settings = {"target": str(target), "dtype": "float32", "device": "cpu", "out": str(trap.root / "asked.jsonl")}
+    return {**settings, "count": 1, "batch": 1, "temperature": 1.0}
+
+
 def training(target: Path, trap: Trap, **changes: Any) -> dict[str, Any]:
     return tiny_run.settings(str(target), trap.features, Path("out"), steps=1, **changes)
 
@@ -212,6 +218,7 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
             trap.clean, trap, drafter={"drafter": "speculative", "draft_model": str(path), "gamma": 2}
         ),
     ),
+    "data_prep/magpie.py": (data_prep.magpie.main, magpie),
     "train/eagle.py": (eagle(), training),
     "train/eagle.py, online": (eagle(), online),
     "train/eagle.py --dry-run": (eagle("--dry-run"), training),

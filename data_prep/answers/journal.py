@@ -186,9 +186,12 @@ class AnswerJournal:
             raise write_error(error, self.path, "what was answered before is kept") from error
 
 
-def read_journals(folder: Path) -> list[AnsweredBatch]:
-    """The batches of all processes. A line that is being written, or damaged, is left out: its work is done again."""
-    return [batch for path in sorted(folder.glob("rank-*.jsonl")) for batch in _read(path)]
+def read_journals(folder: Path, names: str = "rank-*.jsonl") -> list[AnsweredBatch]:
+    """The batches of all processes, or of those whose journals match ``names``.
+
+    A line that is being written, or damaged, is left out: its work is done again.
+    """
+    return [batch for path in sorted(folder.glob(names)) for batch in _read(path)]
 
 
 def _read(journal: Path) -> Iterator[AnsweredBatch]:

@@ -15,8 +15,13 @@ WORDS: dict[Answers | None, str] = {
 
 
 def sidecar(out: str) -> Path:
-    """``<out>.json``, which data_prep.regenerate writes once its output is whole."""
+    """``<out>.json``, which data_prep.regenerate and data_prep.magpie write once their output is whole."""
     return Path(f"{out}.json")
+
+
+def unfinished(out: str) -> Path:
+    """The folder of a run's journals, as long as its output is not whole."""
+    return Path(f"{out}.unfinished")
 
 
 def whose(header: StoreManifest) -> Answers:

@@ -154,6 +154,26 @@ class ChatTokenizer:
             text, lead = text + lead, ""
         return self._ids(text), lead
 
+    def question_prompt(self, system: str | None = None) -> tuple[list[int], str]:
+        """What the target is given to write a user's first question.
+
+        Returns:
+            the token ids of all that the template prints before the question; and the mark that it prints right behind
+            one (ChatML's ``<|im_end|>``, Llama-2's ``[/INST]``), "" where it prints none.
+
+        Raises:
+            DroppedError: ``template_refused``, ``special_token_in_text`` (in ``system``), or ``no_question_printed``.
+        """
+        head = [] if system is None else [{"role": "system", "content": system}]
+        self.check_text(head)
+        text = self._apply([*head, {"role": "user", "content": PLACEHOLDER}], prompt=True)
+        before, found, after = text.partition(PLACEHOLDER)
+        if not found:
+            raise DroppedError("no_question_printed", f"the chat template of {self.name} prints no user turn")
+        special = self._special_next.match(after)
+        mark = special["token"] if special else next(iter(after.strip().splitlines()), "")
+        return self._ids(before.rstrip(" ")), mark  # a space before the question belongs to its first token
+
     def check_text(self, messages: Sequence[Message]) -> None:
         """Raise DroppedError (``special_token_in_text``) where a message spells one of the special tokens."""
         for message in messages:

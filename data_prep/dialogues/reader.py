@@ -29,7 +29,8 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Roles alternate user, assistant, ... (a system message may stand first) and the last turn is the assistant's.
+    """Roles alternate user, assistant, ... (a system message may stand first) and the last turn is the assistant's, if
+    not asked for otherwise.
 
     ``category``: the record's own word for the kind of dialogue it is, if it has one.
     """
@@ -67,13 +68,14 @@ class DroppedError(ValueError):
         self.reason = reason
 
 
-def read_dialogues(source: str | Path, counts: ReadCounts) -> Iterator[Dialogue]:
+def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = False) -> Iterator[Dialogue]:
     """Yield the usable dialogues of ``source`` in its order; ``counts`` fills as the iteration goes on.
 
     Args:
         source: a ``.json`` (a list of records, or one per line), ``.jsonl`` or gzipped file; else a local dataset
             folder or a Hub dataset's name, ``owner/name`` or ``owner/name:split`` (default split ``train``), read with
             the `datasets` library.
+        unanswered: see ``parse_record``.
 
     Raises:
         ValueError: no such file or dataset, a damaged file, or no usable dialogue at all (the message holds the
@@ -83,7 +85,7 @@ def read_dialogues(source: str | Path, counts: ReadCounts) -> Iterator[Dialogue]
     for position, record in enumerate(_records(str(source))):
         seen += 1
         try:
-            dialogue = parse_record(record, f"record {position}", counts.changed)
+            dialogue = parse_record(record, f"record {position}", counts.changed, unanswered)
         except DroppedError as error:
             counts.drop(error.reason)
             continue
@@ -98,16 +100,18 @@ def read_dialogues(source: str | Path, counts: ReadCounts) -> Iterator[Dialogue]
         )
 
 
-def parse_record(record: Any, fallback_id: str, changed: Counter[str] | None = None) -> Dialogue:
+def parse_record(
+    record: Any, fallback_id: str, changed: Counter[str] | None = None, unanswered: bool = False
+) -> Dialogue:
     """One record -> a Dialogue.
 
     A leading assistant turn is removed (the EAGLE data rule), as is a trailing user turn, which nobody answered; both
-    are counted in ``changed``.
+    are counted in ``changed``. Where somebody will answer, ``unanswered``, that turn stays, and may be the only one.
 
     Raises:
         DroppedError: with one of the reasons ``broken_json``, ``not_utf8``, ``not_an_object``, ``no_conversations``,
             ``empty_dialogue``, ``broken_turn``, ``unknown_role``, ``non_string_value``, ``invalid_text``,
-            ``empty_turn``, ``wrong_role_order``, ``no_assistant_turn``.
+            ``empty_turn``, ``wrong_role_order``, ``no_assistant_turn`` (of ``unanswered`` ones ``no_user_turn``).
     """
     if isinstance(record, Unreadable):
         raise DroppedError(record.reason)
@@ -124,12 +128,13 @@ def parse_record(record: Any, fallback_id: str, changed: Counter[str] | None = N
     changes = []
     head = messages[:1] if messages[0]["role"] == "system" else []
     body = messages[len(head) :]
-    if not any(message["role"] == "assistant" for message in body):
-        raise DroppedError("no_assistant_turn")
+    wanted = "user" if unanswered else "assistant"
+    if not any(message["role"] == wanted for message in body):
+        raise DroppedError(f"no_{wanted}_turn")
     if body[0]["role"] == "assistant":
         body = body[1:]
         changes.append("leading_assistant_removed")
-    if body and body[-1]["role"] == "user":
+    if body and body[-1]["role"] == "user" and not unanswered:
         body = body[:-1]
         changes.append("trailing_user_removed")
     if not body:

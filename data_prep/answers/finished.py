@@ -1,0 +1,59 @@
+"""The output of a run that several processes shared: whole, with what it was made from beside it, or not there."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from drafters.files import replace_text
+from drafters.model.ends import load_frozen_ends
+
+from ..dialogues.encoding import template_hash, tokenizer_hash
+from ..dialogues.loss_mask import ChatTokenizer
+from ..dialogues.reader import source_digest
+from .journal import check_identity
+from .ownership import sidecar, unfinished
+
+
+def target_identity(target: str, revision: str | None, chat: ChatTokenizer) -> dict[str, Any]:
+    """What texts by a target depend on, its name aside."""
+    ends = load_frozen_ends(target, device="meta", revision=revision)
+    return {
+        "target_fingerprint": ends.fingerprint,
+        "tokenizer_hash": tokenizer_hash(chat.tokenizer),
+        "chat_template": template_hash(chat.template),
+    }
+
+
+def is_finished(out: str) -> bool:
+    """Whether the output is whole."""
+    return sidecar(out).is_file() and Path(out).is_file()
+
+
+def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict[str, Any]], str]) -> bool:
+    """Whether the output is there; says so in a line.
+
+    Raises:
+        ValueError: it was made with other settings.
+    """
+    if not is_finished(out):
+        return False
+    file = sidecar(out)
+    try:
+        facts = json.loads(file.read_text())
+        before = facts["identity"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{file} is not what this program writes; give another `out`, or move it") from None
+    check_identity(Path(out), before, identity)
+    print(f"{out} is finished already: {describe(facts)}")
+    return True
+
+
+def finish(out: str, records: Iterable[dict[str, object]], facts: dict[str, Any]) -> None:
+    """Write the output and its ``facts``, and delete the journals."""
+    sidecar(out).unlink(missing_ok=True)  # of an output that was deleted; it would vouch for this one
+    replace_text(Path(out), "".join(json.dumps(record) + "\n" for record in records))
+    facts["digest"] = source_digest(out)  # of the very file that it vouches for
+    replace_text(sidecar(out), json.dumps(facts, indent=1) + "\n")
+    shutil.rmtree(unfinished(out), ignore_errors=True)
