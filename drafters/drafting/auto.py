@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
@@ -139,18 +139,39 @@ def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
             heapq.heappush(heap, (-before * table[level - 1][rank], level, (*path[:-1], rank), before))
 
 
+class _Reckoned(NamedTuple):
+    """Costs read off once, for decisions come every few steps.
+
+    Attributes:
+        verify, chain: seconds by nodes. draft: what one more row adds to a draft pass, by the rows that it has.
+        row: what a node adds at least to ``verify`` and ``chain``.
+    """
+
+    verify: list[float]
+    chain: list[float]
+    draft: list[float]
+    row: float
+
+
+@lru_cache(64)
+def _reckoned(costs: Costs, most_nodes: int) -> _Reckoned:
+    verify, chain = ([curve.at(1 + n) for n in range(most_nodes + 1)] for curve in (costs.verify, costs.chain))
+    draft = [0.0, *(costs.draft.at(rows) for rows in range(1, most_nodes + 2))]
+    row = min(after - before for curve in (verify, chain) for before, after in pairwise(curve))
+    return _Reckoned(verify, chain, [after - before for before, after in pairwise(draft)], row)
+
+
 def best_shape(table: Table, costs: Costs, most_nodes: int, least_nodes: int = 0) -> Shape:
     """The static tree of most tokens per second, of ``least_nodes`` to ``most_nodes`` nodes."""
     plain = costs.plain
-    verify, chain = ([curve.at(1 + n) for n in range(most_nodes + 1)] for curve in (costs.verify, costs.chain))
     # A node adds its probability, and at least so many seconds: once that is less a second, no likelier tree is better.
-    row = min(after - before for curve in (verify, chain) for before, after in pairwise(curve))
+    verify, chain, draft, row = _reckoned(costs, most_nodes)
     best = Shape((), 1.0, plain, 1.0)
     if least_nodes:
         best = best._replace(speedup=0.0)
     chains = [[row[:1] for row in table]] if len(table[0]) > 1 else []  # what the likeliest trees may leave out
     for some, depth in [(table, depth) for depth in range(1, len(table) + 1)] + [(rows, len(rows)) for rows in chains]:
-        tree = _Growing(costs)
+        tree = _Growing(costs.first, draft)
         for probability, path in likeliest(some, depth):
             enough = len(tree.paths) >= max(least_nodes, 1)
             hopeless = probability * plain < best.speedup * row
@@ -168,9 +189,9 @@ def best_shape(table: Table, costs: Costs, most_nodes: int, least_nodes: int = 0
 class _Growing:
     """A tree to which one node after the other is added: what it gives and what drafting it takes."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._draft = costs.draft
-        self.draft_seconds = costs.first
+    def __init__(self, first: float, draft: list[float]) -> None:
+        self._draft = draft
+        self.draft_seconds = first
         self.paths: list[Path] = []
         self.tokens = 1.0
         self._inner: set[Path] = {()}
@@ -184,14 +205,15 @@ class _Growing:
             self._inner.add(parent)
             rows = self._levels.get(len(parent), 0)
             self._levels[len(parent)] = rows + 1
-            self.draft_seconds += self._draft.at(rows + 1) - (self._draft.at(rows) if rows else 0.0)
+            self.draft_seconds += self._draft[rows]
 
 
 def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
     """What a tree promises, the table and the costs being as they are."""
-    plain, tree = costs.plain, _Growing(costs)
+    plain = costs.plain
     if not paths:
         return Shape((), 1.0, plain, 1.0)
+    tree = _Growing(costs.first, _reckoned(costs, len(paths)).draft)
     for path in paths:
         tree.add(math.prod(table[depth][rank] for depth, rank in enumerate(path)), path)
     seconds = (costs.chain if len(paths) == len(paths[-1]) else costs.verify).at(1 + len(paths)) + tree.draft_seconds
@@ -215,6 +237,7 @@ class _Course:
     steps: int = 0
     decide_at: int = 4
     probe_at: int = 0
+    probed: bool = False  # by the last step
     promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, their tokens, their plain seconds
 
 
@@ -264,7 +287,7 @@ class Chooser:
             chosen = course.probe
             loss = (chosen.seconds - chosen.tokens * course.shape.seconds) / course.shape.seconds
             course.probe_at = course.steps + probe_after(loss)
-            course.decide_at = course.steps  # it may have learnt something
+            course.probed = True
         if most is not None and most < len(chosen.paths):
             chosen = promise(chosen.paths[:most], course.rates.table(), course.costs)
         plain = course.costs.plain
@@ -304,11 +327,19 @@ class Chooser:
     def _next(self, batch: int, sampling: Sampling, length: int) -> _Course:
         """The course that the next step is on, decided anew every now and then."""
         course = self._now = self._course(batch, sampling, length)
-        if course.steps >= course.decide_at:
+        if course.steps >= course.decide_at or self._may_pay(course):
             self._decide(course)
             course.decide_at = course.steps + min(max(course.steps, 4), 64)
         course.steps += 1
         return course
+
+    def _may_pay(self, course: _Course) -> bool:
+        """Whether the last step's probe has taught that it pays by now. Deciding takes about as long as a step of a
+        small target, and while nothing pays, most probes teach that still nothing does."""
+        probed, course.probed = course.probed, False
+        if not probed or course.probe is None:
+            return False
+        return promise(course.probe.paths, course.rates.table(), course.costs).speedup >= WORTH
 
     def _course(self, batch: int, sampling: Sampling, length: int) -> _Course:
         course, costs = self._courses.get((batch, sampling)), self.costs(batch, sampling, length)
@@ -325,14 +356,14 @@ class Chooser:
     def _decide(self, course: _Course) -> None:
         table, costs = course.rates.table(), course.costs
         before = promise(course.shape.paths, table, costs)
-        best = best_shape(table, costs, self._most)
+        found = best = best_shape(table, costs, self._most, least_nodes=1)
         if best.speedup < WORTH:
             best = promise((), table, costs)
         if before.paths and before.speedup >= WORTH and best.speedup < SWITCH * before.speedup:
             best = before
         course.probe = None
         if not best.paths:
-            course.probe = best_shape(table, costs, self._most, least_nodes=1)
+            course.probe = found
             course.probe_at = course.probe_at or course.steps + 8
         if best.paths != course.shape.paths or not course.steps:
             logging.getLogger(__name__).info("drafts: %s", best)
