@@ -15,7 +15,7 @@ import torch
 import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
 
-from data_prep import regenerate, regenerate_run
+from data_prep import regenerate
 from data_prep.answers import finished
 from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from drafters.decoding import sampling
 from drafters.decoding.sampling import Sampling, draw, draw_without_replacement, residual
 
 
@@ -24,6 +25,19 @@ def test_warps_equal_transformers(temperature: float, top_k: int, top_p: float) 
     found = Sampling(temperature, top_k, top_p).probabilities(logits)
     torch.testing.assert_close(found, expected.softmax(-1), atol=1e-6, rtol=1e-5)
     assert torch.equal(found > 0, expected.softmax(-1) > 0)
+
+
+@pytest.mark.parametrize("sharpness", [6.0, 2.5, 0.1], ids=["256 suffice", "2048 suffice", "all are sorted"])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_top_p_of_a_large_vocabulary(sharpness: float, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens stay as where all are sorted, in rows of one batch that need few of them and many."""
+    logits = sharpness * torch.randn(2, 3, 6000)
+    logits[1, 1] *= 3
+    found = Sampling(1.0, top_k, 0.95).probabilities(logits)
+    most = int((found > 0).sum(-1).max())
+    assert most < 256 if sharpness == 6 or top_k else 256 < most < 2048 if sharpness == 2.5 else most > 2048
+    monkeypatch.setattr(sampling, "likeliest", lambda p, mass: torch.sort(p, dim=-1, descending=True))
+    assert torch.equal(found, Sampling(1.0, top_k, 0.95).probabilities(logits))
 
 
 def test_ties_at_the_kth_logit_stay() -> None:
