@@ -84,7 +84,7 @@ def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
             raise ValueError(f"--out {out} holds a {found[0]} that no split has made; give another folder")
         return
     try:
-        before = json.loads(made.read_text())
+        before = {"unanswered": False, **json.loads(made.read_text())}  # a split of before there were such
         changed = changes({key: before[key] for key in facts}, facts)
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{made} is not what this program writes; give another folder") from None
@@ -95,7 +95,7 @@ def check_out(out: Path, source: str, facts: dict[str, object]) -> None:
 def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
     """Read the source and write both sides, and what they were made from, ``facts``."""
     counts = ReadCounts()
-    dialogues = list(read_dialogues(parsed.source, counts))
+    dialogues = list(read_dialogues(parsed.source, counts, parsed.unanswered))
     train, heldout = split(dialogues, parsed.heldout, parsed.seed)
     facts |= {"source": parsed.source, "train": len(train), "heldout": len(heldout), "dropped": dict(counts.dropped)}
     parsed.out.mkdir(parents=True, exist_ok=True)
@@ -114,10 +114,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder of train.jsonl and heldout.jsonl")
     parser.add_argument("--heldout", type=positive, default=500, help="dialogues to hold out (default 500)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--unanswered", action="store_true", help="keep questions that data_prep.regenerate will answer"
+    )
     parsed = parser.parse(arguments)
     check_source(parsed.source)
     facts: dict[str, object] = {"source_digest": source_digest(parsed.source), "seed": parsed.seed}
-    facts["wanted"] = parsed.heldout
+    facts |= {"wanted": parsed.heldout, "unanswered": parsed.unanswered}
     check_out(parsed.out, parsed.source, facts)
     check_room(parsed.out, source_bytes(parsed.source), f"--out {parsed.out}", "give a folder on another disk")
     with keeping(lambda: f"to start again: {command()}"):

@@ -11,7 +11,7 @@ import pytest
 from data_prep import disk
 from data_prep import split as program
 from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
-from data_prep.split import main, split
+from data_prep.split import main, split, unanswered_record
 
 
 def one(index: int, question: str | None = None) -> Dialogue:
@@ -67,6 +67,21 @@ def test_every_usable_record_is_on_one_side_as_it_was(tmp_path: Path) -> None:
     assert (facts["train"], facts["heldout"], facts["seed"]) == (17, 3, 0)
     counts = ReadCounts()
     assert len(list(read_dialogues(tmp_path / "out" / "heldout.jsonl", counts))) == 3 and not counts.dropped
+
+
+def test_questions_without_answers_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Catches questions that a split drops before anybody could answer them; and one split taken for the other."""
+    source = tmp_path / "asked.jsonl"
+    source.write_text("".join(json.dumps(unanswered_record(f"q{n}", f"Why {n}?")) + "\n" for n in range(9)))
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="no_assistant_turn 9"):
+        main([str(source), "--out", str(out), "--heldout", "2"])
+    main([str(source), "--out", str(out), "--heldout", "2", "--unanswered"])
+    lines = [(out / f"{side}.jsonl").read_text().splitlines() for side in ("train", "heldout")]
+    assert [len(side) for side in lines] == [7, 2]
+    assert {line for side in lines for line in side} == set(source.read_text().splitlines())
+    with pytest.raises(ValueError, match="holds another split: unanswered was (T|t)rue, is (F|f)alse"):
+        main([str(source), "--out", str(out), "--heldout", "2"])
 
 
 def test_the_same_question_is_never_on_both_sides() -> None:

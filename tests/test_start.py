@@ -22,11 +22,14 @@ from chat_formats import dialogue
 
 import train.start
 from data_prep.features import FeaturesConfig
+from data_prep.magpie import MagpieConfig
 from data_prep.regenerate import RegenerateConfig
+from drafters import TargetModel
 from drafters.config import validate
 from eval.lossless import LosslessConfig
 from eval.speed import SpeedConfig
 from eval.tune import TuneConfig
+from train.plan.asked import Sample
 from train.plan.configs import page
 from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_model
 from train.plan.script import script
@@ -34,7 +37,7 @@ from train.plan.steps import Plan, Planner
 from train.preflight.dry_run import Estimates
 from train.start import StartConfig
 
-SCHEMAS = {"regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
+SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
 SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}
 SHIM = """#!/bin/bash
 reply="{0}/reply.$$"; mkfifo "$reply"
@@ -130,6 +133,35 @@ def test_from_a_model_and_dialogues_to_a_card(
     assert len(pythons.asked) == before + 4
 
 
+@pytest.mark.slow
+def test_from_a_model_alone_to_answers(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches questions that the split drops since nobody has answered them, and a plan that no step's schema takes."""
+    monkeypatch.setattr("train.plan.configs.ASKED", 200)  # a random target seldom ends a question
+    out, pythons = tmp_path / "mine", Pythons(tmp_path / "pythons")
+    monkeypatch.setattr(sys, "executable", str(pythons.folder / "python"))
+    given = ["--target", str(target_folder), "--out", str(out)]
+    train.start.main(given)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no --data: the target asks itself; 32 questions and their answers" in printed
+    assert f"look at some of {out}/asked/questions.jsonl" in printed
+    edit(out / "configs/magpie.yaml", count=40, max_new_tokens=200)
+    edit(out / "configs/regenerate.yaml", max_new_tokens=8)
+    script = (out / "run.sh").read_text().split("\n# 4. ")[0]  # without the features and all that follows
+    (out / "run.sh").write_text(script.replace("--heldout 200", "--heldout 8"))
+    subprocess.run(["bash", str(out / "run.sh")], check=True, timeout=300)
+    assert [words.split()[1] for words in pythons.asked[:2]] == ["data_prep.magpie", "data_prep.split"]
+    asked, held, new = (
+        [json.loads(line)["conversations"] for line in (out / file).read_text().splitlines()]
+        for file in ("asked/questions.jsonl", "answers/heldout.jsonl", "answers/train.jsonl")
+    )
+    assert len(asked) == 40 and 0 < len(held) <= 8 and 20 < len(new) <= 32
+    assert all([turn["from"] for turn in each] == ["human", "gpt"] for each in held + new)
+    with pytest.raises(ValueError, match="data was None, is"):
+        train.start.main([*given, "--data", str(out / "answers/train.jsonl")])
+
+
 @pytest.fixture(scope="module")
 def model(target_folder: Path) -> Model:
     return look_at_model(str(target_folder))
@@ -176,6 +208,31 @@ def test_the_minutes_are_kept(model: Model, monkeypatch: pytest.MonkeyPatch, tmp
         assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
     with pytest.raises(ValueError, match=r"--minutes 2: starting .* take [\d.]+ of them here, .* give at least \d"):
         plan(model, monkeypatch, tmp_path, minutes=2)
+
+
+def test_the_minutes_are_kept_where_the_target_asks(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches questions without time to answer them, or more held out than are trained on."""
+    for minutes in (15, 120, 1200):
+        made = plan(model, monkeypatch, tmp_path, minutes=minutes, asking=0.05)
+        assert [step.name for step in made.steps][:4] == ["ask", "split", "answers", "features"]
+        took = {step.name: step.seconds for step in made.steps}
+        assert 0.75 * minutes < sum(took.values()) / 60 < 1.05 * minutes
+        assert took["train"] > 0.3 * 60 * minutes * (took["answers"] > 10)
+        count, config = made.files["magpie.yaml"][0]["count"], made.files["magpie.yaml"][0]
+        assert 60 * config["minutes"] == pytest.approx(1.5 * count * 0.05, abs=1)
+        held = int(made.steps[1].commands[0].split("--heldout ")[1].split()[0])
+        assert 8 <= held <= max(8, count / 10) and "--unanswered" in made.steps[1].commands[0]
+
+
+def test_a_target_that_asks_nothing_is_refused(target_folder: Path, tmp_path: Path) -> None:
+    """Catches hours spent on a model that was not tuned on questions: this one never ends one within a few tokens."""
+    model = look_at_model(str(target_folder))
+    sample = Sample(replace(model, longest=40), Machine(torch.device("cpu"), 0, 2, 10**11, 10**11, "float32"))
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    with pytest.raises(ValueError, match=r"of 96 questions .* can be used .*unended_question.*give --data"):
+        sample(target, 8)
 
 
 def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """From a model's name and dialogues to a measured drafter: the configs, and one script of plain commands.
 
-    python -m train.start --target MODEL --data FILE --out runs/mine [--minutes 120] [--hub user/repo] [--run]
+    python -m train.start --target MODEL [--data FILE] --out runs/mine [--minutes 120] [--hub user/repo] [--run]
 
 Looks at the model, the dialogues and this machine, measures for half a minute how fast the target is here, and writes
 into --out a config for every step and run.sh: hold dialogues out, let the target answer the others itself, compute its
-features, train, compare with what needs no training, certify, write the model card (with --hub: push). Says what each
-step will take. --run runs it; killed, the same command goes on where it stopped, as bash run.sh does. The configs may
-be changed before: they are not written again.
+features, train, compare with what needs no training, certify, write the model card (with --hub: push). Without --data
+the target asks the questions, too. Says what each step will take. --run runs it; killed, the same command goes on where
+it stopped, as bash run.sh does. The configs may be changed before: they are not written again.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class StartConfig(Config):
     """What a start is told."""
 
     target: str
-    data: str
+    data: str | None = None
     out: Path
     method: Literal["eagle", "kangaroo"] = "eagle"
     minutes: float = Field(120, gt=0, allow_inf_nan=False, description="of all steps together")
@@ -51,7 +51,12 @@ class StartConfig(Config):
     def settings(self) -> dict[str, object]:
         """What may not change between a start and the same one again."""
         named = self.model_dump(mode="json", exclude={"out"})
-        return named | {"data_digest": source_digest(self.data)}
+        return named | {"data_digest": None if self.data is None else source_digest(self.data)}
+
+    @property
+    def asked(self) -> str:
+        """The file of the questions that the target asks itself."""
+        return str(self.out / "asked" / "questions.jsonl")
 
 
 def written_before(config: StartConfig) -> bool:
@@ -79,7 +84,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = CommandLine("train.start", __doc__)
     parser.add_argument("--target", required=True, help="folder or Hub repository of a chat model")
-    parser.add_argument("--data", required=True, help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset")
+    parser.add_argument(
+        "--data", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset; without it the target asks itself"
+    )
     parser.add_argument("--out", required=True, help="folder of all that is made")
     parser.add_argument("--method", choices=METHODS, default="eagle")
     parser.add_argument("--minutes", type=float, default=120.0, help="of all steps together (default 120)")
@@ -94,7 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = {key: getattr(parsed, key) for key in StartConfig.model_fields}
     config = validate(StartConfig, given, source="the command line")
     check_model(config.target, "--target")
-    check_source(config.data)
+    if config.data is not None:
+        check_source(config.data)
     before = written_before(config)
 
     from train.start_run import run_script, write

@@ -14,7 +14,18 @@ from drafters.model.ends import load_frozen_ends
 from drafters.provenance import cpu_name
 from drafters.wording import size_text
 from train.plan import configs
-from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_machine, look_at_model, measure
+from train.plan.asked import Sample
+from train.plan.facts import (
+    Data,
+    Machine,
+    Model,
+    Rates,
+    look_at_data,
+    look_at_machine,
+    look_at_model,
+    measure,
+    some_prompts,
+)
 from train.plan.script import script, show
 from train.plan.steps import Plan, Planner
 from train.start import FACTS, SCRIPT, StartConfig
@@ -32,12 +43,15 @@ def write(config: StartConfig, command: list[str], run: bool) -> None:
     console = Console(highlight=False, markup=False)
     model = look_at_model(config.target)
     load_frozen_ends(config.target, device="meta")  # tensors by Llama's names, in safetensors
-    data = look_at_data(config.data, model)
+    data = None if config.data is None else look_at_data(config.data, model)
     machine = look_at_machine(config.out)
     console.print(f"{config.target}: {shape(model)}", soft_wrap=True)
-    console.print(f"{config.data}: {contents(data)}", soft_wrap=True)
+    if data is not None:
+        console.print(f"{config.data}: {contents(data)}", soft_wrap=True)
     console.print(f"this machine: {place(machine)}; measuring", soft_wrap=True)
-    rates = measure(model, machine, config.data)
+    rates, data = timed(config, model, machine, data)
+    if data.asking is not None:
+        console.print(data.read, soft_wrap=True)
     plan = Planner(model, data, machine, rates, config).make()
     disk = sum(step.disk for step in plan.steps)
     check_room(config.out, disk, f"--out {config.out}", "give a folder on another disk")
@@ -47,6 +61,16 @@ def write(config: StartConfig, command: list[str], run: bool) -> None:
     show(plan, console)
     what = "it runs now" if run else f"run it: bash {shlex.quote(str(config.out / SCRIPT))}"
     console.print(f"{config.out / SCRIPT} and {len(plan.files)} configs are written; {what}", soft_wrap=True)
+
+
+def timed(config: StartConfig, model: Model, machine: Machine, data: Data | None) -> tuple[Rates, Data]:
+    """How fast the target is, and the dialogues: where there are none, its own, by those that it is timed on."""
+    if data is not None:
+        source = data.source
+        return measure(model, machine, lambda target, count: some_prompts(model, source, count)), data
+    sample = Sample(model, machine)
+    rates = measure(model, machine, sample)
+    return rates, sample.data(config.asked, config.minutes, rates)
 
 
 def save(config: StartConfig, plan: Plan, rates: Rates, command: list[str]) -> None:

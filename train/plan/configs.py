@@ -6,6 +6,7 @@ from typing import Any
 
 from train.plan.facts import Data, Machine, Model
 
+ASKED = 192  # most tokens of a question
 SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
 LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2.md
 
@@ -19,6 +20,29 @@ def page(title: str, command: str, values: Mapping[str, Any], reasons: Reasons) 
         line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
         lines.append(f"{line:<32}# {reasons[key]}" if key in reasons else line)
     return "\n".join(lines) + "\n"
+
+
+def magpie(
+    model: Model, machine: Machine, rows: int, out: str, count: int, minutes: float | None
+) -> tuple[dict[str, Any], Reasons]:
+    """data_prep.magpie's."""
+    values = {
+        "target": model.name,
+        "out": out,
+        "dtype": machine.dtype,
+        "count": count,
+        "batch": rows,
+        "max_new_tokens": min(ASKED, model.longest // 4),
+        "temperature": 0.9,
+        "top_k": 100,
+        "seed": 0,
+    }
+    reasons = {
+        "count": "as many as there is time for",
+        "max_new_tokens": "a question that has not ended by then is dropped",
+        "temperature": "higher: questions of more kinds, and more that make no sense",
+    }
+    return values | ({} if minutes is None else {"minutes": round(minutes, 2)}), reasons
 
 
 def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: float) -> tuple[dict[str, Any], Reasons]:

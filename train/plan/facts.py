@@ -1,6 +1,7 @@
 """What there is to start from: the model, the dialogues, the machine, and how fast the one is on the other."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class Model:
 class Data:
     """The dialogues: ``tokens`` and ``answers`` (tokens that belong to answers) of all, by a sample.
 
-    ``own``: the target gave the answers itself. ``seconds``: it took to read them.
+    ``own``: the target gave the answers itself. ``seconds``: it took to read them. ``asking``: seconds that the target
+    takes for a question, where the questions are its own, too; the dialogues are then as many as there could be.
     """
 
     source: str
@@ -65,6 +67,7 @@ class Data:
     own: bool
     read: str
     seconds: float
+    asking: float | None = None
 
 
 @dataclass
@@ -138,8 +141,11 @@ def look_at_machine(out: Path) -> Machine:
     return Machine(device, gpus, cpu_cores() or 1, free_memory(device), free_bytes(out), dtype)
 
 
-def measure(model: Model, machine: Machine, source: str) -> Rates:
-    """Load the target and time it on prompts of the data.
+def measure(model: Model, machine: Machine, prompts_of: Callable[[TargetModel, int], list[list[int]]]) -> Rates:
+    """Load the target and time it on prompts.
+
+    Args:
+        prompts_of: gives so many prompts, all of one length; asked once the target is loaded.
 
     Raises:
         ValueError: the target cannot be run layer by layer, or there is too little memory.
@@ -150,7 +156,7 @@ def measure(model: Model, machine: Machine, source: str) -> Rates:
     began = time.perf_counter()
     target = TargetModel.from_pretrained(model.name, machine.dtype, cache_tokens=(rows, model.longest))
     start = IMPORTS + time.perf_counter() - began
-    prompts = some_prompts(model, source, rows)
+    prompts = prompts_of(target, rows)
     decoded(model, target, prompts[:1])  # the first forwards build kernels
     one, many = decoded(model, target, prompts[:1]), decoded(model, target, prompts)
     prefill = prefilled(model, target)
@@ -198,8 +204,13 @@ def some_prompts(model: Model, source: str, count: int) -> list[list[int]]:
             found.append(with_question)
     if not found:
         raise ValueError(f"the chat template of {model.name} refuses the first {4 * count} dialogues of {source}")
+    return alike(model, found, count)
+
+
+def alike(model: Model, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """``count`` prompts of one length made of those given."""
     length = min(PROMPT, model.longest - model.answer)
-    return [(ids * length)[:length] for ids in (found * count)[:count]]
+    return [(ids * length)[:length] for ids in (prompts * count)[:count]]
 
 
 def _prompt(tokenizer: Any, dialogue: Dialogue) -> list[int]:

@@ -104,6 +104,8 @@ class Planner:
                 f"features would take {size_text(sizes['int8'])} in int8, and {size_text(self.machine.disk)} are free: "
                 "they are computed while it trains, which makes its steps slower"
             )
+        if self.data.asking is not None:
+            self.ask()
         self.split()
         if not self.data.own:
             self.answers()
@@ -172,9 +174,11 @@ class Planner:
             tokens = min(left / later, float(data.tokens))
             return Shares(0.0, 0.0, (left - tokens / rates.prefill) / 60, tokens)
         per_second = rates.many * data.tokens / data.answers  # tokens of dialogues whose answers are written
-        tokens = min(left / (1.1 / per_second + later), float(data.tokens))
+        asking = (data.asking or 0.0) * data.dialogues / data.tokens
+        tokens = min(left / (1.1 * (1 / per_second + asking) + later), float(data.tokens))
         answering, dumped = tokens / per_second, tokens / rates.prefill
-        return Shares(answering / 60, 0.1 * answering / 60, (left - 1.1 * answering - dumped) / 60, tokens)
+        training = left - 1.1 * (answering + asking * tokens) - dumped
+        return Shares(answering / 60, 0.1 * answering / 60, training / 60, tokens)
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -192,12 +196,26 @@ class Planner:
         self.plan.files[file] = found
         return self.python(program, "--config", f"{self.out}/configs/{file}", *words)
 
+    def ask(self) -> None:
+        assert self.data.asking is not None
+        count = round(1.1 * self.data.dialogues * self.shares.tokens / self.data.tokens)  # with the held-out ones
+        self.heldout = min(self.heldout, max(8, count // 11))
+        seconds = count * self.data.asking
+        found = configs.magpie(self.model, self.machine, self.rates.rows, self.data.source, count, seconds / 40)
+        line = self.configured("-m data_prep.magpie", "magpie.yaml", found)
+        how = f"{1 / self.data.asking:,.1f} questions/s measured; {count:,} of them, half as much time again allowed"
+        memory = self.rates.weights + self.rates.rows * configs.ASKED * self.model.cache_bytes
+        self.add("ask", "asked", [line], seconds + self.rates.start, how, memory=memory, disk=500 * count)
+        self.plan.notes.append(f"no --data: look at some of {self.data.source} before you trust what it was trained on")
+
     def split(self) -> None:
         text = source_bytes(self.data.source)
-        line = self.python(
-            "-m data_prep.split", self.data.source, "--out", f"{self.out}/split", "--heldout", self.heldout
+        unanswered = [] if self.data.asking is None else ["--unanswered"]
+        words = [self.data.source, "--out", f"{self.out}/split", "--heldout", self.heldout, *unanswered]
+        line = self.python("-m data_prep.split", *words)
+        how = (
+            f"{self.data.dialogues:,} dialogues, read as long before" if self.data.asking is None else "what was asked"
         )
-        how = f"{self.data.dialogues:,} dialogues, read as long before"
         self.add("split", "split", [line], 2 * self.data.seconds, how, memory=2 * text, disk=text)
 
     def answers(self) -> None:
