@@ -115,6 +115,30 @@ def test_layers_are_as_near_to_float32_as_torch_comes(name: str, context: int) -
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("context", [1100, 2500])
+def test_long_rows(context: int) -> None:
+    """Catches a task of several parts of a row that keeps one of them, or weighs them alike, and one that ends before its
+    last part does.
+    """
+    found: dict[str, list[Tensor]] = {"float32": [], "ours": [], "torch's": []}
+    for way, states in found.items():
+        target = TargetModel(model_of("llama", torch.float32 if way == "float32" else torch.bfloat16))
+        target = by_torch(target) if way == "torch's" else target
+        ids = torch.tensor([prompt(context), prompt(context, 1)])
+        cache = target.new_cache(2, context + 80)
+        for start in range(0, context, 500):
+            target.run(ids[:, start : start + 500], cache)
+            cache.commit_first([min(500, context - start)] * 2)
+        cache.lengths = [context, context // 2 + 7]
+        for rows in (3, 33):
+            new = torch.tensor([prompt(rows, 2), prompt(rows, 3)])
+            states.append(target.run(new, cache).features)
+            states.append(target.run(new, cache, random_tree(2, rows)).features)
+    for exact, ours, torchs in zip(*found.values(), strict=True):
+        assert error(ours, exact) < 1.2 * error(torchs, exact) + 0.004
+
+
+@torch.inference_mode()
 def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches angles, masks, slots or states of the first part in place of a later one's."""
     target = TargetModel(model_of("llama", torch.bfloat16))

@@ -9,10 +9,6 @@
 
 #include "cpu_vectors.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int64_t CHUNK = 256;  // cache slots that one thread takes at once: their keys and values fit its L2 cache
@@ -187,14 +183,16 @@ struct Attention {
     int64_t seen(int64_t b, Query at, int64_t first, int64_t slots) const {
         return bias ? slots : ends[b] - rows + at.row + 1 - first;
     }
-    // A batch row's slots are taken in parts of this size, at most `most`: its own length alone decides.
-    int64_t part(int64_t b, int64_t most) const {
-        const int64_t parts = (ends[b] + most - 1) / most;
+    // A batch row's slots are taken in parts of this size, at most what its way to attend says: its own length alone decides.
+    template <class Way>
+    int64_t part(int64_t b) const {
+        const int64_t most = Way::most(ends[b]), parts = (ends[b] + most - 1) / most;
         return ((ends[b] + parts - 1) / parts + LANES - 1) / LANES * LANES;
     }
-    int64_t parts(int64_t most) const {  // of the row that has the most
+    template <class Way>
+    int64_t parts() const {  // of the row that has the most
         int64_t found = 0;
-        for (int64_t b = 0; b < batch; b++) found = std::max(found, (ends[b] + part(b, most) - 1) / part(b, most));
+        for (int64_t b = 0; b < batch; b++) found = std::max(found, (ends[b] + part<Way>(b) - 1) / part<Way>(b));
         return found;
     }
 };
@@ -202,7 +200,7 @@ struct Attention {
 // All queries of a key head over a part of its slots, four by four.
 template <class T, int D>
 struct ByVectors {
-    static constexpr int64_t MOST = CHUNK;
+    static int64_t most(int64_t) { return CHUNK; }
     static void run(const Attention<T> &a, int64_t b, int64_t head, int64_t first, int64_t slots, Share *shares, float *sums) {
         const int64_t at = b * a.key_batch + head * a.key_head + first * D;
         Query query = {0, 0};
@@ -236,9 +234,9 @@ struct Between {
         laid.reset(), laid.reset(std::aligned_alloc(64, bytes)), laid_bytes = bytes;
     }
 
-    template <class T>
-    void fit(const Attention<T> &a, int64_t width, int64_t most) {
-        const int64_t all = a.batch * a.key_heads * a.parts(most) * a.count();
+    template <class Way, class T>
+    void fit(const Attention<T> &a, int64_t width) {
+        const int64_t all = a.batch * a.key_heads * a.template parts<Way>() * a.count();
         if (int64_t(shares.size()) < all) shares.resize(all);
         if (int64_t(sums.size()) < all * width) sums.resize(all * width);
     }
@@ -247,19 +245,19 @@ struct Between {
 // Called by all threads of a team.
 template <class Way, class T, int D>
 void attend_in_team(const Attention<T> &a, Between &between) {
-    const int64_t count = a.count(), parts = a.parts(Way::MOST), tasks = a.batch * a.key_heads * parts;
+    const int64_t count = a.count(), parts = a.template parts<Way>(), tasks = a.batch * a.key_heads * parts;
     float *sums = between.sums.data();
     Share *shares = between.shares.data();
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; task++) {
-        const int64_t head = task / parts % a.key_heads, b = task / parts / a.key_heads, part = a.part(b, Way::MOST);
+        const int64_t head = task / parts % a.key_heads, b = task / parts / a.key_heads, part = a.template part<Way>(b);
         const int64_t first = task % parts * part, slots = std::min(a.ends[b] - first, part);
         if (slots > 0) Way::run(a, b, head, first, slots, shares + task * count, sums + task * count * D);
     }
 #pragma omp for schedule(static)
     for (int64_t query_head = 0; query_head < a.batch * a.key_heads * a.groups; query_head++) {
         const int64_t group = query_head % a.groups, all = query_head / a.groups, b = all / a.key_heads, task = all * parts;
-        const int64_t part = a.part(b, Way::MOST), used = (a.ends[b] + part - 1) / part;
+        const int64_t part = a.template part<Way>(b), used = (a.ends[b] + part - 1) / part;
         for (int64_t row = 0; row < a.rows; row++) {
             const int64_t n = group * a.rows + row;
             float largest = -1e30f, total = 0;

@@ -9,7 +9,7 @@ template <class T>
 void attend(const Attention<T> &attention, int64_t width, int threads) {
     static thread_local Between between;
     Between &shared = between;  // the calling thread's
-    shared.fit(attention, width, ByVectors<T, 32>::MOST);
+    shared.template fit<ByVectors<T, 32>>(attention, width);
     auto *kernel = by_vectors<T>(width);
 #pragma omp parallel num_threads(threads)
     kernel(attention, shared);

@@ -26,7 +26,7 @@ struct Forward {
     int64_t batch, rows, angle_batch, key_batch, key_head, bias_batch, bias_row;
 };
 
-constexpr int64_t FEW = 6;  // queries of a key head that are faster by vectors than by tiles, half of which they leave empty
+constexpr int64_t FEW = 4;  // queries of a key head that are faster by vectors than by tiles, half of which they leave empty
 
 // RMSNorm, rounded once. -> [rows, width]
 inline void norm_in_team(Columns<const bf16> x, const bf16 *weight, float eps, Columns<bf16> to, int64_t rows, int64_t width) {
@@ -125,7 +125,7 @@ inline void run_layers(const Layer *const *layers, int64_t count, const Forward 
         shape.query_heads / shape.key_heads, f.rows * heads, heads, f.key_batch, f.key_head, f.bias_batch, f.bias_row, shape.scale};
     const bool few = attention.count() <= FEW, prompt = attention.count() >= PROMPT;
     Between &between = scratch.between;
-    few ? between.fit(attention, shape.width, ByVectors<bf16, 32>::MOST) : fit_tiles(attention, shape.width, prompt, between);
+    few ? between.fit<ByVectors<bf16, 32>>(attention, shape.width) : fit_tiles(attention, shape.width, prompt, between);
     auto *attend = few ? by_vectors<bf16>(shape.width) : by_tiles(shape.width, prompt);
 #pragma omp parallel num_threads(threads) firstprivate(attention)
     for (int64_t number = 0; number < count; number++) {

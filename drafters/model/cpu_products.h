@@ -22,6 +22,7 @@ struct Product {
 // A weight [outputs, inputs] is kept as tiles of 16 outputs and 32 inputs: [outputs / 32][inputs / 32][2] of them, each in
 // the order [input / 2][output][input % 2] that the matrix unit wants. `spread` makes bf16 of a tile that is kept smaller.
 constexpr int IN = 32, OUT = 32, TILE = 1024;  // inputs of a tile, outputs of a pair of them, bytes of one in bf16
+constexpr int64_t NEAR = 3 << 19;  // bytes of rows, beside which a cache of 2 MB has room for a panel of weights
 constexpr int SCALED = 16;  // rows, up to which a product in int4 scales sums, and not weights
 
 // Values [rows, width] by 32 columns: one row behind the other, or one block of columns [rows, 32] behind the other, as the
@@ -36,6 +37,7 @@ struct Columns {
     template <class Other>
     Columns(const Columns<Other> &other) : data(other.data), row(other.row), block(other.block) {}
     Value *at(int64_t r, int64_t b) const { return data + r * row + b * block; }
+    Columns from(int64_t r) const { return {data ? data + r * row : nullptr, row, block}; }
 };
 template <class Value>
 Columns<Value> by_rows(Value *data, int64_t width) { return {data, width, 32}; }
@@ -329,7 +331,11 @@ inline void multiply_in_team(const Product &product, Columns<const bf16> x, Colu
     auto *kernel = product.bits == 16  ? multiply_in_team<Whole>
                    : product.bits == 8 ? multiply_in_team<Eighths>
                                        : multiply_in_team<Fourths>;
-    kernel(product, x, residual, out, rows);
+    // Every panel of weights goes over all rows: those that it finds in its core's own cache.
+    const int64_t most = std::max<int64_t>(NEAR / (product.inputs * int64_t(sizeof(bf16))), 128), parts = (rows + most - 1) / most;
+    const int64_t some = ((rows + parts - 1) / parts + 31) / 32 * 32;
+    for (int64_t first = 0; first < rows; first += some)
+        kernel(product, x.from(first), residual.from(first), out.from(first), std::min(rows - first, some));
 }
 
 }  // namespace

@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct bf16 {
@@ -39,8 +43,12 @@ inline float to_float(bf16 value) {
 }
 inline void store(Floats values, float *to) { std::memcpy(to, &values, sizeof(values)); }
 inline void store(Floats values, bf16 *to) {  // to the nearest, ties to even
+#ifdef __AVX512BF16__
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
+#else
     const Words bits = (Words)values;
     const Halves rounded = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+#endif
     std::memcpy(to, &rounded, sizeof(rounded));
 }
 
