@@ -117,8 +117,8 @@ def test_layers_are_as_near_to_float32_as_torch_comes(name: str, context: int) -
 @torch.inference_mode()
 @pytest.mark.parametrize("context", [1100, 2500])
 def test_long_rows(context: int) -> None:
-    """Catches a task of several parts of a row that keeps one of them, or weighs them alike, and one that ends before its
-    last part does.
+    """Catches a task of several parts of a row that keeps one of them, or weighs them alike, and one that ends before
+    its last part does.
     """
     found: dict[str, list[Tensor]] = {"float32": [], "ours": [], "torch's": []}
     for way, states in found.items():
