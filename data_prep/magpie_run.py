@@ -10,7 +10,6 @@ from typing import Any
 
 from drafters import generate_many, make_drafter
 from drafters.base import Drafter
-from drafters.decoding.call import eos_ids
 from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
@@ -18,6 +17,7 @@ from drafters.provenance import git_commit, library_versions
 from .answers.finished import finish, is_finished, report_finished, target_identity
 from .answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
 from .answers.ownership import unfinished
+from .answers.target import turn_ends
 from .answers.writing import derived_seed
 from .dialogues.encoding import load_tokenizer
 from .dialogues.loss_mask import ChatTokenizer
@@ -41,13 +41,13 @@ class Asked:
         turns: those of its journal, of an earlier start.
 
     Attributes:
-        eos: tokens that end a question; they are known once the target is loaded.
+        ends: tokens that end a question.
         drawn: questions so far, dropped ones with them.
     """
 
     def __init__(self, chat: ChatTokenizer, mark: str, rank: int, share: int, turns: list[Turn]) -> None:
         self.chat, self.mark, self.rank, self.share = chat, mark, rank, share
-        self.eos: frozenset[int] = frozenset()
+        self.ends: frozenset[int] = frozenset()
         self.drawn = len(turns)
         self.seen = {same_question(turn.answer) for turn in turns if turn.answer is not None}
         self.closed = any(turn.end == DONE for turn in turns)
@@ -57,10 +57,15 @@ class Asked:
         """Whether nothing is left to ask."""
         return self.closed or len(self.seen) >= self.share
 
+    def open(self, target: TargetModel) -> None:
+        """Before the first question: find out what ends one."""
+        mark = self.chat.tokenizer(self.mark, add_special_tokens=False)["input_ids"]
+        self.ends = turn_ends(target, self.chat) | set(mark if len(mark) == 1 else ())
+
     def take(self, ids: list[int]) -> Turn:
         """What becomes of a question of these token ids."""
         number, self.drawn = self.drawn, self.drawn + 1
-        ended = ids[-1] in self.eos
+        ended = ids[-1] in self.ends
         text = self.chat.tokenizer.decode(
             ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -99,8 +104,7 @@ def run(config: MagpieConfig, rank: Rank) -> None:
         asked = Asked(chat, mark, rank.index, share, before)
         if not asked.done:
             target = load_target(config.target, config, rank)
-            own = chat.tokenizer.eos_token_id
-            asked.eos = eos_ids(target, None) | (frozenset() if own is None else {own})
+            asked.open(target)
             ask_all(config, target, prompt, asked, journal)
         journal.write(AnsweredBatch([Turn(asked.drawn, 0, end=DONE)]))
     merge(config, identity, rank)
@@ -139,7 +143,7 @@ def draw(
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        eos_token_id=sorted(asked.eos),
+        eos_token_id=sorted(asked.ends),
         seed=derived_seed(config.seed, [(asked.rank, asked.drawn)]),
     )
     return (one.tokens for one in made)

@@ -94,7 +94,7 @@ def test_the_prompt_ends_where_the_question_begins(form: str) -> None:
     assert whole[: len(ids)] == ids and len(whole) > len(ids)
     # A target that goes on as its template does has asked that question.
     turn = Asked(chat, found, 0, 1, [])
-    turn.eos = frozenset({chat.tokenizer.eos_token_id})
+    turn.ends = frozenset({chat.tokenizer.eos_token_id})
     assert turn.take(whole[len(ids) :]).answer == question
 
 
@@ -115,7 +115,7 @@ def test_a_template_without_user_turns_is_refused(target_folder: Path, tmp_path:
 
 def test_what_is_dropped_and_why(chat: ChatTokenizer) -> None:
     asked = Asked(chat, "<|im_end|>", 0, 9, [Turn(0, 0, "What is  two?", 3)])
-    asked.eos = frozenset({EOS})
+    asked.ends = frozenset({EOS})
     encode = chat.tokenizer.encode
     one = asked.take([*encode(" What is four?\n"), EOS])
     assert (one.index, one.answer, one.drop) == (1, "What is four?", None)
@@ -125,6 +125,19 @@ def test_what_is_dropped_and_why(chat: ChatTokenizer) -> None:
     assert asked.take(encode("And then, and then")).drop == "unended_question"
     assert asked.take([*encode("A <|im_start|>user turn"), EOS]).drop == "special_token_in_text"
     assert (len(asked.seen), asked.drawn, asked.done) == (2, 7, False)
+
+
+def test_a_question_ends_where_the_template_says(chat: ChatTokenizer, target_folder: Path) -> None:
+    """Catches questions that go on to the limit: of a tokenizer whose end of text is another than a turn's."""
+    target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
+    target.model.generation_config.eos_token_id = 1  # type: ignore[union-attr]
+    chat.tokenizer.eos_token = "<|endoftext|>"
+    asked = Asked(chat, "<|im_end|>", 0, 9, [])
+    asked.open(target)
+    assert asked.ends == {1, chat.tokenizer.eos_token_id, EOS}
+    asked = Asked(chat, " ASSISTANT:", 0, 9, [])
+    asked.open(target)
+    assert EOS not in asked.ends
 
 
 def test_as_many_as_were_wanted_and_each_once(target_folder: Path, tmp_path: Path) -> None:

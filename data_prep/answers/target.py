@@ -49,9 +49,7 @@ class TargetAnswers:
             )
         self.target, self.drafter, self.chat, self.writing = target, drafter, chat, writing
         self.batch = min(batch, drafter.max_batch or batch)
-        # The end-of-turn token of a chat template is often missing among the generation config's.
-        own = chat.tokenizer.eos_token_id
-        self.eos = eos_ids(target, None) | (frozenset() if own is None else {own})
+        self.eos = turn_ends(target, chat)
 
     def batches(self, conversations: list[Conversation]) -> Iterator[AnsweredBatch]:
         """Answer all that is open; between two batches the caller takes the turns of the last one in."""
@@ -167,6 +165,12 @@ class TargetAnswers:
         except DroppedError as error:
             return Turn(index, turn, drop=error.reason)
         return Turn(index, turn, text, len(ids), not ended)
+
+
+def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
+    """Tokens that end a turn. A template's own is often missing among those of the generation config."""
+    own = chat.tokenizer.eos_token_id
+    return eos_ids(target, None) | (frozenset() if own is None else {own})
 
 
 class Waiting:

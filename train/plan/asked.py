@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 
+from data_prep.answers.target import turn_ends
 from data_prep.dialogues.reader import DroppedError
 from data_prep.magpie import MagpieConfig
 from data_prep.magpie_run import Asked, draw
 from drafters import TargetModel, generate_many, make_drafter
 from drafters.config import validate
-from drafters.decoding.call import eos_ids
 
 from .configs import magpie
 from .facts import Data, Machine, Model, Rates, alike
@@ -48,7 +48,7 @@ class Sample:
         except DroppedError as error:
             raise ValueError(f"target {name} cannot be let ask: {error}; give --data") from error
         asked = Asked(chat, mark, 0, QUESTIONS, [])
-        asked.eos = self._eos(target)
+        asked.open(target)
         began, questions, dropped = time.perf_counter(), list[str](), set[str]()
         for ids in islice(draw(config, target, make_drafter("autoregressive", target), prompt, asked), 3 * QUESTIONS):
             turn = asked.take(ids)
@@ -76,13 +76,9 @@ class Sample:
             batch=rows,
             longest=max(map(len, prompts)),
             max_new_tokens=self.model.answer,
-            eos_token_id=sorted(self._eos(target)),
+            eos_token_id=sorted(turn_ends(target, self.model.chat)),
         )
         return sum(len(one.tokens) for one in made) / len(prompts)
-
-    def _eos(self, target: TargetModel) -> frozenset[int]:
-        own = self.model.chat.tokenizer.eos_token_id
-        return eos_ids(target, None) | (frozenset() if own is None else {own})
 
     def data(self, source: str, minutes: float, rates: Rates) -> Data:
         """As many dialogues as could be asked and answered in that time, the questions to be written to ``source``."""
