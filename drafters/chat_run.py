@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
 from drafters.decoding.loop import generate
+from drafters.decoding.sampling import Sampling
 from drafters.decoding.trace import Trace
 from drafters.methods import load_drafter, make_drafter
 from drafters.model.files import load_bare_tokenizer
@@ -184,10 +185,15 @@ class Chat:
         return f"[{self.drafter.name}: {answer.speed / plain.speed:.2f} times as fast{tokens}]"
 
     def warm_up(self) -> None:
-        """A few tokens of anything: the first forwards build kernels and measure what a step costs."""
+        """Before the first question, which would wait for it: what a step costs is measured, at the temperature and the
+        lengths that may come, and kernels are built by a few tokens of anything.
+        """
         ids = self.prompt([{"role": "user", "content": "Hello!"}])
-        for drafter in filter(None, (self.drafter, self.plain)):
-            generate(self.target, drafter, [ids], max_new_tokens=min(8, self.max_new_tokens), eos_token_id=[])
+        with self.console.status("measuring what a step costs here (it is kept for the next time)"):
+            self.drafter.prepare(1, Sampling(self.temperature), self.drafter.max_context)
+            for drafter in filter(None, (self.drafter, self.plain)):
+                options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
+                generate(self.target, drafter, [ids], max_new_tokens=min(8, self.max_new_tokens), **options)
 
     def talk(self) -> None:
         """Line after line until the input ends or /quit."""

@@ -11,6 +11,8 @@ import pytest
 
 import drafters.chat
 from drafters.chat_run import Answer
+from drafters.decoding.sampling import Sampling
+from drafters.speculative import SpeculativeDrafter
 
 Talk = Callable[..., str]
 
@@ -40,6 +42,19 @@ def test_a_conversation_beside_plain_decoding(talk: Talk) -> None:
     first, second, third = re.findall(r"> (?:What is 2\+2\?|And 2\+3\?)\n(.*?)\n\[\d+ tokens, tau (.*?),", said, re.S)
     assert first[0] == third[0] != second[0]  # /reset forgets
     assert float(first[1]) > 3
+
+
+def test_no_question_waits_for_costs(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches seconds in which the first answer stands still: costs for other lengths, or another temperature."""
+    asked: list[tuple[int, float, int]] = []
+
+    def prepare(self: SpeculativeDrafter, batch: int, sampling: Sampling, longest: int) -> None:
+        asked.append((batch, sampling.temperature, longest - self.max_context))
+
+    monkeypatch.setattr(SpeculativeDrafter, "prepare", prepare)
+    talk("Why?\n", "--temperature", "0.7")
+    assert asked[0] == (1, 0.7, 0) and len(asked) == 3  # of two answers none wants more
+    assert all(each[:2] == (1, 0.7) and each[2] < 0 for each in asked[1:])
 
 
 def test_accepted_drafts_have_their_drafters_colour(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
