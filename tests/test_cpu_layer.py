@@ -139,6 +139,19 @@ def test_long_rows(context: int) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("rows", [128, 129, 385, 513])
+def test_prompts_of_wide_layers(rows: int) -> None:
+    """Catches rows that are multiplied part by part, of a layout that has all rows between two of a row's columns."""
+    config = LlamaConfig(**SIZES | {"intermediate_size": 6144, "num_hidden_layers": 1}, **HEADS[64, 2])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    target, ids = TargetModel(model), torch.tensor([prompt(rows)])
+    found = target.run(ids, target.new_cache(1, rows)).features[0]
+    wanted = by_torch(target).run(ids, target.new_cache(1, rows)).features[0]
+    assert max(error(one, other.float()) for one, other in zip(found, wanted, strict=True)) < 0.1
+
+
+@torch.inference_mode()
 def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches angles, masks, slots or states of the first part in place of a later one's."""
     target = TargetModel(model_of("llama", torch.bfloat16))

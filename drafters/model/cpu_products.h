@@ -126,7 +126,7 @@ struct Fetch {
 
 // One row times 32 outputs, by products of vectors: nothing that is kept smaller has to be written out first.
 template <class Kind>
-void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const float *of_groups, Fetch &fetch, float *sums) {
+void multiply_row(Columns<const bf16> x, const uint8_t *packed, int64_t inputs, const float *of_groups, Fetch &fetch, float *sums) {
     Floats total[2] = {};
     for (int64_t step = 0; step < inputs / IN; step++) {
         fetch.step();
@@ -135,7 +135,7 @@ void multiply_row(const bf16 *x, const uint8_t *packed, int64_t inputs, const fl
             __m512 part[2] = {};
             for (int i = 0; i < 16; i++) {
                 int32_t both;  // inputs 2i and 2i + 1
-                std::memcpy(&both, x + step * IN + 2 * i, sizeof(both));
+                std::memcpy(&both, x.at(0, step) + 2 * i, sizeof(both));
                 part[i % 2] = _mm512_dpbf16_ps(part[i % 2], words(_mm512_set1_epi32(both)), Kind::row(tile, i));
             }
             const Floats sum = (Floats)part[0] + (Floats)part[1];
@@ -302,7 +302,7 @@ void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<con
             for (fetch.lines = 1; fetch.at < std::min(fetch.end, packed + 8 * Kind::BYTES);) fetch.step();
         fetch.lines = (fetch.end - fetch.at + 64 * blocks * steps - 1) / (64 * blocks * steps);
         if (rows == 1) {
-            multiply_row<Kind>(x.data, packed, inputs, of_groups.data(), fetch, sums[0][0]);
+            multiply_row<Kind>(x, packed, inputs, of_groups.data(), fetch, sums[0][0]);
             done(sums[0][0], 0);
             continue;
         }
@@ -333,9 +333,10 @@ inline void multiply_in_team(const Product &product, Columns<const bf16> x, Colu
                                        : multiply_in_team<Fourths>;
     // Every panel of weights goes over all rows: those that it finds in its core's own cache.
     const int64_t most = std::max<int64_t>(NEAR / (product.inputs * int64_t(sizeof(bf16))), 128), parts = (rows + most - 1) / most;
-    const int64_t some = ((rows + parts - 1) / parts + 31) / 32 * 32;
-    for (int64_t first = 0; first < rows; first += some)
-        kernel(product, x.from(first), residual.from(first), out.from(first), std::min(rows - first, some));
+    for (int64_t part = 0; part < parts; part++) {  // alike, but for whole tiles: one row alone would be summed in another order
+        const int64_t first = rows * part / parts / 32 * 32, end = part + 1 < parts ? rows * (part + 1) / parts / 32 * 32 : rows;
+        kernel(product, x.from(first), residual.from(first), out.from(first), end - first);
+    }
 }
 
 }  // namespace
