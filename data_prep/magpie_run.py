@@ -1,10 +1,9 @@
 """What data_prep.magpie does with its config."""
 
-import itertools
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from drafters.provenance import git_commit, library_versions
 from .answers.finished import finish, is_finished, report_finished, target_identity
 from .answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
 from .answers.ownership import unfinished
-from .answers.target import turn_ends
+from .answers.target import enough_memory, turn_ends
 from .answers.writing import derived_seed
 from .dialogues.encoding import load_tokenizer
 from .dialogues.loss_mask import ChatTokenizer
@@ -29,7 +28,12 @@ from .split import same_question, unanswered_record
 from .store.lock import folder_lock
 
 KEPT_TOGETHER = 8  # a line of the journal for at least so many questions
-DONE = "share_done"  # a turn that ends so is the last of its process
+NOTHING_NEW = (
+    200  # draws in a row, and at least so many batches' worth, after which the target is taken to have no others
+)
+BATCHES = 8
+HELP = "a higher temperature or max_new_tokens may bring more; a model that was not tuned on questions asks none"
+DONE = "share_done"  # a turn that ends so is the last of its process, for now
 
 
 class Asked:
@@ -37,25 +41,28 @@ class Asked:
 
     Args:
         mark: what follows a question in the target's template.
-        rank: this process's number. share: questions that it is to ask.
+        rank: this process among those that share the work. share: questions that it is to ask.
         turns: those of its journal, of an earlier start.
+        others: questions of other journals.
 
     Attributes:
         ends: tokens that end a question.
-        drawn: questions so far, dropped ones with them.
+        kept, drawn: questions so far, without and with dropped ones. in_vain: the latest of them that were all dropped.
     """
 
-    def __init__(self, chat: ChatTokenizer, mark: str, rank: int, share: int, turns: list[Turn]) -> None:
+    def __init__(
+        self, chat: ChatTokenizer, mark: str, rank: Rank, share: int, turns: Sequence[Turn], others: Iterable[str] = ()
+    ) -> None:
         self.chat, self.mark, self.rank, self.share = chat, mark, rank, share
         self.ends: frozenset[int] = frozenset()
-        self.drawn = len(turns)
-        self.seen = {same_question(turn.answer) for turn in turns if turn.answer is not None}
-        self.closed = any(turn.end == DONE for turn in turns)
+        own = [turn.answer for turn in turns if turn.answer is not None]
+        self.drawn, self.kept, self.in_vain = sum(turn.end is None for turn in turns), len(own), 0
+        self.seen = {same_question(text) for text in (*own, *others)}
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to ask."""
-        return self.closed or len(self.seen) >= self.share
+        return self.kept >= self.share
 
     def open(self, target: TargetModel) -> None:
         """Before the first question: find out what ends one."""
@@ -64,7 +71,12 @@ class Asked:
 
     def take(self, ids: list[int]) -> Turn:
         """What becomes of a question of these token ids."""
-        number, self.drawn = self.drawn, self.drawn + 1
+        turn = self._turn(self.drawn, ids)
+        new = turn.answer is not None
+        self.drawn, self.kept, self.in_vain = self.drawn + 1, self.kept + new, 0 if new else self.in_vain + 1
+        return turn
+
+    def _turn(self, number: int, ids: list[int]) -> Turn:
         ended = ids[-1] in self.ends
         text = self.chat.tokenizer.decode(
             ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -95,13 +107,12 @@ def run(config: MagpieConfig, rank: Rank) -> None:
         raise ValueError(f"target {config.target} cannot be let ask: {error}") from error
     identity = make_identity(config, chat)
     if report_finished(config.out, identity, describe):
+        print(f"for more, with count={config.count:,} for instance, give another `out` or delete it")
         return
-    share = config.count // rank.count + (rank.index < config.count % rank.count)
     with AnswerJournal(unfinished(config.out), identity, rank) as journal:
         if report_finished(config.out, identity, describe):  # by another process, meanwhile
             return
-        before = [turn for batch in read_journals(journal.folder, journal.path.name) for turn in batch.turns]
-        asked = Asked(chat, mark, rank.index, share, before)
+        asked = look_back(config, chat, mark, rank, journal)
         if not asked.done:
             target = load_target(config.target, config, rank)
             asked.open(target)
@@ -110,13 +121,31 @@ def run(config: MagpieConfig, rank: Rank) -> None:
     merge(config, identity, rank)
 
 
+def look_back(config: MagpieConfig, chat: ChatTokenizer, mark: str, rank: Rank, journal: AnswerJournal) -> Asked:
+    """What earlier starts have left, of this process and of those of another number: that work is not done again."""
+    own = [turn for batch in read_journals(journal.folder, journal.path.name) for turn in batch.turns]
+    siblings = f"rank-*-of-{rank.count}.jsonl"
+    every, theirs = read_journals(journal.folder), read_journals(journal.folder, siblings)
+    questions = [turn.answer for batch in every for turn in batch.turns if turn.answer is not None]
+    of_now = sum(turn.answer is not None for batch in theirs for turn in batch.turns)
+    left = max(config.count - (len(questions) - of_now), 0)
+    share = left // rank.count + (rank.index < left % rank.count)
+    return Asked(chat, mark, rank, share, own, questions)
+
+
 def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked: Asked, journal: AnswerJournal) -> None:
-    """Ask until there are enough, or the time is over, and write questions down as they end."""
+    """Ask until there are enough, the time is over, or nothing new comes; write questions down as they end."""
     limit = math.inf if config.minutes is None else 60 * config.minutes
+    patience = max(NOTHING_NEW, BATCHES * config.batch)
     waiting: list[Turn] = []
     tokens = 0
-    with Bar(desc="asking", total=asked.share, initial=len(asked.seen), unit=" questions") as progress:
-        for ids in draw(config, target, make_drafter("autoregressive", target), prompt, asked):
+    journal.start_clock()
+    drafter = make_drafter("autoregressive", target)
+    with (
+        enough_memory(config.batch, "questions were asked"),
+        Bar(desc="asking", total=asked.share, initial=asked.kept, unit=" questions") as progress,
+    ):
+        for ids in draw(config, target, drafter, prompt, asked):
             waiting.append(turn := asked.take(ids))
             tokens += turn.tokens
             progress.update(turn.answer is not None)
@@ -127,6 +156,9 @@ def ask_all(config: MagpieConfig, target: TargetModel, prompt: list[int], asked:
                 progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                 if asked.done or journal.seconds > limit:
                     return
+                if asked.in_vain >= patience:
+                    break
+        print(f"nothing new came in {asked.in_vain} draws, so it ends with {asked.kept:,} of {asked.share:,}; {HELP}")
 
 
 def draw(
@@ -144,7 +176,7 @@ def draw(
         top_k=config.top_k,
         top_p=config.top_p,
         eos_token_id=sorted(asked.ends),
-        seed=derived_seed(config.seed, [(asked.rank, asked.drawn)]),
+        seed=derived_seed(config.seed, [(asked.rank.index, asked.rank.count), (asked.drawn, 0)]),
     )
     return (one.tokens for one in made)
 
@@ -179,30 +211,30 @@ def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             return
         names = [f"rank-{index}-of-{rank.count}.jsonl" for index in range(rank.count)]
-        done = [any(turn.end == DONE for one in read_journals(folder, name) for turn in one.turns) for name in names]
-        if not all(done):
-            print(f"this process's share is done; {done.count(False)} other processes' are not yet")
+        latest = [[turn for one in read_journals(folder, name) for turn in one.turns][-1:] for name in names]
+        if missing := sum(not turns or turns[0].end != DONE for turns in latest):
+            print(f"this process's share is done; {missing} other processes' are not yet")
             return
         batches = read_journals(folder)  # with those of processes of another number, which were stopped
-        questions: dict[str, str] = {}
+        found: dict[str, str] = {}
         for turn in (turn for batch in batches for turn in batch.turns if turn.answer is not None):
-            questions.setdefault(same_question(turn.answer or ""), turn.answer or "")
-        questions = dict(itertools.islice(questions.items(), config.count))
-        facts = summary(config, identity, batches, len(questions))
+            found.setdefault(same_question(turn.answer or ""), turn.answer or "")
+        questions = list(found.values())[: config.count]
+        facts = summary(config, identity, batches, len(questions), len(found))
         if not questions:
-            raise ValueError(f"{config.out}: no question is left: {describe(facts)}")
-        records = (unanswered_record(f"asked-{index}", text) for index, text in enumerate(questions.values()))
-        finish(config.out, records, facts)
+            raise ValueError(f"{config.out}: no question is left: {describe(facts)}; {HELP}")
+        finish(config.out, (unanswered_record(f"asked-{n}", text) for n, text in enumerate(questions)), facts)
     print(f"{config.out}: {describe(facts)}")
 
 
 def summary(
-    config: MagpieConfig, identity: dict[str, Any], batches: list[AnsweredBatch], questions: int
+    config: MagpieConfig, identity: dict[str, Any], batches: list[AnsweredBatch], questions: int, different: int
 ) -> dict[str, Any]:
     """What stands in ``<out>.json``; ``tokens_per_second`` is of one process."""
     turns = [turn for batch in batches for turn in batch.turns if turn.end is None]
     dropped = Counter(turn.drop for turn in turns if turn.drop)
-    dropped["asked_before"] += sum(turn.answer is not None for turn in turns) - questions
+    dropped["asked_before"] += sum(turn.answer is not None for turn in turns) - different
+    dropped["more_than_count"] = different - questions
     tokens, seconds = sum(turn.tokens for turn in turns), sum(batch.seconds for batch in batches)
     return {
         "config": config.model_dump(mode="json"),
@@ -221,4 +253,6 @@ def describe(facts: dict[str, Any]) -> str:
     """One line of a summary: what was kept, what was dropped, how fast it was."""
     lost = "".join(f", {reason} {count:,}" for reason, count in facts["dropped"].items())
     rate = f", {facts['tokens_per_second']:,.0f} tokens/s" if facts["tokens_per_second"] else ""
-    return f"{facts['questions']:,} questions of {facts['tokens']:,} tokens{lost}{rate}"
+    count = facts["config"]["count"]
+    wanted = f" of {count:,}" if facts["questions"] < count else ""
+    return f"{facts['questions']:,}{wanted} questions, {facts['tokens']:,} tokens{lost}{rate}"

@@ -116,6 +116,9 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
     """All that the answers depend on. Answers of two identities never get into one file."""
     values = {key: value for key, value in config.model_dump().items() if key not in FREE_ON_RESUME}
     values["source_digest"] = source_digest(config.source)
+    values["unanswered"] = (
+        True  # dialogues are counted with those that nobody has answered: journals know them by number
+    )
     if chat is not None:
         assert config.target is not None
         values |= target_identity(config.target, config.revision, chat)
@@ -135,6 +138,7 @@ def answer_all(
     by_index = {conversation.index: conversation for conversation in own}
     done = sum(conversation.done for conversation in own)
     limit = math.inf if config.minutes is None else 60 * config.minutes
+    journal.start_clock()
     with Bar(desc="regenerating", total=len(own), initial=done, unit=" dialogues") as progress:
         tokens = 0
         for batch in answers.batches(own):

@@ -93,9 +93,17 @@ def test_the_prompt_ends_where_the_question_begins(form: str) -> None:
     whole = chat.prompt([{"role": "user", "content": question}])[0]
     assert whole[: len(ids)] == ids and len(whole) > len(ids)
     # A target that goes on as its template does has asked that question.
-    turn = Asked(chat, found, 0, 1, [])
+    turn = Asked(chat, found, Rank(), 1, [])
     turn.ends = frozenset({chat.tokenizer.eos_token_id})
     assert turn.take(whole[len(ids) :]).answer == question
+
+
+def test_a_template_that_prints_nothing_before_a_question_is_refused(target_folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "bare.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    config = write_config(tmp_path / "run", target_folder, chat_template=str(template))
+    with pytest.raises(ValueError, match="prints nothing before a question"):
+        run(config)
 
 
 def test_a_system_message_stands_before_the_question(chat: ChatTokenizer) -> None:
@@ -114,7 +122,7 @@ def test_a_template_without_user_turns_is_refused(target_folder: Path, tmp_path:
 
 
 def test_what_is_dropped_and_why(chat: ChatTokenizer) -> None:
-    asked = Asked(chat, "<|im_end|>", 0, 9, [Turn(0, 0, "What is  two?", 3)])
+    asked = Asked(chat, "<|im_end|>", Rank(), 9, [Turn(0, 0, "What is  two?", 3)])
     asked.ends = frozenset({EOS})
     encode = chat.tokenizer.encode
     one = asked.take([*encode(" What is four?\n"), EOS])
@@ -132,10 +140,10 @@ def test_a_question_ends_where_the_template_says(chat: ChatTokenizer, target_fol
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
     target.model.generation_config.eos_token_id = 1  # type: ignore[union-attr]
     chat.tokenizer.eos_token = "<|endoftext|>"
-    asked = Asked(chat, "<|im_end|>", 0, 9, [])
+    asked = Asked(chat, "<|im_end|>", Rank(), 9, [])
     asked.open(target)
     assert asked.ends == {1, chat.tokenizer.eos_token_id, EOS}
-    asked = Asked(chat, " ASSISTANT:", 0, 9, [])
+    asked = Asked(chat, " ASSISTANT:", Rank(), 9, [])
     asked.open(target)
     assert EOS not in asked.ends
 
@@ -164,7 +172,7 @@ def test_questions_follow_the_targets_own_distribution(target_folder: Path, tmp_
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
     prompt = chat.tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
     assert chat.question_prompt()[0] == prompt
-    asked = Asked(chat, "<|im_end|>", 0, 1, [])
+    asked = Asked(chat, "<|im_end|>", Rank(), 1, [])
     drawn = magpie_run.draw(config, target, make_drafter("autoregressive", target), prompt, asked)
     count = 4000
     first = torch.bincount(torch.tensor([next(drawn)[0] for _ in range(count)]), minlength=CHAT_VOCAB) / count
@@ -214,11 +222,37 @@ def test_two_processes_share_the_questions(target_folder: Path, tmp_path: Path) 
 
 
 def test_another_number_of_processes_finishes_what_some_began(target_folder: Path, tmp_path: Path) -> None:
+    """Catches the same draws made again, and questions asked beyond the count."""
     config = write_config(tmp_path, target_folder, count=7)
-    assert run(config, "--rank", "1", "--ranks", "2") == []
+    assert run(config, "--rank", "0", "--ranks", "2") == []
     before = [turn.answer for batch in read_journals(tmp_path / "asked.jsonl.unfinished") for turn in batch.turns]
     questions = run(config)
-    assert len(questions) == 7 and questions[0] not in before
+    assert len(questions) == 7 and len(set(questions) - set(before)) == 3
+    assert set(facts(config)["dropped"]) <= {"unended_question", "special_token_in_text", "empty_question"}
+
+
+def test_a_target_with_one_question_ends(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a run without end, and one that throws away what there is."""
+    monkeypatch.setattr(magpie_run, "NOTHING_NEW", 10)
+    config = write_config(tmp_path, target_folder, top_k=1, batch=1)
+    assert len(run(config)) == 1
+    assert "nothing new came in" in (said := capsys.readouterr().out) and "it ends with 1 of 9" in said
+    assert "1 of 9 questions" in said
+
+
+def test_what_was_out_of_time_goes_on_with_more(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a share that is closed for good; and loading a target that takes all the time there is."""
+    config = write_config(tmp_path, target_folder, count=40)
+    assert run(config, "--rank", "1", "--ranks", "2", "minutes=0.0001") == []
+    assert run(config, "--rank", "1", "--ranks", "2") == []
+    own = [turn.answer for batch in read_journals(tmp_path / "asked.jsonl.unfinished") for turn in batch.turns]
+    assert sum(answer is not None for answer in own) == 20
+    monkeypatch.setattr(AnswerJournal, "start_clock", lambda self: setattr(self, "_last", self._last + 1000))
+    assert len(run(config, "--rank", "0", "--ranks", "2", "minutes=1")) == 40  # 1,000 seconds are taken from its clock
 
 
 def test_what_two_processes_both_asked_is_there_once(target_folder: Path, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@
 Looks at the model, the dialogues and this machine, measures for half a minute how fast the target is here, and writes
 into --out a config for every step and run.sh: hold dialogues out, let the target answer the others itself, compute its
 features, train, compare with what needs no training, certify, write the model card (with --hub: push). Without --data
-the target asks the questions, too. Says what each step will take. --run runs it; killed, the same command goes on where
-it stopped, as bash run.sh does. The configs may be changed before: they are not written again.
+the target asks the questions, too, some of them to be timed. Says what each step will take. --run runs it; killed, the
+same command goes on where it stopped, as bash run.sh does. The configs may be changed before: they are not written
+again.
 """
 
 import argparse

@@ -72,7 +72,7 @@ class TargetAnswers:
         waiting = Waiting(self, [conversation for conversation in conversations if not conversation.done])
         while waiting.prompts or waiting.turns:
             longest = waiting.longest()
-            with self._memory(self.batch):
+            with enough_memory(self.batch, "dialogues were answered"):
                 made = generate_many(
                     self.target,
                     self.drafter,
@@ -121,7 +121,7 @@ class TargetAnswers:
         if not prompts:
             return AnsweredBatch(turns)
         # One decoding for all. The seed is that of these very turns, so that a resumed run draws the same answers.
-        with self._memory(len(prompts)):
+        with enough_memory(self.batch, f"{len(prompts)} dialogues were answered"):
             result = generate(
                 self.target,
                 self.drafter,
@@ -139,16 +139,6 @@ class TargetAnswers:
             turns.append(self.turn(index, turn, ids, lead))
         return AnsweredBatch(turns, result.trace.decoded_tokens, sum(step.forwards for step in result.trace.steps))
 
-    @contextlib.contextmanager
-    def _memory(self, rows: int) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"out of memory while {rows} dialogues were answered; lower batch (now {self.batch}) and run again: "
-                "what was answered before is kept"
-            ) from error
-
     def turn(self, index: int, turn: int, ids: list[int], lead: str) -> Turn:
         """What becomes of an answer of these token ids."""
         ended = ids[-1] in self.eos
@@ -165,6 +155,17 @@ class TargetAnswers:
         except DroppedError as error:
             return Turn(index, turn, drop=error.reason)
         return Turn(index, turn, text, len(ids), not ended)
+
+
+@contextlib.contextmanager
+def enough_memory(batch: int, what: str) -> Iterator[None]:
+    """Raises ValueError, saying what helps, where the memory ends while ``what`` is done, ``batch`` at once."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"out of memory while {what}; lower batch (now {batch}) and run again: what was written before is kept"
+        ) from error
 
 
 def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:

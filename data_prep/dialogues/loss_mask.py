@@ -170,9 +170,14 @@ class ChatTokenizer:
         before, found, after = text.partition(PLACEHOLDER)
         if not found:
             raise DroppedError("no_question_printed", f"the chat template of {self.name} prints no user turn")
+        ids = self._ids(before.rstrip(" "))  # a space before the question belongs to its first token
+        if not ids:
+            raise DroppedError(
+                "no_question_printed", f"the chat template of {self.name} prints nothing before a question"
+            )
         special = self._special_next.match(after)
         mark = special["token"] if special else next(iter(after.strip().splitlines()), "")
-        return self._ids(before.rstrip(" ")), mark  # a space before the question belongs to its first token
+        return ids, mark
 
     def check_text(self, messages: Sequence[Message]) -> None:
         """Raise DroppedError (``special_token_in_text``) where a message spells one of the special tokens."""

@@ -8,6 +8,7 @@ from data_prep.answers.target import turn_ends
 from data_prep.dialogues.reader import DroppedError
 from data_prep.magpie import MagpieConfig
 from data_prep.magpie_run import Asked, draw
+from data_prep.ranks import Rank
 from drafters import TargetModel, generate_many, make_drafter
 from drafters.config import validate
 
@@ -41,13 +42,13 @@ class Sample:
 
     def _ask(self, target: TargetModel, rows: int) -> list[list[int]]:
         chat, name = self.model.chat, self.model.name
-        values, _ = magpie(self.model, self.machine, rows, "-", QUESTIONS, None)
+        values, _ = magpie(self.model, self.machine, min(rows, QUESTIONS // 2), "-", QUESTIONS, None)
         config = validate(MagpieConfig, values, "the sample")
         try:
             prompt, mark = chat.question_prompt()
         except DroppedError as error:
             raise ValueError(f"target {name} cannot be let ask: {error}; give --data") from error
-        asked = Asked(chat, mark, 0, QUESTIONS, [])
+        asked = Asked(chat, mark, Rank(), QUESTIONS, [])
         asked.open(target)
         began, questions, dropped = time.perf_counter(), list[str](), set[str]()
         for ids in islice(draw(config, target, make_drafter("autoregressive", target), prompt, asked), 3 * QUESTIONS):

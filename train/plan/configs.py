@@ -32,7 +32,7 @@ def magpie(
         "dtype": machine.dtype,
         "count": count,
         "batch": rows,
-        "max_new_tokens": min(ASKED, model.longest // 4),
+        "max_new_tokens": max(2, min(ASKED, model.longest // 4)),
         "temperature": 0.9,
         "top_k": 100,
         "seed": 0,
@@ -42,7 +42,7 @@ def magpie(
         "max_new_tokens": "a question that has not ended by then is dropped",
         "temperature": "higher: questions of more kinds, and more that make no sense",
     }
-    return values | ({} if minutes is None else {"minutes": round(minutes, 2)}), reasons
+    return values | ({} if minutes is None else {"minutes": max(round(minutes, 2), 0.1)}), reasons
 
 
 def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: float) -> tuple[dict[str, Any], Reasons]:

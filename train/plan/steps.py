@@ -156,7 +156,13 @@ class Planner:
         self.tune_seconds = 0.0
         if self.method == "kangaroo":
             self.tune_seconds = rates.start + (4 + 3 + 2) * self.prompts * new / rates.one
-        fixed = self.report_seconds + self.certificate_seconds + self.tune_seconds + 2 * data.seconds + 4 * rates.start
+        fixed = (
+            self.report_seconds
+            + self.certificate_seconds
+            + self.tune_seconds
+            + 2 * data.seconds
+            + (4 + (data.asking is not None)) * rates.start
+        )
         left = total - fixed
         if left < 0.2 * total:
             least = 60 * (fixed / 0.8) / 3600
@@ -200,6 +206,7 @@ class Planner:
         assert self.data.asking is not None
         count = round(1.1 * self.data.dialogues * self.shares.tokens / self.data.tokens)  # with the held-out ones
         self.heldout = min(self.heldout, max(8, count // 11))
+        self.prompts, self.begun = min(self.prompts, self.heldout // 2), min(self.begun, self.heldout // 2)
         seconds = count * self.data.asking
         found = configs.magpie(self.model, self.machine, self.rates.rows, self.data.source, count, seconds / 40)
         line = self.configured("-m data_prep.magpie", "magpie.yaml", found)
