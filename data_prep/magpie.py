@@ -16,18 +16,18 @@ from pathlib import Path
 
 from pydantic import Field
 
-from drafters.config import Config, load_config
+from drafters.config import load_config
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
-from .answers.ownership import sidecar, unfinished
+from .answers.ownership import check_own
 from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 # A run may go on with other values of these: they do not change which distribution is drawn from.
 FREE_ON_RESUME = {"out", "count", "minutes", "device", "device_map", "batch"}
 
 
-class MagpieConfig(TargetKeys, Config):
+class MagpieConfig(TargetKeys):
     """Schema of ``configs/*/magpie.yaml``."""
 
     target: str  # folder or Hub repository of a chat model
@@ -65,8 +65,7 @@ def check(config: MagpieConfig, ranks: int = 1) -> None:
     out = Path(config.out)
     if out.is_dir():
         raise ValueError(f"out: {out} is a folder; give a file")
-    if out.exists() and not sidecar(config.out).exists() and not unfinished(config.out).exists():
-        raise ValueError(f"out: {out} exists and was not written by this program; give another file or delete it")
+    check_own(config.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What data_prep.magpie does with its config."""
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
-from .answers.finished import finish, is_finished, report_finished, target_identity
+from .answers.finished import finish, is_finished, merging, report_finished, target_identity
 from .answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
 from .answers.ownership import unfinished
 from .answers.target import enough_memory, turn_ends
@@ -25,7 +24,6 @@ from .magpie import FREE_ON_RESUME, MagpieConfig
 from .progress import Bar
 from .ranks import Rank, load_target
 from .split import same_question, unanswered_record
-from .store.lock import folder_lock
 
 KEPT_TOGETHER = 8  # a line of the journal for at least so many questions
 NOTHING_NEW = (
@@ -204,11 +202,8 @@ def merge(config: MagpieConfig, identity: dict[str, Any], rank: Rank) -> None:
     Raises:
         ValueError: no question is left.
     """
-    folder = unfinished(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder):
-        if is_finished(config.out):
-            shutil.rmtree(folder, ignore_errors=True)
+    with merging(config.out) as folder:
+        if folder is None:
             return
         names = [f"rank-{index}-of-{rank.count}.jsonl" for index in range(rank.count)]
         latest = [[turn for one in read_journals(folder, name) for turn in one.turns][-1:] for name in names]

@@ -20,7 +20,7 @@ from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .answers.endpoint import EndpointConfig
-from .answers.ownership import sidecar, unfinished
+from .answers.ownership import check_own
 from .answers.writing import Writing
 from .dialogues.reader import check_source
 from .ranks import TargetKeys, add_rank_arguments, find_rank
@@ -87,8 +87,7 @@ def check(config: RegenerateConfig) -> None:
     out = Path(config.out)
     if out.is_dir() or (out.exists() and out.samefile(config.source)):
         raise ValueError(f"out: {out} is {'a folder' if out.is_dir() else 'the source'}; give another file")
-    if out.exists() and not sidecar(config.out).exists() and not unfinished(config.out).exists():
-        raise ValueError(f"out: {out} exists and was not written by this program; give another file or delete it")
+    check_own(config.out)
     if config.drafter is not None:
         check_method(config.drafter.drafter)
         path = (config.drafter.model_extra or {}).get("checkpoint")

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import EndpointAnswers
-from .answers.finished import finish, is_finished, report_finished, target_identity
+from .answers.finished import finish, is_finished, merging, report_finished, target_identity
 from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from .answers.ownership import unfinished
 from .answers.target import TargetAnswers
@@ -29,7 +28,6 @@ from .progress import Bar
 from .ranks import Rank, load_target
 from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig
 from .split import record
-from .store.lock import folder_lock
 
 
 def run(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] | None = None) -> None:
@@ -182,11 +180,8 @@ def merge(
     Raises:
         ValueError: no dialogue is left.
     """
-    folder = unfinished(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock(folder):
-        if is_finished(config.out):
-            shutil.rmtree(folder, ignore_errors=True)
+    with merging(config.out) as folder:
+        if folder is None:
             return
         conversations = [Conversation(one.index, one.dialogue) for one in conversations]
         batches = read_journals(folder)

@@ -1,8 +1,9 @@
 """The output of a run that several processes shared: whole, with what it was made from beside it, or not there."""
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from drafters.model.ends import load_frozen_ends
 from ..dialogues.encoding import template_hash, tokenizer_hash
 from ..dialogues.loss_mask import ChatTokenizer
 from ..dialogues.reader import source_digest
+from ..store.lock import folder_lock
 from .journal import check_identity
 from .ownership import sidecar, unfinished
 
@@ -50,6 +52,19 @@ def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict
     check_identity(Path(out), before, identity)
     print(f"{out} is finished already: {describe(facts)}")
     return True
+
+
+@contextlib.contextmanager
+def merging(out: str) -> Iterator[Path | None]:
+    """The folder of the journals, and no other process puts their parts together meanwhile; None: one already has."""
+    folder = unfinished(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with folder_lock(folder):
+        if is_finished(out):
+            shutil.rmtree(folder, ignore_errors=True)
+            yield None
+        else:
+            yield folder
 
 
 def finish(out: str, records: Iterable[dict[str, object]], facts: dict[str, Any]) -> None:

@@ -24,6 +24,12 @@ def unfinished(out: str) -> Path:
     return Path(f"{out}.unfinished")
 
 
+def check_own(out: str) -> None:
+    """Raise ValueError where a file is in the way that is neither a run's output nor has its journals beside it."""
+    if Path(out).exists() and not sidecar(out).exists() and not unfinished(out).exists():
+        raise ValueError(f"out: {out} exists and was not written by this program; give another file or delete it")
+
+
 def whose(header: StoreManifest) -> Answers:
     """Whether the answers in a store's source are its target's, with its template, by the source's sidecar.
 

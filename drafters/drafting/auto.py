@@ -213,10 +213,11 @@ def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
     plain = costs.plain
     if not paths:
         return Shape((), 1.0, plain, 1.0)
-    tree = _Growing(costs.first, _reckoned(costs, len(paths)).draft)
+    reckoned = _reckoned(costs, len(paths))
+    tree = _Growing(costs.first, reckoned.draft)
     for path in paths:
         tree.add(math.prod(table[depth][rank] for depth, rank in enumerate(path)), path)
-    seconds = (costs.chain if len(paths) == len(paths[-1]) else costs.verify).at(1 + len(paths)) + tree.draft_seconds
+    seconds = (reckoned.chain if len(paths) == len(paths[-1]) else reckoned.verify)[len(paths)] + tree.draft_seconds
     seconds += (tree.tokens - 1.0) * costs.accepted
     return Shape(tuple(paths), tree.tokens, seconds, tree.tokens / seconds * plain)
 
