@@ -11,10 +11,10 @@ from rich.console import Console
 
 from data_prep.progress import Bar
 from drafters import TargetModel
+from drafters.energy import EnergyMeter
 from drafters.model.kv_cache import KVCache
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from eval.batch_cost import BatchCostConfig
-from eval.measure.energy import EnergyMeter
 from eval.report.files import write_page
 from eval.report.page import machine_line, number, run_again, software_line, table, target_line
 from eval.report.rows import about_energy

@@ -4,8 +4,9 @@
 
 Reads report.json and prompts.csv (of older reports measurements.jsonl) of both folders. tau, tokens/s and the speedup
 over plain decoding are compared on the prompts that both measured, prompt by prompt; what may not be compared, for the
-machine, the prompts, the target or the limits differ, is not, and the page says why. Of all figures together, reports
-of the same thing differ significantly in at most one pair of twenty. Writes compare.json and compare.md into --out, or
+machine, the prompts, the target or the limits differ, is not, and the page says why. Of all tested figures together,
+reports of the same thing differ significantly in at most one pair of twenty; tokens/s, which follows the machine's
+mood, is shown and not tested. Writes compare.json and compare.md into --out, or
 into the second folder.
 """
 

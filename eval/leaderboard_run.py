@@ -23,6 +23,7 @@ OWN = Path(__file__).resolve().parents[1] / "checkpoints"
 ABLATIONS = "ablations"  # reports of one method's settings, which docs/ablations.md tells about
 HEAD = ["method", "trained with", "training", "energy", "tau", "speedup", "lossless", "tokens/s"]
 UNKNOWN = "not recorded"
+UNCOUNTED = "no counter"  # of energy, on the machine that trained
 Found = dict[str, Any]
 ABOUT = f"""\
 Made by `{COMMAND}` from the reports and training summaries in the repository; a test holds the page to that.
@@ -167,7 +168,7 @@ def _trainings(results: Path) -> Iterator[Found]:
             "tokens": summary.get("tokens"),
             "data": config.get("data") or config.get("features"),
             "from": config.get("init_from"),
-            "joules": summary.get("joules"),
+            "joules": _joules(summary),
             "hardware": summary.get("hardware") or {},
         }
     for file in sorted(OWN.glob("*/config.json")):
@@ -178,7 +179,8 @@ def _trainings(results: Path) -> Iterator[Found]:
                 "paths": {f"{OWN.name}/{file.parent.name}"},
                 "name": (OWN, file.parent.name),
                 "date": "",
-                **{name: training.get(name) for name in ("minutes", "tokens", "data", "joules")},
+                **{name: training.get(name) for name in ("minutes", "tokens", "data")},
+                "joules": _joules(training),
                 "from": config.get("init_from"),
                 "hardware": {},
             }
@@ -212,16 +214,22 @@ def _told(chain: list[Found], before: str | None) -> Found:
     time += f", after {Path(before).name} ({UNKNOWN})" if before is not None else ""
     tokens = [one["tokens"] for one in chain]
     positions = f"{sum(tokens) / 1e6:,.1f}M positions of " if all(tokens) else ""
-    joules = [one["joules"] for one in chain]
+    energy = [one["joules"] for one in chain]
+    joules, why = [one for one in energy if not isinstance(one, str)], [one for one in energy if isinstance(one, str)]
     data = "/".join(Path(str(chain[0]["data"])).parts[-2:]) if chain[0]["data"] else UNKNOWN
-    energy = UNKNOWN if None in joules else f"{sum(joules) / 3.6e6:,.2f} kWh"
-    return {"data": f"{positions}{data}", "time": time, "energy": energy}
+    return {"data": f"{positions}{data}", "time": time, "energy": why[0] if why else f"{sum(joules) / 3.6e6:,.3g} kWh"}
+
+
+def _joules(training: Found) -> float | str:
+    """What the devices used; else, in words, why that is not known."""
+    joules = training.get("joules")
+    return joules if joules is not None else UNCOUNTED if "joules" in training else UNKNOWN
 
 
 def _by_itself(training: Found) -> Found:
     """What the report itself says of a training."""
-    known = {name: training.get(name) for name in ("minutes", "tokens", "data", "joules")}
-    return _told([{**known, "hardware": {}}], training.get("init_from"))
+    known = {name: training.get(name) for name in ("minutes", "tokens", "data")}
+    return _told([{**known, "joules": _joules(training), "hardware": {}}], training.get("init_from"))
 
 
 def _certificate(found: Found, link: str, names: dict[str, str]) -> Found:

@@ -15,6 +15,7 @@ from data_prep.ranks import Rank
 from drafters import TargetModel, make_drafter
 from drafters.decoding.call import eos_ids
 from drafters.drafting.draft_model import load_draft_model
+from drafters.energy import EnergyMeter
 from drafters.model.text_tokens import TextTokens
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
@@ -23,7 +24,6 @@ from eval.entries import STOCK, StockEntry
 from eval.figures.accuracy import accuracy
 from eval.figures.coverage import add_coverage
 from eval.figures.quantisation import quantisation_cost
-from eval.measure.energy import EnergyMeter
 from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import ALONE, RunJournal
 from eval.measure.lineup import Lineup, Models, check_options

@@ -1,8 +1,9 @@
 """A Hub on loopback: as much of the Hub's HTTP interface as huggingface_hub's own client asks for here.
 
-Repositories live in memory. Like the Hub, it commits small files inline and takes ``*.safetensors`` through the LFS
-batch interface, keeps every commit under its hash, and answers file requests with the headers that fill the client's
-cache. Whatever it does not know is a 404, so a client that asks for something new fails loudly.
+Repositories live in memory, those of data sets as ``datasets/owner/name``. Like the Hub, it commits small files inline
+and takes ``*.safetensors`` through the LFS batch interface, keeps every commit under its hash, and answers requests for
+files with the headers that fill the client's cache. Whatever it does not know is a 404, so a client that asks for
+something new fails loudly.
 """
 
 import base64
@@ -12,8 +13,9 @@ import re
 import time
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
+from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 from loopback import LoopbackServer
@@ -94,12 +96,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.body = self._read_chunks()
         if self._strikes(f"{method} {path}"):
             return
-        name = r"(?P<repo>[^/]+/[^/]+)"
+        path = re.sub("^/api/datasets/", "/api/models/datasets/", path)  # the same interface
+        name = r"(?P<repo>(datasets/)?[^/]+/[^/]+)"
         routes = {
             "POST /api/repos/create": self._create,
             "POST /api/validate-yaml": self._validate_card,
             rf"GET /api/models/{name}(/revision/(?P<revision>[^/]+))?": self._info,
-            rf"GET /api/models/{name}/tree/(?P<revision>[^/]+)": self._tree,
+            rf"GET /api/models/{name}/tree/(?P<revision>[^/]+)(?P<folder>/.+)?": self._tree,
+            rf"POST /api/models/{name}/paths-info/(?P<revision>[^/]+)": self._paths_info,
             rf"POST /api/models/{name}/preupload/(?P<revision>[^/]+)": self._preupload,
             rf"POST /{name}\.git/info/lfs/objects/batch": self._lfs_batch,
             r"PUT /lfs/(?P<oid>[0-9a-f]{64})": self._lfs_put,
@@ -217,10 +221,23 @@ class _Handler(BaseHTTPRequestHandler):
             files = [{"rfilename": path} for path in sorted(at[1])]
             self._json({"id": repo, "sha": at[0], "private": private, "siblings": files, "tags": []})
 
-    def _tree(self, repo: str, revision: str) -> None:
+    def _tree(self, repo: str, revision: str, folder: str | None) -> None:
         at = self._at(repo, revision)
-        if at is not None:
-            self._json([_entry(path, data) for path, data in sorted(at[1].items())])
+        if at is None:
+            return
+        within = f"{folder[1:]}/" if folder else ""
+        files = [_entry(path, data) for path, data in sorted(at[1].items()) if path.startswith(within)]
+        folders = [_folder(path) for path in _folders(at[1]) if path.startswith(within) and f"{path}/" != within]
+        recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+        self._json([one for one in folders + files if recursive or "/" not in one["path"][len(within) :]])
+
+    def _paths_info(self, repo: str, revision: str) -> None:
+        at = self._at(repo, revision)
+        if at is None:
+            return
+        asked = json.loads(self.body)["paths"] if self.body.startswith(b"{") else parse_qs(self.body.decode())["paths"]
+        found = [_entry(path, at[1][path]) for path in asked if path in at[1]]
+        self._json(found + [_folder(path) for path in asked if path in _folders(at[1])])
 
     def _preupload(self, repo: str, revision: str) -> None:
         at = self._at(repo, revision) if self._may_write() else None
@@ -303,6 +320,14 @@ def _is_lfs(path: str) -> bool:
 
 def _etag(path: str, data: bytes) -> str:
     return sha256(data) if _is_lfs(path) else _git_oid(data)
+
+
+def _folders(tree: dict[str, bytes]) -> list[str]:
+    return sorted({str(folder) for path in tree for folder in PurePosixPath(path).parents} - {"."})
+
+
+def _folder(path: str) -> dict[str, Any]:
+    return {"type": "directory", "path": path, "size": 0, "oid": _git_oid(path.encode())}
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:

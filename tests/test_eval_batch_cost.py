@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 import eval.batch_cost
 from drafters import TargetModel
+from drafters.energy import EnergyMeter
 from eval.batch_cost import BatchCostConfig
 from eval.batch_cost_run import Block, measure, row_of
-from eval.measure.energy import EnergyMeter
 
 
 def config_for(path: Path, out: Path, **changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.measure.energy import EnergyMeter, NvmlEnergy, NvmlPower, Rapl, UnavailableError, gpu_counter, integrate
+from drafters.energy import EnergyMeter, NvmlEnergy, NvmlPower, Rapl, UnavailableError, gpu_counter, integrate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -21,10 +21,10 @@ from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
 from drafters.decoding.sampling import Sampling
+from drafters.energy import EnergyMeter
 from drafters.provenance import environment
 from drafters.speculative import SpeculativeDrafter
 from eval.entries import STOCK
-from eval.measure.energy import EnergyMeter
 from eval.report.rows import statements, warnings
 
 ROW_KEYS = {
@@ -201,7 +201,7 @@ def test_energy_is_reported_or_its_absence_explained(
 
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=3)
     with monkeypatch.context() as patch:
-        patch.setattr("eval.measure.energy.Rapl", OneJoule)
+        patch.setattr("drafters.energy.Rapl", OneJoule)
         assert run(config, tmp_path) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     for row in report["rows"]:

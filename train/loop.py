@@ -41,6 +41,7 @@ from train.run.state import SavedState, save_state
 from train.runtime import Ranks, seed_step
 from train.summary import write_summary
 from train.task import Task
+from train.watch.energy import TrainingEnergy
 from train.watch.flops import training_cost
 from train.watch.heldout import Heldout
 from train.watch.meter import Meter
@@ -63,6 +64,7 @@ class Progress:
     batch: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    joules: float | None = 0.0
 
     @property
     def position(self) -> Position:
@@ -100,12 +102,14 @@ class TrainRun:
         tau = HeldoutTau(task, inputs.heldout, self.engine.device, inputs.target) if whole and ranks.is_first else None
         self.tau: HeldoutTau | None = tau
         self.last_step = self.config.last_step(self.data.steps_in)
-        self.progress = Progress(**saved.progress) if saved else Progress()
+        # A state of before energy was counted does not tell it.
+        self.progress = Progress(**{"joules": None, **saved.progress}) if saved else Progress()
+        self.energy = TrainingEnergy(self.engine.device, ranks, self.progress.joules)
         self.data.rewrite = task.rewriter(self.data, self.engine, lambda: self.progress.step)
         self._clock = time.monotonic()
         data = {"train": describe_data(inputs.train.manifest)}
         heldout = describe_heldout(self.config, inputs.heldout.manifest)
-        more = {"data": data, "heldout": heldout, "loss_chunk_rows": task.chunk_rows}
+        more = {"data": data, "heldout": heldout, "loss_chunk_rows": task.chunk_rows, "energy": self.energy.how}
         base = None if task.base is None else task.base.model_dump()
         self.info = describe_run(self.config, arguments, ranks.count) | more | ({"base": base} if base else {})
         if saved:
@@ -173,6 +177,7 @@ class TrainRun:
         finally:
             steps.close()
             self.check.close()
+            self.energy.close()
             bar.close()
             if self.metrics:
                 self.metrics.close()
@@ -279,6 +284,7 @@ class TrainRun:
         step = self.progress.step
         if step % self.config.log_every and step != self.last_step:
             return
+        self.energy.lap()
         text = f"loss {losses['loss']:.3f}, {speed:,.0f} tokens/s, {self._time_left()} left"
         bar.set_postfix_str(text, refresh=False)
         if self.metrics:
@@ -315,6 +321,7 @@ class TrainRun:
         module, device, dtype = self.engine.module, self.engine.device, self.config.dtype
         with self._averaged():
             figures = self.heldout.figures(self.task, module, device, dtype, whose)
+        joules = self.progress.joules = self.energy.total()
         if self.metrics is None:
             return
         bad = [name for name, value in figures.items() if not math.isfinite(value)]
@@ -322,7 +329,8 @@ class TrainRun:
         if bad:  # of the held-out text alone, perhaps of one dialogue: no reason to lose a run
             bar.write(f"warning: step {self.progress.step}: NaN or infinite, and left out: {', '.join(bad)}")
             figures["heldout_not_finite"] = len(bad)
-        self.metrics.add(self.progress.step, {**figures, "seconds": round(self.progress.seconds, 1)})
+        spent = {"seconds": round(self.progress.seconds, 1)} | ({} if joules is None else {"joules": round(joules, 1)})
+        self.metrics.add(self.progress.step, {**figures, **spent})
         shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "_at_" not in name)
         bar.write(f"step {self.progress.step}: {shown}")
         if whose:
@@ -380,6 +388,7 @@ class TrainRun:
     # ------------------------------------------------------------------------------------------- files
 
     def _save(self) -> None:
+        self.progress.joules = self.energy.total()
         progress = dict(vars(self.progress))
         save_state(self.engine, self.states, self.progress.step, progress, self.ranks, self.average)
 
@@ -398,6 +407,7 @@ class TrainRun:
             "tokens": self.progress.tokens,
             "epochs": self.progress.epoch,
             "minutes": round(self.progress.seconds / 60, 2),
+            "joules": self.progress.joules,
             **{key: self.info[key] for key in ("config", "ranks", "versions", "commit")},
         }
         self.task.export(weights, target_identity(self.config, self.inputs.ends), training)

@@ -41,6 +41,11 @@ def local_ranks(otherwise: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", otherwise)))
 
 
+def local_rank() -> int:
+    """Which of its machine's ranks this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: int) -> int | None:
     """CPU threads of one of ``local`` ranks on this machine; None: as OMP_NUM_THREADS says, which torch has read.
 

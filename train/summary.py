@@ -50,14 +50,15 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
     if ended is None and before.get("steps") == last.get("step", 0):  # otherwise killed, or still running
         ended = before.get("ended")
     newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
-    seconds = [row["seconds"] for row in rows if "seconds" in row]
+    spent = [row for row in rows if "seconds" in row]
     return {
         "run": str(run),
         "ended": ended,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": int(last.get("step", 0)),
         "tokens": int(last.get("tokens", 0)),
-        "minutes": round(seconds[-1] / 60, 2) if seconds else None,
+        "minutes": round(spent[-1]["seconds"] / 60, 2) if spent else None,
+        "joules": spent[-1].get("joules") if spent else None,
         "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
         "heldout_answers": describe_answers(info.get("heldout") or {}, _first(OWN_SHARE, rows)),
@@ -67,7 +68,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
             "peak_memory_gb": max((row["peak_memory_gb"] for row in steps if "peak_memory_gb" in row), default=None),
             "tau_seconds": sum(row.get("tau_seconds", 0.0) for row in rows),
         },
-        **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
+        **{key: info.get(key) for key in ("ranks", "hardware", "energy", "versions", "commit", "arguments", "config")},
     }
 
 

@@ -1,5 +1,6 @@
 """Two measurements of the same prompts: did a figure change by more than chance would have it?"""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,10 @@ BLOCK = 1_000  # drawn at once, for memory's sake
 
 @dataclass(frozen=True)
 class Change:
-    """Of a figure from A to B; ``ratio_ci``: 95%, paired bootstrap over ``prompts``. p_value: of no change at all."""
+    """Of a figure from A to B; ``ratio_ci``: 95%, paired bootstrap over ``prompts``. p_value: of no change at all.
+
+    Both allow for what two measurements differ by on all prompts alike, as far as ``change`` was told of it.
+    """
 
     a: float
     b: float
@@ -25,7 +29,7 @@ class Change:
 Figure = Callable[[np.ndarray], np.ndarray]
 
 
-def change(a: np.ndarray, b: np.ndarray, figure: Figure, seed: int = 0) -> Change:
+def change(a: np.ndarray, b: np.ndarray, figure: Figure, between: float = 0.0, seed: int = 0) -> Change:
     """How ``figure`` of the sums of a measurement's columns differs between ``a [n, k]`` and ``b [n, k]``.
 
     The p-value is a sign-flip test's: where both measure the same thing, the two of a prompt might as well have been
@@ -34,19 +38,27 @@ def change(a: np.ndarray, b: np.ndarray, figure: Figure, seed: int = 0) -> Chang
 
     Args:
         figure: of sums ``[..., k]``, above 0.
+        between: standard deviation of the logarithm of what two measurements of the same thing differ by on all
+            prompts alike, which no number of prompts tells. The p-value is then at least that of a normal deviate
+            whose variance is this one's and the sign flips' together, and the interval is as much wider.
     """
     generator, n = np.random.default_rng(seed), len(a)
     found = np.log(figure(b.sum(0)) / figure(a.sum(0)))
-    drawn, as_far = [], 0
+    drawn, flipped = [], []
     for _ in range(SAMPLES // BLOCK):
         times = generator.multinomial(n, np.full(n, 1 / n), size=BLOCK).astype(float)
         drawn.append(figure(times @ b) / figure(times @ a))
         swapped = generator.integers(2, size=(BLOCK, n)).astype(float)
         ratios = figure(swapped @ a + (1 - swapped) @ b) / figure(swapped @ b + (1 - swapped) @ a)
-        as_far += int((np.abs(np.log(ratios)) >= abs(found) - 1e-12).sum())
-    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5])
+        flipped.append(np.log(ratios))
+    by_chance = np.concatenate(flipped)
+    p_value = (int((np.abs(by_chance) >= abs(found) - 1e-12).sum()) + 1) / (SAMPLES + 1)
+    low, high = np.log(np.percentile(np.concatenate(drawn), [2.5, 97.5]))
+    if between:
+        p_value = max(p_value, math.erfc(abs(found) / math.hypot(by_chance.std(), between) / math.sqrt(2)))
+        low, high = found - math.hypot(found - low, 1.96 * between), found + math.hypot(high - found, 1.96 * between)
     values = float(figure(a.sum(0))), float(figure(b.sum(0)))
-    return Change(*values, float(np.exp(found)), (float(low), float(high)), (as_far + 1) / (SAMPLES + 1), n)
+    return Change(*values, float(np.exp(found)), (float(np.exp(low)), float(np.exp(high))), p_value, n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

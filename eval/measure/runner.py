@@ -18,8 +18,8 @@ from drafters import Drafter, TargetModel, generate
 from drafters.base import Promised
 from drafters.decoding.sampling import Sampling
 from drafters.decoding.trace import Trace
+from drafters.energy import EnergyMeter, Reading
 from drafters.program import Failure
-from eval.measure.energy import EnergyMeter, Reading
 from eval.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

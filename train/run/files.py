@@ -31,7 +31,7 @@ PACKING = 2  # of `epoch_batches` in train/data/packing.py: raised where the sam
 METRICS = "metrics.jsonl"
 FIGURES = ("run.json", METRICS, "tensorboard", "summary.json", "summary.png")
 # What metrics.jsonl tells of the machine rather than of the training; no two runs agree in it.
-TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds")
+TIMED = ("tokens_per_second", "seconds", "data_wait", "mfu", "peak_memory_gb", "tau_seconds", "joules")
 
 
 class StateFolder:

@@ -1,0 +1,123 @@
+"""The energy of a training, from counters that the test turns: no machine of the tests has real ones."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+
+from drafters import TargetModel, energy
+from train.loop import TrainRun
+from train.run.files import read_metrics
+from train.run.state import PROGRESS, checksums
+from train.runtime import ALONE
+from train.watch import energy as watched
+
+JOULES_A_STEP = 10
+RANGE = 25  # joules, after which the counter wraps around: within three steps
+
+
+@pytest.fixture
+def settings(target: TargetModel, features: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_run.settings(target.name, features, tmp_path / "run", save_every=2)
+
+
+@pytest.fixture
+def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernel's folder, with one CPU package."""
+    package = tmp_path / "powercap" / "intel-rapl:0"
+    package.mkdir(parents=True)
+    for name, value in (("name", "package-0"), ("max_energy_range_uj", RANGE * 10**6), ("energy_uj", 0)):
+        (package / name).write_text(f"{value}\n")
+    metered = functools.partial(energy.EnergyMeter, powercap=package.parent)
+    monkeypatch.setattr(watched, "EnergyMeter", metered)
+    return package / "energy_uj"
+
+
+def turned(counter: Path, before: Callable[[int], None] = lambda step: None) -> Callable[..., None]:
+    """A step of the loop that uses energy."""
+    real = TrainRun._step
+
+    def step(run: TrainRun, *arguments: Any) -> None:
+        before(run.progress.step)
+        counter.write_text(str((int(counter.read_text()) + JOULES_A_STEP * 10**6) % (RANGE * 10**6)))
+        real(run, *arguments)
+
+    return step
+
+
+def test_joules_of_a_run_that_was_interrupted(
+    settings: dict[str, Any], powercap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a counter that wraps around between two looks, joules of before the kill lost, those of steps that are
+    done again counted twice, and a checkpoint that does not tell."""
+
+    def cut(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    whole = TrainRun._step
+    monkeypatch.setattr(TrainRun, "_step", turned(powercap, cut))
+    with pytest.raises(KeyboardInterrupt):
+        tiny_run.train_here("eagle", settings)
+    monkeypatch.setattr(TrainRun, "_step", whole)
+    monkeypatch.setattr(TrainRun, "_step", turned(powercap))
+    tiny_run.train_here("eagle", settings, resume=True)
+    out = Path(settings["out"])
+    rows = [row["joules"] for row in read_metrics(out) if "seconds" in row]
+    assert rows == [0.0, 6 * JOULES_A_STEP]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["joules"] == 6 * JOULES_A_STEP and summary["energy"]["available"]
+    assert json.loads((out / "config.json").read_text())["training"]["joules"] == 6 * JOULES_A_STEP
+
+
+def test_a_state_of_before_energy_was_counted(
+    settings: dict[str, Any], powercap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a part of the joules that passes for all of them."""
+    tiny_run.train_here("eagle", settings)
+    state = Path(settings["out"]) / "state" / "step-00000006"
+    progress = json.loads((state / PROGRESS).read_text())
+    del progress["joules"], progress["sha256"]
+    (state / PROGRESS).write_text(json.dumps({**progress, "sha256": checksums(state, progress)}))
+    monkeypatch.setattr(TrainRun, "_step", turned(powercap))
+    run = tiny_run.train_here("eagle", {**settings, "steps": 8}, resume=True)
+    summary = json.loads((run.config.out / "summary.json").read_text())
+    assert run.progress.joules is None and summary["joules"] is None and summary["steps"] == 8
+
+
+def test_without_a_counter(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches 0 joules where nothing was measured."""
+    monkeypatch.setattr(watched, "EnergyMeter", functools.partial(energy.EnergyMeter, powercap=tmp_path))
+    run = tiny_run.train_here("eagle", settings)
+    summary = json.loads((run.config.out / "summary.json").read_text())
+    assert summary["joules"] is None and not summary["energy"]["available"]
+    assert "not exposed" in summary["energy"]["how"]
+    assert not any("joules" in row for row in read_metrics(run.config.out))
+
+
+def test_one_rank_counts_a_machines_packages(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches packages counted once by every rank, and a rank that need not count taken for one that cannot."""
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        powercap.write_text("0")
+        counted = watched.TrainingEnergy(torch.device("cpu"), ALONE, 1.0)
+        powercap.write_text(str(7 * 10**6))
+        found.append([counted.total(), counted.total()])
+        counted.close()
+    assert found == [[8.0, 8.0], [1.0, 1.0]]
+
+
+def test_a_counter_that_fails_on_the_way(powercap: Path) -> None:
+    """Catches the joules up to then taken for all of them."""
+    counted = watched.TrainingEnergy(torch.device("cpu"), ALONE, 0.0)
+    powercap.unlink()
+    counted.lap()
+    assert counted.total() is None and "failed" in counted.how["how"]
+    powercap.write_text("1")
+    assert counted.total() is None

@@ -1,0 +1,61 @@
+"""The energy of a training: what the devices of all ranks used, as the hardware's counters tell it."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from drafters.energy import EnergyMeter
+from train.runtime import Ranks, local_rank
+
+
+class TrainingEnergy:
+    """Joules since training began, as far as they were counted.
+
+    A GPU is read by the rank that it trains with, a machine's CPU packages by its first rank alone, for all that run
+    there. As every counter's, the figure is the whole device's: idle power, and whatever else ran there, are in it.
+
+    Args:
+        joules: of the run so far, where it goes on; None where they are not known, and then they never will be.
+
+    Attributes:
+        joules: of all ranks, as of the last ``total``; None: at least one device was not counted all the time.
+        how: how the first rank's device is counted, or why it is not.
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks, joules: float | None) -> None:
+        self._ranks, self._device, self.joules = ranks, device, joules
+        self._another_counts = device.type == "cpu" and local_rank() > 0
+        # A GPU's host is left out: of a machine's ranks each would count it.
+        self._meter = EnergyMeter(device, shared=device.type != "cpu" or self._another_counts)
+        self._since = 0.0  # of this rank since the last total
+        self._counted = True
+        self._open = ExitStack()
+        self._reading = self._open.enter_context(self._meter.measure())
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """For run.json: ``available`` and ``how``."""
+        return dict(self._meter.describe()["device"])
+
+    def lap(self) -> None:
+        """Read the counters: often enough, for they wrap around (a CPU's within minutes)."""
+        self._open.close()
+        if self._reading.device is None:
+            self._counted = self._another_counts
+        else:
+            self._since += self._reading.device
+        self._reading = self._open.enter_context(self._meter.measure())
+
+    def total(self) -> float | None:
+        """``joules`` up to now; every rank has to call it."""
+        self.lap()
+        values = torch.tensor([self._since, not self._counted], dtype=torch.float64, device=self._device)
+        joules, missing = self._ranks.total(values).tolist()
+        self._since = 0.0
+        self.joules = None if missing or self.joules is None else self.joules + joules
+        return self.joules
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._open.close()
