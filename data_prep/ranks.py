@@ -38,14 +38,18 @@ class Rank:
         return shard % self.count == self.index
 
     def device(self, wanted: str | None) -> str | None:
-        """``wanted``, or, where no particular GPU is named, this process's own of the machine's GPUs."""
+        """``wanted``, or, where no particular GPU is named, this process's own of the machine's GPUs, which becomes its
+        current one: what names no device (pinned memory, streams) would else be the first GPU's.
+        """
         if self.local is None or wanted not in (None, "cuda"):
             return wanted
         import torch  # here: most of what is asked of a rank does not need it
 
         if not torch.cuda.is_available():
             return wanted
-        return f"cuda:{self.local % torch.cuda.device_count()}"
+        own = f"cuda:{self.local % torch.cuda.device_count()}"
+        torch.cuda.set_device(own)
+        return own
 
 
 class TargetKeys(Config):

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
@@ -30,6 +31,20 @@ COLOURS = ("green", "cyan", "magenta", "yellow")  # of drafters, in the order in
 # What a model may write and a terminal would obey: escape sequences set its title, its keys or its clipboard.
 CONTROLS = dict.fromkeys([*(code for code in range(32) if chr(code) not in "\n\t"), *range(127, 160)])
 COMMANDS = "/reset begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+class Few:
+    """Ends an answer after a few tokens, whatever it had room for."""
+
+    alters = False
+
+    def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
+        """As they are."""
+        return logits
+
+    def ends(self, row: int, new: list[int]) -> bool:
+        """After eight."""
+        return len(new) >= 8
 
 
 class Stopped(Exception):
@@ -193,7 +208,8 @@ class Chat:
             self.drafter.prepare(1, Sampling(self.temperature), self.drafter.max_context)
             for drafter in filter(None, (self.drafter, self.plain)):
                 options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
-                generate(self.target, drafter, [ids], max_new_tokens=min(8, self.max_new_tokens), **options)
+                # With room for a whole answer: what is captured of its cache is there for the first question.
+                generate(self.target, drafter, [ids], max_new_tokens=self.max_new_tokens, control=Few(), **options)
 
     def talk(self) -> None:
         """Line after line until the input ends or /quit."""

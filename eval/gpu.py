@@ -42,7 +42,8 @@ def _lines(*commands: str) -> list[list[str]]:
 
 PARTS = [
     Section("exact", "every method's tokens on captured forwards are the CPU's; memory stands still",
-         _lines("python tests/gpu_exact.py --out {out}/exact.json"), "exact.json", 180),
+         _lines("python tests/gpu_exact.py --out {out}/exact.json"), "exact.json", 180,
+         needs=("pytest",)),
     Section("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",
          _lines(f"{_ROOFLINE} compiled=false"), "roofline-llama-7b.json", 400),
     Section("train-7b", "training beside the plain formulation: the head of a 7B target",

@@ -253,7 +253,10 @@ def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tm
     assert "lossless" not in [step.name for step in made.steps]
     assert "--certificate" not in made.steps[-1].commands[-1]
     made = plan(model, monkeypatch, tmp_path, gpus=2)
-    assert next(step for step in made.steps if step.name == "train").commands[0].startswith("deepspeed ")
+    lines = {step.name: step.commands for step in made.steps}
+    assert lines["train"][0].startswith("deepspeed ")
+    on_both = [*lines["answers"], *lines["features"]]
+    assert all(line.startswith("torchrun --standalone --nproc-per-node 2 -m data_prep.") for line in on_both)
 
 
 def test_what_cannot_be_done_is_refused_and_nothing_written(target_folder: Path, data: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_trainings_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
 
-        def meet(verbose: bool) -> None:
+        def meet(verbose: bool, timeout: Any) -> None:
             torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
 
         monkeypatch.setattr("deepspeed.init_distributed", meet)
@@ -145,6 +145,29 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.threads_of_rank(config.model_copy(update={"threads": 2}), {"OMP_NUM_THREADS": "3"}, 4) == 2
 
 
+def test_ranks_go_on_from_one_step() -> None:
+    """Catches ranks whose network drives showed them different states: each would train a part of another's weights."""
+
+    class Others(runtime.Ranks):
+        def total(self, values: torch.Tensor) -> torch.Tensor:
+            return values + torch.tensor([0, 40])
+
+    runtime.check_same_step(Others(0, 2), 40, torch.device("cpu"))
+    with pytest.raises(ValueError, match="saved states of different steps \\(20, 40\\): the run folder must lie where"):
+        runtime.check_same_step(Others(0, 2), 20, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("given", [{}, {"DEEPSPEED_TIMEOUT": "5"}])
+def test_ranks_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    """Catches ranks that NCCL aborts after ten minutes, while the first one measures tau on the CPU or writes a large
+    export, and a user's own limit overruled."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("deepspeed.init_distributed", lambda **options: asked.append(options))
+    engine.join_ranks(given)
+    assert [options.get("timeout") for options in asked] == [None if given else engine.PATIENCE]
+    assert engine.PATIENCE.total_seconds() > 3600
+
+
 @pytest.mark.parametrize(
     "wrong", [{"betas": [1.5, 0.9]}, {"betas": [0.9, 1.0]}, {"learning_rate": math.inf}, {"weight_decay": math.nan}]
 )
@@ -173,7 +196,7 @@ def test_the_batch_script_resumes_what_it_finds(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    start = f"--kill-on-bad-exit=1 python train/eagle.py --config {config}"
+    start = f"--kill-on-bad-exit=1 --cpus-per-task=8 python train/eagle.py --config {config}"
     assert line() == start
     assert line("steps=3", f"out={tmp_path}/two") == f"{start} steps=3 out={tmp_path}/two"
     (tmp_path / "two" / "state" / "latest").write_text("step-00000001")

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drafters.model.layers import PROBE, differ, no_head, probe_states
+from drafters.model.runner import attention_kernels
 
 NAME, CAUSAL = "dialogues", "blocked-causal"
 BLOCK = 128  # queries; of 64, 128 and 256 the fastest on CPUs
@@ -130,7 +131,8 @@ def as_if_on(device: str) -> Iterator[None]:
 
 def fused_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Causal attention ``[1, heads, T, d]`` -> ``[1, T, heads, d]`` by PyTorch's kernels, without a mask."""
-    return sdpa_attention_forward(module, query, key, value, None, **options)[0]
+    with attention_kernels(query.device):  # dialogues are of all lengths
+        return sdpa_attention_forward(module, query, key, value, None, **options)[0]
 
 
 def blocked_attention(

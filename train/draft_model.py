@@ -182,7 +182,7 @@ class DraftModelTask(Task):
             return None
 
         def draft_model() -> TargetModel:
-            return self.draft_model(engine.weights(), engine.device, self.config.dtype)
+            return self.draft_model(engine.weights(), engine.device, self.config.dtype, captured=False)
 
         return OnPolicyText(self.config.on_policy, data, draft_model, step).rewrite
 
@@ -221,13 +221,20 @@ class DraftModelTask(Task):
             for kind, options in self.drafts.items()
         }
 
-    def draft_model(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> TargetModel:
-        """A model of its own with copies of ``weights``, adapters merged."""
+    def draft_model(
+        self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype, captured: bool = True
+    ) -> TargetModel:
+        """A model of its own with copies of ``weights``, adapters merged.
+
+        ``captured``: on a GPU its forwards may be captured, which takes longer than one step's few texts.
+        """
+        from drafters.model.fused import why_not
         from drafters.model.target import TargetModel
         from train.draft.export import with_weights
 
         model = with_weights(self.config, weights).merged().to(device, dtype)
-        return TargetModel(model, name=str(self.config.out))
+        fused = not captured and all(why_not(layer, model.config) is None for layer in model.model.layers)
+        return TargetModel(model, name=str(self.config.out), engine="fused" if fused else None)
 
     def export(self, weights: dict[str, Tensor], target: TargetIdentity, training: dict[str, Any]) -> None:
         from train.draft.export import export

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -19,6 +20,8 @@ from train.config import TrainConfig
 from train.optimizer import exact_buffers
 from train.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
 
+# Ranks wait for the first one while it measures tau, exports or saves. (Where one dies, the launcher ends the others.)
+PATIENCE = timedelta(hours=2)
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
 
 
@@ -46,7 +49,7 @@ def start(config: TrainConfig) -> Ranks:
     join_ranks(os.environ)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
-    if threads and not torch.accelerator.is_available():
+    if threads:  # on a GPU, too: offloaded optimisers and tau_device: cpu use them
         torch.set_num_threads(threads)
     return ranks
 
@@ -60,7 +63,8 @@ def join_ranks(environment: Mapping[str, str]) -> None:
     import deepspeed
 
     try:
-        deepspeed.init_distributed(verbose=False)
+        own = None if "DEEPSPEED_TIMEOUT" in environment else PATIENCE  # DeepSpeed's own default is ten minutes
+        deepspeed.init_distributed(verbose=False, **({} if own is None else {"timeout": own}))
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -38,7 +38,7 @@ from train.run.files import (
     describe_run,
 )
 from train.run.state import SavedState, save_state
-from train.runtime import Ranks, seed_step
+from train.runtime import Ranks, check_same_step, seed_step
 from train.summary import write_summary
 from train.task import Task
 from train.watch.energy import TrainingEnergy
@@ -104,6 +104,7 @@ class TrainRun:
         self.last_step = self.config.last_step(self.data.steps_in)
         # A state of before energy was counted does not tell it.
         self.progress = Progress(**{"joules": None, **saved.progress}) if saved else Progress()
+        check_same_step(ranks, self.progress.step, self.engine.device)
         self.energy = TrainingEnergy(self.engine.device, ranks, self.progress.joules)
         self.data.rewrite = task.rewriter(self.data, self.engine, lambda: self.progress.step)
         self._clock = time.monotonic()

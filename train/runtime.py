@@ -36,6 +36,18 @@ class Ranks:
 ALONE = Ranks(0, 1)
 
 
+def check_same_step(ranks: Ranks, step: int, device: torch.device) -> None:
+    """Raise ValueError, on every rank, unless all go on from the same ``step``; a collective."""
+    steps = torch.zeros(ranks.count, dtype=torch.int64, device=device)
+    steps[ranks.rank] = step
+    found = ranks.total(steps).tolist()
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"the ranks found saved states of different steps ({', '.join(map(str, found))}): the run folder must lie "
+            "where every node sees the same files; a network file system may need a minute after a kill: start again"
+        )
+
+
 def local_ranks(otherwise: int) -> int:
     """How many of the ranks run on this machine, which torchrun, Slurm and DeepSpeed's launcher tell in variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", otherwise)))

@@ -239,7 +239,12 @@ def verification(
         return lossless(draft, logits, *given)
 
     unending = target.max_context  # tokens: no step is a row's last
-    state = DecodeState.of(target, [[] for _ in range(batch)], 1, unending, sampling, generator, frozenset())
+    nothing = KVCache.nothing()  # until ``once`` has one
+    tokens_of_rows: list[list[int]] = [[] for _ in range(batch)]
+    finished = [False] * batch
+    state = DecodeState(
+        target, nothing, tokens_of_rows, [0] * batch, sampling, generator, unending, frozenset(), finished
+    )
 
     def once() -> object:
         state.cache = cache_behind()

@@ -25,7 +25,7 @@ from .clock import model_time
 from .cpu_kernels import multiplies
 from .ends import fetch
 from .fused import FusedLayer
-from .linear import Product
+from .linear import Product, draft_dtype
 from .runner import Part
 from .target import TargetModel
 from .text_tokens import Rows, TextTokens
@@ -79,18 +79,19 @@ class DraftHead:
         self._product: Product | None = None
         self._apart: Product | None = None  # the text's rows, where the others are in such a layout
         self._text: TextTokens | None = None
-        if ids is None and dtype is None and own is None:
+        kept = draft_dtype(dtype, model.device)
+        if ids is None and kept is None and own is None:
             return
         head = own or model.model.get_output_embeddings()
         self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
         weight, bias = self._outputs(self.ids)
         # A layout in which no row can be found again is worth more than rows in one place.
-        if text and dtype is None and weight.device.type == "cpu" and not multiplies(weight):
+        if text and kept is None and weight.device.type == "cpu" and not multiplies(weight):
             self._apart = Product(weight[-text:].clone(), None if bias is None else bias[-text:].clone(), changes=True)
             weight, bias = weight[:-text].clone(), None if bias is None else bias[:-text].clone()
         self._product = Product(weight, bias, changes=text > 0 and self._apart is None)
-        if dtype is not None:
-            self._product.quantize(dtype)
+        if kept is not None:
+            self._product.quantize(kept)
         if ids is not None and text:
             frequent, spare = ids[:-text].tolist(), ids[-text:].tolist()
             self._text = TextTokens(frequent, spare)
@@ -259,10 +260,10 @@ def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> 
     Its module keeps the weights, to be saved. The engine "eager" has no products, and stays as it is.
     """
     for layer in part.layers if part is not None else []:
-        if isinstance(layer.layer, FusedLayer):
+        if isinstance(layer.layer, FusedLayer) and draft_dtype(dtype, layer.layer.products[0].weight.device):
             layer.layer.quantize_products(dtype)
     for product in others:
-        if isinstance(product, Product):
+        if isinstance(product, Product) and draft_dtype(dtype, product.weight.device):
             product.quantize(dtype)
 
 

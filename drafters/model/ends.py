@@ -29,8 +29,11 @@ class FrozenEnds:
     fingerprint: str
 
     def to(self, device: torch.device) -> None:
-        """Move the embedding and the LM head to ``device``, in place."""
+        """Move the embedding and the LM head to ``device``, in place; one memory stays one."""
+        tied = self.lm_head.weight.data_ptr() == self.embed.weight.data_ptr() and not self.embed.weight.is_meta
         self.embed.to(device)
+        if tied:
+            self.lm_head.weight = nn.Parameter(self.embed.weight.detach(), requires_grad=False)
         self.lm_head.to(device)
 
     def identity(self, name: str, revision: str | None = None) -> TargetIdentity:

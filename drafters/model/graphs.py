@@ -6,10 +6,12 @@ counts and the keys read to a few lengths, and every combination in use is captu
 nothing is captured and the same code is simply run: that is how it is tested without a GPU.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from drafters.choices import Engine
 from .kv_cache import CachePool, KVCache, Storage
 from .rope import Angles
 from .rows import BufferedRows, Placed
-from .runner import FusedRunner, Part, Taps
+from .runner import FusedRunner, Part, Taps, attention_kernels
 
 MOST_ROWS = 64  # longer blocks are prompts: they have work enough to hide their launches
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)
@@ -92,8 +94,16 @@ class GraphRunner(FusedRunner):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.new_cache = partial(CachePool(MOST_ROWS).take, model.config)
+        runner = ref(self)  # which keeps the pool, and so must not be kept by it
+
+        def forget(storages: list[Storage]) -> None:
+            if (alive := runner()) is not None:
+                alive._forget(storages)
+
+        self.new_cache = partial(CachePool(MOST_ROWS, forget).take, model.config)
+        self._parts: WeakSet[Part] = WeakSet()  # of which something was captured
         self._pool: Any = None
+        self._streams: tuple[Any, Any] | None = None  # for warming up, and for capturing
         self.broken: str | None = None
 
     def _run(
@@ -115,6 +125,7 @@ class GraphRunner(FusedRunner):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
                 captured = Captured(part, buffers, inputs, cache.storage, table, taps)
             part.captured[key] = captured
+            self._parts.add(part)
         # Fill, capture on the first time, replay. What it gives is overwritten by the next replay: hence the copies.
         captured.fill(inputs, rows)
         if captured.replay is None:
@@ -125,26 +136,51 @@ class GraphRunner(FusedRunner):
         return hidden[:, : rows.count].clone(), own
 
     def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """Capture ``forward``; returns what replays it. If that fails, no forward is captured from now on."""
+        """Capture ``forward``; returns what replays it. If that fails, no forward is captured from now on; where memory
+        alone is short, this one is not.
+        """
         if device.type != "cuda":
             return forward
-        try:
-            # Warm up, on a side stream: libraries set themselves up in the first calls, which a graph may not hold.
-            side = torch.cuda.Stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    forward()
-            torch.cuda.current_stream(device).wait_stream(side)
-            # Capture. All graphs share one memory pool, for only one of them runs at a time.
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # Threads that read training data call CUDA, too, while tau is measured: only this one's calls matter.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        for again in (False, True):
+            try:
+                with torch.cuda.device(device), attention_kernels(device):  # streams and graphs are the current one's
+                    return self._graph_of(forward, device)
+            except torch.OutOfMemoryError as error:
+                if again:
+                    told = str(error).splitlines()[0]
+                    logging.getLogger(__name__).warning("a forward is run without a graph: %s", told)
+            except RuntimeError as error:
+                self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
+                logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
+                return forward
+            gc.collect()
+            torch.cuda.empty_cache()
+        return forward
+
+    def _graph_of(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        # Streams of this runner's own: cuBLAS keeps a workspace for each, which a graph knows by its address. Another
+        # runner's graphs may run at the same time (a draft model's), and go away before these do.
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        side, own = self._streams
+        # Warm up, on a side stream: libraries set themselves up in the first calls, which a graph may not hold.
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
                 forward()
-            return graph.replay
-        except RuntimeError as error:
-            self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
-            logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
-            return forward
+        torch.cuda.current_stream(device).wait_stream(side)
+        # Capture. All graphs share one memory pool, for only one of them runs at a time.
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Threads that read training data call CUDA, too, while tau is measured: only this one's calls matter.
+        with torch.cuda.graph(graph, pool=self._pool, stream=own, capture_error_mode="thread_local"):
+            forward()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _forget(self, storages: Sequence[Storage]) -> None:
+        """Let go of what was captured with memory that is wanted elsewhere."""
+        for part in self._parts:
+            for key in [key for key in part.captured if any(key[0] is storage for storage in storages)]:
+                del part.captured[key]

@@ -6,11 +6,13 @@ needs no clean-up: its rows lie beyond the length and are overwritten. And after
 ``commit`` keeps just the rows of the accepted path, wherever they lie.
 """
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,11 @@ class Storage:
 
     keys: Tensor
     values: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Rows of each batch row."""
+        return self.keys.shape[3]
 
     def at(self, slots: Tensor, seen: int) -> "StorageRows":
         """These rows as attention uses them: new ones go to ``slots [B, R]``, the first ``seen`` are read."""
@@ -244,12 +251,14 @@ class KVCache:
 class CachePool:
     """Caches for captured forwards, which are bound to their memory: one that is free again is used again.
 
-    ``spare``: rows that each has beyond those asked for.
+    Args:
+        spare: rows that each has beyond those asked for.
+        forget: called with free ones that are given up where memory is short: nobody may hold them any more.
     """
 
-    def __init__(self, spare: int) -> None:
-        self._spare = spare
-        self._free: dict[tuple[int, ...], list[Storage]] = {}
+    def __init__(self, spare: int, forget: Callable[[list[Storage]], object] = lambda storages: None) -> None:
+        self._spare, self._forget = spare, forget
+        self._free: dict[tuple[int, int], list[Storage]] = {}  # by batch and layers
 
     def take(
         self,
@@ -262,22 +271,41 @@ class CachePool:
     ) -> KVCache:
         """An empty cache of at least ``capacity`` rows and the spare ones, a power of two.
 
+        The smallest free one that is large enough, since all that was captured with it is there again.
+
         Raises:
             ValueError: less memory than it needs.
         """
         capacity = 1 << max(capacity + self._spare - 1, 511).bit_length()
-        free = self._free.setdefault((batch, capacity, layers or config.num_hidden_layers), [])
-        shape = config, batch, capacity, dtype, device, layers
-        if not free:
-            with torch.inference_mode(False):
-                free.append(Storage(*KVCache.for_config(*shape)._parts[0]))
-        storage = free.pop()
+        free = self._free.setdefault((batch, layers or config.num_hidden_layers), [])
+        fitting = [one for one in reversed(free) if one.capacity >= capacity]  # what was used last comes first
+        storage = min(fitting, key=lambda one: one.capacity, default=None)
+        if storage is not None:
+            free.remove(storage)
+        else:
+            storage = self._made(config, batch, capacity, dtype, device, layers)
         storage.keys.zero_(), storage.values.zero_()
-        cache = KVCache.for_config(*shape, storage=storage)
+        cache = KVCache.for_config(config, batch, storage.capacity, dtype, device, layers, storage)
         returned = weakref.finalize(cache, free.append, storage)
         returned.atexit = False
         cache._returned = returned
         return cache
+
+    def _made(self, *shape: Any) -> Storage:
+        """Another one; where memory is short, in the place of those that are free."""
+        with torch.inference_mode(False):
+            try:
+                return Storage(*KVCache.for_config(*shape)._parts[0])
+            except ValueError:
+                if not any(self._free.values()):
+                    raise
+            for free in self._free.values():
+                self._forget(free)
+                free.clear()
+            gc.collect()  # graphs know their parts, and these their graphs
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return Storage(*KVCache.for_config(*shape)._parts[0])
 
 
 def cache_bytes(

@@ -1,5 +1,6 @@
 """A linear layer for decoding: a few rows against a large weight, in the layout and precision that reads fastest."""
 
+import logging
 from collections.abc import Callable
 from functools import cache
 
@@ -239,7 +240,9 @@ def _int4_layout(values: Tensor) -> Tensor:
 
 @cache
 def _int8_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Whether torch multiplies int8 weights of this size there, and what comes out is right."""
+    """Whether torch multiplies int8 weights of this size there, not slower than ones spread out, and rightly."""
+    if device.type == "cuda":  # there is one, whose threads read a row of weights each, from its begin to its end
+        return False
     generator = torch.Generator(device).manual_seed(0)
     row = torch.randn(1, inputs, generator=generator, device=device).to(dtype)
     weight = torch.randint(-127, 128, (outputs, inputs), generator=generator, device=device).to(torch.int8)
@@ -264,6 +267,19 @@ def _int4_kernel(device: torch.device, dtype: torch.dtype, outputs: int, inputs:
         return probe._through_kernel(row)
 
     return _gives(multiply, expected)
+
+
+def draft_dtype(wanted: Quantization | None, device: torch.device) -> Quantization | None:
+    """In which type what drafts is read there: ``wanted``, but as it is (None) where that would only take longer."""
+    if wanted is None or device.type != "cuda":
+        return wanted
+    _tell_once(f"draft_dtype: {wanted} is left out, for drafting would be slower by it on {device.type}")
+    return None
+
+
+@cache
+def _tell_once(what: str) -> None:
+    logging.getLogger(__name__).warning(what)
 
 
 def _gives(multiply: Callable[[], Tensor], expected: Tensor) -> bool:

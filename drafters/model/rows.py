@@ -98,7 +98,8 @@ class Placed:
             before = self.lengths[0] + self.offset
             width = 1 << max(before - 1, 255).bit_length()
             if groups * self.count * (width + self.count) <= _KEPT_VALUES:
-                return _chain_bias(self.count, groups, width, dtype, self.device)[..., width - before :]
+                bias = _chain_bias(self.count, groups, width, dtype, self.device)[..., width - before :]
+                return bias if self.device.type == "cpu" else bias.contiguous()  # CUDA's kernels want it aligned
         mask = self.mask(window)
         return None if mask is None else additive(mask, groups, dtype, float("-inf"))
 

@@ -6,12 +6,14 @@ rows of a cache. Here are "eager", the reference, and "fused"; "graphs" is in gr
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from drafters.choices import Engine
@@ -28,6 +30,16 @@ from .rows import CHAIN, Placed, Rows, additive
 Layer = Callable[[Tensor, Any, Tensor | None, Any, int], Tensor]
 Transform = Callable[[Tensor], Tensor]
 Taps = dict[int, Tensor]
+
+
+# Of attention on CUDA. Not cuDNN's, which torch prefers on Hopper from 2.11 on: it makes a plan for every new length,
+# and in decoding every step has one.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """In it, attention goes through ``KERNELS``; elsewhere than on CUDA as ever."""
+    return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
 
 
 def identity(given: Any) -> Any:
@@ -193,7 +205,8 @@ class Runner:
         hidden, angles = part.enter(*inputs), self._angles(rows)
         causal = cache is not None and rows.count <= part.few_rows
         masks = {window: self._mask(rows, window, part.groups, hidden.dtype, causal) for window in part.windows}
-        hidden, collected = part.through(hidden, angles, masks, cache, taps)
+        with attention_kernels(rows.device):
+            hidden, collected = part.through(hidden, angles, masks, cache, taps)
         if hidden.device != rows.device:  # what leaves lies where what entered does
             hidden = hidden.to(rows.device)
         return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}

@@ -122,6 +122,8 @@ def graphs_agree(target: "TargetModel", graphs: "GraphRunner", bounds: list[floa
                     cache.commit(kept)
     except RuntimeError as error:
         return str(error).splitlines()[0]
+    finally:
+        whole.captured.clear()  # which knows ``whole``: left to the collector, its graphs would outlive the trial
     if graphs.broken is not None:
         return graphs.broken
     both = torch.stack([torch.cat(rows) for rows in errors])

@@ -107,6 +107,7 @@ class SimulatedCuda:
         log: what happened, in order.
         streams: the order of work.
         own: what each thread has for itself.
+        captured_on: the number of the stream that each graph was captured on.
     """
 
     log: list[Event] = field(default_factory=list)
@@ -114,6 +115,7 @@ class SimulatedCuda:
     own: OfThread = field(default_factory=OfThread)
     lock: Any = field(default_factory=threading.RLock)
     active: ClassVar["SimulatedCuda | None"] = None
+    captured_on: list[int] = field(default_factory=list)
     generators: set[int] = field(default_factory=set)  # those of the device
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # calls.py
     _late: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)

@@ -178,6 +178,7 @@ class graph:  # noqa: N801  # as torch names it
         gpu = _gpu()
         gpu.wait("wait", "torch.cuda.graph", gpu.streams.everything())
         self._stream.__enter__()
+        gpu.captured_on.append(self._stream.number)
         self._graph.capture_begin(self._pool)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

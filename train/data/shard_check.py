@@ -17,6 +17,7 @@ from data_prep.store.reader import FeatureStore, is_whole
 from train.runtime import Ranks, local_ranks
 
 QUIET = 5.0  # seconds of waiting that need no explanation
+BETWEEN = 60.0  # seconds from one question among the ranks to the next
 
 
 class ShardCheck:
@@ -59,13 +60,17 @@ class ShardCheck:
         return len(self._broken)
 
     def wait(self, say: Callable[[str], object]) -> None:
-        """Wait until all shards read so far are checked; ``say`` is told if that takes long."""
+        """Wait until all shards read so far are checked, by all ranks; ``say`` is told if that takes long. A collective.
+
+        Ranks ask each other again and again: no collective would wait for as long as hashing a large store may take.
+        """
         with self._lock:  # what the readers, who are ahead, begin meanwhile is for the next to wait for
             running, self._running = self._running, []
         _, left = wait(running, timeout=QUIET)
         if left:
             say(f"waiting for the checksums of {len(left)} shards, so that no checkpoint is made from a broken one")
-            wait(left)
+        while self._shards and self._ranks.total(torch.tensor(len(left), device=self._device)):
+            _, left = wait(left, timeout=BETWEEN)
 
     def problems(self) -> str:
         """What is wrong with the shards checked so far, of all ranks and alike on each; "" if nothing. A collective."""

@@ -6,6 +6,7 @@ replaces, so that the batches stay those of the fixed text. Which are chosen, an
 the epoch, the dialogues, the ranks and the weights alone.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -66,6 +67,13 @@ class OnPolicyText:
 
     def _renew(self, position: Position, steps: int) -> None:
         model = self.draft_model()
+        try:
+            self._answer(model, position, steps)
+        finally:
+            del model
+            gc.collect()  # its parts know it, and it them: on a GPU the next one would find no room
+
+    def _answer(self, model: TargetModel, position: Position, steps: int) -> None:
         wanted = []
         for dialogues, epoch, _ in islice(self.data.plan(position), steps):
             for index in (index for share in self.data.shares(dialogues) for index in share):

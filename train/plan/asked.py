@@ -62,7 +62,7 @@ class Sample:
                 f"of {asked.drawn} questions that {name} was let ask itself {len(questions)} can be used (the others: "
                 f"{', '.join(sorted(dropped))}): it was not tuned on questions; give --data"
             )
-        self.asking = (time.perf_counter() - began) / len(questions)
+        self.asking = (time.perf_counter() - began) / len(questions) / max(1, self.machine.gpus)
         return [chat.prompt([{"role": "user", "content": question}])[0] for question in questions]
 
     def _answer(self, target: TargetModel, prompts: list[list[int]], rows: int) -> float:

@@ -86,8 +86,9 @@ class Machine:
 class Rates:
     """Tokens/s of the target, measured here and now, and bytes that it holds.
 
-    ``one``: decoding one text. ``many``: ``rows`` at once. ``prefill``: of whole texts. ``start``: seconds of a
-    program's imports and of loading the target. ``exact``: of a certificate, in float32.
+    ``one``: decoding one text. ``many``: ``rows`` at once. ``prefill``: of whole texts; both on all GPUs, each for
+    itself, of which one was measured. ``start``: seconds of a program's imports and of loading the target. ``exact``:
+    of a certificate, in float32.
     """
 
     one: float
@@ -162,7 +163,8 @@ def measure(model: Model, machine: Machine, prompts_of: Callable[[TargetModel, i
     prefill = prefilled(model, target)
     weights = sum(each.nbytes for each in target.model.parameters())
     del target
-    return Rates(one, many, rows, prefill, start, weights, exact_rate(model, prompts))
+    gpus = max(1, machine.gpus)
+    return Rates(one, gpus * many, rows, gpus * prefill, start, weights, exact_rate(model, prompts))
 
 
 def decoded(model: Model, target: TargetModel, prompts: list[list[int]]) -> float:

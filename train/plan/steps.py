@@ -86,6 +86,8 @@ class Planner:
         self.files = configs.own_files(data, self.out)
         self.entry = configs.drafting(self.method, model, machine, self.out)
         self.heldout = max(8, min(200, data.dialogues // 10))
+        self.gpus = max(1, machine.gpus)
+        self.measured = "measured" if self.gpus == 1 else f"by what one of {self.gpus} GPUs was measured at"
 
     def make(self) -> Plan:
         """The whole plan."""
@@ -127,12 +129,12 @@ class Planner:
     def training_rate(self, config: TrainConfig) -> float:
         """Tokens/s of training, by a few steps on random numbers."""
         length = min(self.model.longest, max(2, round(self.data.tokens / self.data.dialogues)))
-        size = MicroBatch(max(1, config.batch_tokens // length), length)
+        size = MicroBatch(max(1, config.batch_tokens // self.gpus // length), length)  # the ranks share a batch
         try:
             meta_task(config, self.model.config)
         except (ValueError, AttributeError, KeyError) as error:
             raise ValueError(f"--method {self.method}: no such head for {self.model.name}: {error}") from error
-        return measured_rate(config, self.model.config, size) * max(1, self.machine.gpus)
+        return measured_rate(config, self.model.config, size) * self.gpus
 
     def share_out(self) -> None:
         """Minutes of the steps; tokens follow from them.
@@ -197,10 +199,16 @@ class Planner:
         """A plain command."""
         return f"python {program} " + shlex.join([str(word) for word in words])
 
-    def configured(self, program: str, file: str, found: Any, *words: object) -> str:
-        """A command with a config of the plan."""
+    def on_all(self, program: str, *words: object) -> str:
+        """A command of which every GPU does its part."""
+        line = self.python(program, *words)
+        launcher = f"torchrun --standalone --nproc-per-node {self.gpus} "
+        return line if self.gpus == 1 else launcher + line.removeprefix("python ")
+
+    def config(self, file: str, found: Any) -> list[str]:
+        """A config of the plan, as a command takes it."""
         self.plan.files[file] = found
-        return self.python(program, "--config", f"{self.out}/configs/{file}", *words)
+        return ["--config", f"{self.out}/configs/{file}"]
 
     def ask(self) -> None:
         assert self.data.asking is not None
@@ -209,8 +217,8 @@ class Planner:
         self.prompts, self.begun = min(self.prompts, self.heldout // 2), min(self.begun, self.heldout // 2)
         seconds = count * self.data.asking
         found = configs.magpie(self.model, self.machine, self.rates.rows, self.data.source, count, seconds / 40)
-        line = self.configured("-m data_prep.magpie", "magpie.yaml", found)
-        how = f"{1 / self.data.asking:,.1f} questions/s measured; {count:,} of them, half as much time again allowed"
+        line = self.on_all("-m data_prep.magpie", *self.config("magpie.yaml", found))
+        how = f"{1 / self.data.asking:,.1f} questions/s {self.measured}; {count:,}, half as much time again allowed"
         memory = self.rates.weights + self.rates.rows * configs.ASKED * self.model.cache_bytes
         self.add("ask", "asked", [line], seconds + self.rates.start, how, memory=memory, disk=500 * count)
         self.plan.notes.append(f"no --data: look at some of {self.data.source} before you trust what it was trained on")
@@ -233,14 +241,14 @@ class Planner:
         # Where there is time for all dialogues, the limit is for a machine that has become slower.
         minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
         found = configs.regenerate(self.model, self.machine, rows, self.out, minutes)
-        line = self.configured("-m data_prep.regenerate", "regenerate.yaml", found)
+        line = self.on_all("-m data_prep.regenerate", *self.config("regenerate.yaml", found))
         held = [f"source={self.out}/split/heldout.jsonl", f"out={self.out}/answers/heldout.jsonl"]
-        heldout = self.python(
+        heldout = self.on_all(
             "-m data_prep.regenerate", "--config", f"{self.out}/configs/regenerate.yaml", *held,
             f"minutes={max(0.1 * minutes, 0.5):.2f}",
         )  # fmt: skip
         answered = self.data.dialogues * shares.tokens / self.data.tokens
-        how = f"{self.rates.many:,.0f} tokens/s measured, {self.rates.rows} at once: about {answered:,.0f} dialogues"
+        how = f"{self.rates.many:,.0f} tokens/s {self.measured}, {rows} at once: about {answered:,.0f} dialogues"
         if answered < ENOUGH and not whole:
             self.plan.notes.append(
                 f"only about {answered:,.0f} dialogues will be answered, and a head learns little from so few "
@@ -258,9 +266,9 @@ class Planner:
     def features(self, taps: list[int], int8: bool, size: float) -> None:
         found = configs.features(self.model, self.machine, self.out, self.files, int8, taps)
         found[0].update(self.limit())
-        line = self.configured("-m data_prep.features", "features.yaml", found)
+        line = self.on_all("-m data_prep.features", *self.config("features.yaml", found))
         seconds = self.rates.start + self.shares.tokens / self.rates.prefill
-        how = f"{self.rates.prefill:,.0f} tokens/s measured, {self.shares.tokens / 1e6:,.2f}M tokens"
+        how = f"{self.rates.prefill:,.0f} tokens/s {self.measured}, {self.shares.tokens / 1e6:,.2f}M tokens"
         self.add("features", "features", [line], seconds, how, disk=size)
 
     def train(self, online: bool) -> None:
@@ -276,7 +284,7 @@ class Planner:
         trained = round(tokens * data.answers / data.tokens)
         workload = Workload(tokens, trained, self.model.longest, max(1, tokens // config.batch_tokens), "the plan")
         assumed = Namespace(
-            ranks=max(1, self.machine.gpus), max_length=self.model.longest, device=None, mfu=0.4, measure=False,
+            ranks=self.gpus, max_length=self.model.longest, device=None, mfu=0.4, measure=False,
             tokens_per_second=self.rate,
         )  # fmt: skip
         Estimates(report, config, self.model.config, None, workload, assumed).make()
@@ -287,12 +295,12 @@ class Planner:
         script = Path(os.path.relpath(ROOT / "train" / f"{self.method}.py"))
         latest = f"{self.out}/{self.method}/state/latest"
         file = f"{self.method}.yaml"
-        line = self.configured(str(script), file, found)
-        if self.machine.gpus > 1:
+        line = self.python(str(script), *self.config(file, found))
+        if self.gpus > 1:
             line = "deepspeed " + line.removeprefix("python ")
         line += f" $([ -e {shlex.quote(latest)} ] && echo --resume || true)"
         passes = 60 * self.shares.training * self.rate / max(tokens, 1)
-        how = f"{self.rate:,.0f} tokens/s measured, {passes:.1f} passes"
+        how = f"{self.rate:,.0f} tokens/s {self.measured}, {passes:.1f} passes"
         seconds = 60 * self.shares.training + self.rates.start
         self.add("train", self.method, [line], seconds, how, memory=sum(report.memory.values()), disk=disk)
 
@@ -305,13 +313,13 @@ class Planner:
         choose = []
         if self.method == "kangaroo":
             found = configs.tune(model, self.machine, out, self.files["train"], entry, self.prompts)
-            line = self.configured("-m eval.tune", "tune.yaml", found)
+            line = self.python("-m eval.tune", *self.config("tune.yaml", found))
             how = "eta, then the most tokens of a draft, on dialogues of the training"
             self.add("tune", "tune", [line], self.tune_seconds, how)
             best = shlex.quote(f"{out}/tune/best.yaml")
             choose = [f"\"drafters=$(echo '- drafter: prompt_lookup'; cat {best})\""]
         found = configs.speed(model, self.machine, out, prompts, self.prompts, rows)
-        line = self.configured("-m eval.speed", "speed.yaml", found)
+        line = self.python("-m eval.speed", *self.config("speed.yaml", found))
         how = f"{self.rates.one:,.0f} tokens/s measured; {len(rows)} methods on {self.prompts} held-out prompts"
         self.add("speed", "speed", [" ".join([line, *choose])], self.report_seconds, how)
         shown = ["--report", f"{out}/speed"]
@@ -331,7 +339,7 @@ class Planner:
         """The certificate: of a chain, which is always drafted."""
         found = configs.lossless(self.model, self.out, prompts, self.entry, self.begun, self.texts)
         out = self.out
-        line = self.configured("-m eval.lossless", "lossless.yaml", found)
+        line = self.python("-m eval.lossless", *self.config("lossless.yaml", found))
         how = f"{self.rates.exact:,.0f} tokens/s in float32 measured; {self.texts} sampled texts, {self.begun} greedy"
         # That too little was tested stands on the card; a drafter that is not lossless ends the script.
         line += f' || grep -q \'"verdict": "not shown\' {shlex.quote(out + "/lossless/lossless.json")}'

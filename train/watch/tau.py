@@ -98,8 +98,7 @@ class HeldoutTau:
                 traces = self._decode(drafters)
         finally:
             drafters = {}  # they hold the target
-            if not (self.config.tau_keep_target or self._given):
-                self._release()
+            self._release(keep=self.config.tau_keep_target or self._given)
         found: dict[str, float] = {}
         for kind, trace in traces.items():
             found |= trace_figures(kind, trace)
@@ -124,9 +123,10 @@ class HeldoutTau:
             self._target = TargetModel.from_pretrained(config.target, config.dtype, self.device, config.revision)
         return self._target
 
-    def _release(self) -> None:
-        self._target = None
-        gc.collect()
+    def _release(self, keep: bool) -> None:
+        if not keep:
+            self._target = None
+        gc.collect()  # drafters and what was captured for them know each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
