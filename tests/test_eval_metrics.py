@@ -13,7 +13,7 @@ from drafters import TargetModel
 from drafters.base import Promised
 from drafters.decoding.trace import Step, Trace
 from eval.entries import STOCK
-from eval.figures.divergence import TOLERANCE, find_divergences
+from eval.figures.divergence import TOLERANCE, Partings, find_divergences
 from eval.figures.metrics import (
     acceptance,
     by_context,
@@ -373,6 +373,40 @@ def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:
     assert OutputPerplexity(target, ids).describe(runs) == {"perplexity": pytest.approx(expected, rel=1e-4)}
 
 
+def test_what_is_alike_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches outputs scored behind another's tokens, one that is the beginning of another, and a prompt that goes
+    through the target once for every method: of a long suite the report took longer than some of its methods."""
+    target = TargetModel(build("llama"))
+    outputs = [[12, 13, 14, 15], [12, 13, 9], [12, 13], [3], [12, 13, 14, 15, 16]]
+    runs = [placed(Outcome(tokens, 0, 1), 0, 1) for tokens in outputs]
+    alone = [OutputPerplexity(target, [[5, 6, 7]]).describe([run])["perplexity"] for run in runs]
+    rows: list[int] = []
+    real = target.run
+    monkeypatch.setattr(target, "run", lambda ids, *more: rows.append(ids.shape[1]) or real(ids, *more))  # type: ignore[func-returns-value]
+    together = OutputPerplexity(target, [[5, 6, 7]], runs)
+    assert [together.describe([run])["perplexity"] for run in runs] == pytest.approx(alone, rel=1e-5)
+    # The prompt but for its last token; 3; 12, 13; 9; 14, 15; 16: each with the token before it.
+    assert rows == [2, 1, 2, 1, 2, 1]
+
+
+def test_partings_of_a_prompt_take_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches one method's logits taken for another's, and a forward for every method that parts."""
+    target = TargetModel(build("llama"))
+    ids, plain = [5, 6, 7], [12, 13, 14, 15]
+    others = [[12, 9], [12, 13, 14, 3], [8], [12, 13, 14, 4]]
+    forwards: list[int] = []
+    real = target.features
+    monkeypatch.setattr(target, "features", lambda given: forwards.append(given.shape[1]) or real(given))  # type: ignore[func-returns-value]
+    partings = Partings(target, [ids], [plain], ((0, tokens) for tokens in others))
+    for tokens in others:
+        position = next(n for n, token in enumerate(tokens) if token != plain[n])
+        logits = target.lm_head(real(torch.tensor([ids + plain[:position]])).features[0, -1]).float()
+        worse = min(logits[tokens[position]].item(), logits[plain[position]].item())
+        found = partings.at(0, position, tokens[position])
+        assert (found.best, found.worse) == pytest.approx((logits.max().item(), worse), rel=1e-5)
+    assert forwards == [6]
+
+
 def test_perplexity_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches hours of measurements lost to the last forwards, or to a NaN that JSON does not hold."""
     target = TargetModel(build("llama"))
@@ -383,7 +417,7 @@ def test_perplexity_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, "features", fail)
+        patch.setattr(target, "run", fail)
         assert score.describe(runs) == {
             "perplexity": None,
             "perplexity_unavailable": "OutOfMemoryError: out of memory",

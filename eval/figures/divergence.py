@@ -4,8 +4,9 @@ In bf16 and fp16 a block of tokens and a single one give logits that differ in t
 leave plain decoding's path where the target itself hardly prefers one token. It is accepted there and nowhere else.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,15 +45,76 @@ def exact_share(rounds: list[list[Run]], baseline: list[Run]) -> float:
     return sum(equal) / len(equal)
 
 
+class Logits(NamedTuple):
+    """Of the target where an output leaves plain decoding's: the two best, the worse of the two tokens taken, and the
+    scale, which is the largest absolute one."""
+
+    best: float
+    second: float
+    worse: float
+    scale: float
+
+
+class Partings:
+    """What the target thinks where outputs leave plain decoding's: one forward for all of a prompt's.
+
+    Args:
+        prompt_ids: of every prompt. plain: plain decoding's tokens after each.
+        outputs: all that will be asked about, as far as they are known: a prompt's number, and tokens.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        prompt_ids: list[list[int]],
+        plain: list[list[int]],
+        outputs: Iterable[tuple[int, list[int]]] = (),
+    ) -> None:
+        self._target, self._prompts, self._plain = target, prompt_ids, plain
+        self._waiting: dict[int, set[tuple[int, int]]] = {}
+        self._known: dict[tuple[int, int, int], Logits] = {}
+        for prompt, tokens in outputs:
+            position = _parted(tokens, plain[prompt])
+            if position < min(len(tokens), len(plain[prompt])):
+                self._waiting.setdefault(prompt, set()).add((position, tokens[position]))
+
+    def at(self, prompt: int, position: int, token: int) -> Logits:
+        """Where an output of ``prompt`` took ``token`` in the place of plain decoding's."""
+        if (prompt, position, token) not in self._known:
+            self._look(prompt, self._waiting.pop(prompt, set()) | {(position, token)})
+        return self._known[prompt, position, token]
+
+    @torch.inference_mode()
+    def _look(self, prompt: int, places: set[tuple[int, int]]) -> None:
+        ids, plain = self._prompts[prompt], self._plain[prompt]
+        context = torch.tensor([ids + plain[: max(position for position, _ in places)]], device=self._target.device)
+        features = self._target.features(context).features[0, len(ids) - 1 :]
+        for position, token in places:
+            logits = self._target.lm_head(features[position]).float()
+            best, second = logits.topk(2).values.tolist()
+            worse = min(logits[token].item(), logits[plain[position]].item())
+            self._known[prompt, position, token] = Logits(best, second, worse, logits.abs().max().item())
+
+
 def find_divergences(
-    target: TargetModel, prompt_ids: list[list[int]], names: list[str], rounds: list[list[Run]], baseline: list[Run]
+    target: TargetModel,
+    prompt_ids: list[list[int]],
+    names: list[str],
+    rounds: list[list[Run]],
+    baseline: list[Run],
+    partings: Partings | None = None,
 ) -> list[Divergence]:
-    """One for each prompt whose output differs from plain decoding's in some round; runs the target on those only."""
+    """One for each prompt whose output differs from plain decoding's in some round; runs the target on those only.
+
+    ``partings``: of the same prompts and plain outputs, where other methods are asked about, too.
+    """
+    plain = [run.tokens for run in baseline]
+    partings = partings or Partings(target, prompt_ids, plain)
     found = []
-    for ids, name, runs, plain in zip(prompt_ids, names, rounds, baseline, strict=True):
-        other = next((run.tokens for run in runs if run.tokens != plain.tokens), None)
+    for number, (name, runs) in enumerate(zip(names, rounds, strict=True)):
+        other = next((run.tokens for run in runs if run.tokens != plain[number]), None)
         if other is not None:
-            found.append(_divergence(target, ids, name, other, plain.tokens))
+            found.append(_divergence(target, partings, number, name, other, plain[number]))
     return found
 
 
@@ -74,15 +136,19 @@ def unavailable(rounds: list[list[Run]], baseline: list[Run], error: Exception) 
     return {"count": count, "rate": count / len(rounds), **unknown, "unavailable": f"{type(error).__name__}: {error}"}
 
 
-@torch.inference_mode()
-def _divergence(target: TargetModel, ids: list[int], name: str, tokens: list[int], plain: list[int]) -> Divergence:
-    common = zip(tokens, plain, strict=False)
-    position = next((i for i, (a, b) in enumerate(common) if a != b), min(len(tokens), len(plain)))
+def _divergence(
+    target: TargetModel, partings: Partings, number: int, name: str, tokens: list[int], plain: list[int]
+) -> Divergence:
+    position = _parted(tokens, plain)
     if position >= min(len(tokens), len(plain)):
         return Divergence(name, position, None, None, 0.0, False)
-    context = torch.tensor([ids + plain[:position]], device=target.device)
-    logits = target.lm_head(target.features(context).features[0, -1]).float()
-    best, second = logits.topk(2).values.tolist()
-    gap = best - min(logits[tokens[position]].item(), logits[plain[position]].item())
-    tolerance = TOLERANCE[target.dtype] * logits.abs().max().item()
-    return Divergence(name, position, best - second, gap, tolerance, gap < tolerance)
+    logits = partings.at(number, position, tokens[position])
+    gap = logits.best - logits.worse
+    tolerance = TOLERANCE[target.dtype] * logits.scale
+    return Divergence(name, position, logits.best - logits.second, gap, tolerance, gap < tolerance)
+
+
+def _parted(tokens: list[int], plain: list[int]) -> int:
+    """The first position where they differ; the length of the shorter one where they do not."""
+    common = zip(tokens, plain, strict=False)
+    return next((i for i, (a, b) in enumerate(common) if a != b), min(len(tokens), len(plain)))

@@ -1,8 +1,8 @@
 """How likely the target finds an output: what a lossy method gives up, or gains, shows there."""
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -11,17 +11,23 @@ from drafters import TargetModel
 from eval.measure.runner import Run
 
 ROWS = 256  # logits of this many tokens at once, in float32
+Tokens = tuple[int, ...]
 
 
 class OutputPerplexity:
-    """Perplexity of outputs under the target; an output that several methods made is scored once.
+    """Perplexity of outputs under the target; what several methods said alike is scored once.
 
     Args:
         prompt_ids: token ids of every prompt, by its index.
+        runs: all whose outputs will be asked for, as far as they are known: those of one prompt are scored together.
     """
 
-    def __init__(self, target: TargetModel, prompt_ids: list[list[int]]) -> None:
-        self._score = functools.cache(lambda prompt, new: negative_log_likelihood(target, prompt_ids[prompt], [*new]))
+    def __init__(self, target: TargetModel, prompt_ids: list[list[int]], runs: Iterable[Run] = ()) -> None:
+        self._target, self._prompts = target, prompt_ids
+        self._waiting: dict[int, set[Tokens]] = {}
+        self._known: dict[tuple[int, Tokens], float] = {}
+        for run in runs:
+            self._waiting.setdefault(run.prompt, set()).add(tuple(run.tokens))
 
     def describe(self, runs: Sequence[Run]) -> dict[str, Any]:
         """``perplexity`` for the report's row: exp of the mean negative log-likelihood of all new tokens of ``runs``.
@@ -39,13 +45,40 @@ class OutputPerplexity:
             return {"perplexity": None, "perplexity_unavailable": f"{type(error).__name__}: {error}"}
         return {"perplexity": perplexity}
 
+    def _score(self, prompt: int, tokens: Tokens) -> float:
+        if (prompt, tokens) not in self._known:
+            outputs = self._waiting.get(prompt, set()) | {tokens}
+            found = negative_log_likelihoods(self._target, self._prompts[prompt], outputs)
+            self._known.update({(prompt, output): value for output, value in found.items()})
+            self._waiting.pop(prompt, None)
+        return self._known[prompt, tokens]
+
 
 @torch.inference_mode()
-def negative_log_likelihood(target: TargetModel, prompt: list[int], tokens: list[int]) -> float:
-    """Of ``tokens`` after ``prompt``, in nats, summed over the tokens; float32 from the logits on."""
-    features = target.features(torch.tensor([prompt + tokens[:-1]], device=target.device)).features[0, -len(tokens) :]
-    wanted = torch.tensor(tokens, device=target.device)[:, None]
-    total = 0.0
-    for rows, ids in zip(features.split(ROWS), wanted.split(ROWS), strict=True):
-        total -= target.lm_head(rows).float().log_softmax(-1).gather(-1, ids).double().sum().item()
-    return total
+def negative_log_likelihoods(target: TargetModel, prompt: list[int], outputs: set[Tokens]) -> dict[Tokens, float]:
+    """Of each of ``outputs`` after ``prompt``, in nats, summed over its tokens; float32 from the logits on.
+
+    The prompt goes through the target once, and so does what outputs begin with alike: in their order, each shares more
+    with the one before than with any earlier one.
+    """
+    *body, root = prompt
+    cache = target.new_cache(1, len(prompt) + max(map(len, outputs)))
+    if body:
+        target.run(torch.tensor([body], device=target.device), cache)
+        cache.commit_first([len(body)])
+    found: dict[Tokens, float] = {}
+    before: Tokens = ()
+    values: list[float] = []  # of the tokens of the output before
+    for tokens in sorted(outputs):
+        same = len(commonprefix([before, tokens]))
+        cache.crop([len(body) + same])
+        given = torch.tensor([[root, *tokens][same : len(tokens)]], device=target.device)
+        features = target.run(given, cache).features[0]
+        cache.commit_first([given.shape[1]])
+        values = values[:same]
+        for rows, ids in zip(features.split(ROWS), torch.tensor(tokens[same:]).split(ROWS), strict=True):
+            chosen = target.lm_head(rows).float().log_softmax(-1).gather(-1, ids.to(rows.device)[:, None])
+            values += (-chosen[:, 0].double()).tolist()
+        found[tokens], before = sum(values), tokens
+    cache.release()
+    return found

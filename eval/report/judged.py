@@ -13,7 +13,7 @@ from eval.figures.metrics import typical_run
 from eval.figures.perplexity import OutputPerplexity
 from eval.measure.runner import Run
 from eval.prompts import Prompt
-from eval.report.rows import outputs_by_prompt, outputs_of, rounds_by_key
+from eval.report.rows import Key, outputs_by_prompt, outputs_of, rounds_by_key
 
 
 def judge(
@@ -30,34 +30,46 @@ def judge(
         described: the methods that have rows. Those that failed have no figures.
         accuracy: of outputs, nothing where no suite judges them.
     """
-    by_key = rounds_by_key(runs, len(prompts))
-    perplexity = OutputPerplexity(target, [prompt.ids for prompt in prompts])
+    by_key = {
+        key: rounds for key, rounds in rounds_by_key(runs, len(prompts)).items() if _judged(key, rounds, described)
+    }
+    typical = {key: outputs_of([typical_run(of_prompt) for of_prompt in rounds]) for key, rounds in by_key.items()}
+    ids = [prompt.ids for prompt in prompts]
+    perplexity = OutputPerplexity(target, ids, chain(*typical.values()))
     smallest = min(run.batch for run in runs)
+    greedy = [outputs_of([*chain(*rounds)]) for (temperature, *_), rounds in by_key.items() if temperature == 0]
+    partings: divergence.Partings | None = None
     found = []
     for (temperature, batch, label), rounds in by_key.items():
-        if label not in described or any(run.failure is not None for run in chain(*rounds)):
-            continue
-        outputs = outputs_of([typical_run(of_prompt) for of_prompt in rounds])
+        outputs = typical[temperature, batch, label]
         figures = perplexity.describe(outputs)
         if marks := accuracy(outputs):
             figures["accuracy"] = marks
         if temperature == 0:
-            plain = by_key[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
-            figures |= _exactness(rounds, plain, prompts, target)
+            plain = typical[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
+            if partings is None:
+                said = ((run.prompt, run.tokens) for run in chain(*greedy))
+                partings = divergence.Partings(target, ids, [run.tokens for run in plain], said)
+            figures |= _exactness(rounds, plain, prompts, target, partings)
         else:
             figures["exact_match"] = None
         found.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
     return found
 
 
+def _judged(key: Key, rounds: list[list[Run]], described: dict[str, dict[str, Any]]) -> bool:
+    """Those that failed, and those without a row, are not."""
+    return key[2] in described and all(run.failure is None for run in chain(*rounds))
+
+
 def _exactness(
-    rounds: list[list[Run]], baseline: list[list[Run]], prompts: list[Prompt], target: TargetModel
+    rounds: list[list[Run]], plain: list[Run], prompts: list[Prompt], target: TargetModel, partings: divergence.Partings
 ) -> dict[str, Any]:
     rounds = outputs_by_prompt(rounds)
-    plain = outputs_of([typical_run(of_prompt) for of_prompt in baseline])
     row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
+    ids, names = [prompt.ids for prompt in prompts], [prompt.id for prompt in prompts]
     try:
-        found = divergence.find_divergences(target, [p.ids for p in prompts], [p.id for p in prompts], rounds, plain)
+        found = divergence.find_divergences(target, ids, names, rounds, plain, partings)
     except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
         return row | {"divergences": divergence.unavailable(rounds, plain, error)}
     return row | {"divergences": divergence.summary(found, len(prompts))}
