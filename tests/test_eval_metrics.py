@@ -13,7 +13,7 @@ from drafters import TargetModel
 from drafters.base import Promised
 from drafters.decoding.trace import Step, Trace
 from eval.entries import STOCK
-from eval.figures.divergence import TOLERANCE, Partings, find_divergences
+from eval.figures.divergence import TOLERANCE, Partings, find_divergences, tail
 from eval.figures.metrics import (
     acceptance,
     by_context,
@@ -358,6 +358,22 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
         target = TargetModel(target.model)
         logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
         assert diverge(twin)[0] is explained
+
+
+def test_a_tail_of_rounding_is_told_from_a_fault() -> None:
+    """Catches an alarm over one token of a hundred thousand, and a fault that passes for a tail: one that is frequent,
+    is far beyond, ends early, or is in float32."""
+
+    def summary(*gaps: float | None, tolerance: float = 0.3) -> dict[str, Any]:
+        return {"each": [{"gap": gap, "tolerance": tolerance, "accepted": gap == 0.1} for gap in gaps]}
+
+    assert tail(summary(0.1, 0.36, 0.42), 560) == pytest.approx(1.4)
+    assert tail(summary(0.1, 0.1), 560) is None
+    assert tail(summary(0.36, 0.42), 100) is None
+    assert tail(summary(0.36, 0.7), 560) is None
+    assert tail(summary(0.36, None), 560) is None
+    assert tail(summary(0.01, tolerance=0.0), 560) is None
+    assert tail({"each": None}, 560) is None
 
 
 def test_perplexity_is_that_of_the_new_tokens_under_the_target() -> None:

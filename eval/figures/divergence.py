@@ -17,6 +17,8 @@ from eval.measure.runner import Run
 # absolute logit at that position). bf16 has 8 bits of mantissa, so one rounding is up to 1/256 of the scale, and
 # the layers together are allowed four times that; fp16 has 3 bits more. float32 has to be exact.
 TOLERANCE = {torch.bfloat16: 4 / 256, torch.float16: 4 / 2048, torch.float32: 0.0}
+# Of many thousand tokens some have more rounding than that: of no more than this share of the outputs, nor by so much.
+RARE, FAR = 0.01, 2.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,18 @@ def summary(divergences: list[Divergence], prompts: int) -> dict[str, Any]:
         "largest_margin": max((d.margin for d in divergences if d.margin is not None), default=None),
         "each": [asdict(divergence) for divergence in divergences],
     }
+
+
+def tail(found: dict[str, Any], prompts: int) -> float | None:
+    """By how many times the worst of a ``summary``'s unexplained divergences exceeds what rounding explains, if they are
+    few and none does by far: the tolerance is four roundings, and of very many tokens some have more. Else None.
+    """
+    beyond = [each for each in found["each"] or () if not each["accepted"]]
+    # One output that just ends has no gap, and float32 no tolerance: nothing is beyond either by a little.
+    if not beyond or len(beyond) > RARE * prompts or not all(each["gap"] and each["tolerance"] for each in beyond):
+        return None
+    most: float = max(each["gap"] / each["tolerance"] for each in beyond)
+    return most if most <= FAR else None
 
 
 def unavailable(rounds: list[list[Run]], baseline: list[Run], error: Exception) -> dict[str, Any]:

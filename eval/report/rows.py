@@ -174,6 +174,8 @@ def warnings(report: dict[str, Any]) -> list[str]:
         found = row.get("divergences", {"count": 0})
         if not row["lossless"] or not found["count"] or row.get("engine"):  # another engine rounds otherwise
             continue
+        if divergence.tail(found, row["prompts"]) is not None:
+            continue
         count, fault = found["unexplained"], "more than rounding explains: a fault in the method or in the loop"
         if count is None:
             count, fault = found["count"], f"what rounding may or may not explain, unchecked ({found['unavailable']})"
@@ -274,6 +276,11 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
             f"decoding's path, {found['count'] - found['unexplained']} of them where rounding in {dtype} "
             f"explains it (largest top-2 margin there: {number(found['largest_margin'], 3)} logits)"
         )
+        if (most := divergence.tail(found, row["prompts"])) is not None:
+            lines[-1] += (
+                f"; the other {found['unexplained']} are beyond what is taken for rounding by {most:.2f} times at most, "
+                "as a few of so many may be: target.dtype=float32 shows whether they are, for there all must be equal"
+            )
     if (chosen := row.get("expected")) is not None:
         lines.append(
             f"{row['drafter']}, {setting_of(row)}: chose its drafts by itself, in the end {chosen['choice']}; "
