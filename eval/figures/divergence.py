@@ -132,8 +132,8 @@ def summary(divergences: list[Divergence], prompts: int) -> dict[str, Any]:
 
 
 def tail(found: dict[str, Any], prompts: int) -> float | None:
-    """By how many times the worst of a ``summary``'s unexplained divergences exceeds what rounding explains, if they are
-    few and none does by far: the tolerance is four roundings, and of very many tokens some have more. Else None.
+    """By how many times the worst of a ``summary``'s unexplained divergences exceeds what rounding explains, if they
+    are few and none does by far: the tolerance is four roundings, and of very many tokens some have more. Else None.
     """
     beyond = [each for each in found["each"] or () if not each["accepted"]]
     # One output that just ends has no gap, and float32 no tolerance: nothing is beyond either by a little.

@@ -278,8 +278,8 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
         )
         if (most := divergence.tail(found, row["prompts"])) is not None:
             lines[-1] += (
-                f"; the other {found['unexplained']} are beyond what is taken for rounding by {most:.2f} times at most, "
-                "as a few of so many may be: target.dtype=float32 shows whether they are, for there all must be equal"
+                f"; the other {found['unexplained']} are beyond what is taken for rounding, by {most:.2f} times at most"
+                ", as a few of so many may be: target.dtype=float32 shows whether they are, for there all must be equal"
             )
     if (chosen := row.get("expected")) is not None:
         lines.append(
