@@ -17,8 +17,8 @@ from train.run.state import PROGRESS, checksums
 from train.runtime import ALONE
 from train.watch import energy as watched
 
-JOULES_A_STEP = 10
-RANGE = 25  # joules, after which the counter wraps around: within three steps
+JOULES_A_STEP = 20
+RANGE = 25  # joules, after which the counter wraps around: within two steps
 
 
 @pytest.fixture
