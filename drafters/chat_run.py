@@ -209,7 +209,9 @@ class Chat:
             for drafter in filter(None, (self.drafter, self.plain)):
                 options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
                 # With room for a whole answer: what is captured of its cache is there for the first question.
-                generate(self.target, drafter, [ids], max_new_tokens=self.max_new_tokens, control=Few(), **options)
+                room = min(self.max_new_tokens, drafter.max_context - len(ids))
+                if room > 0:
+                    generate(self.target, drafter, [ids], max_new_tokens=room, control=Few(), **options)
 
     def talk(self) -> None:
         """Line after line until the input ends or /quit."""

@@ -23,7 +23,7 @@ OWN = Path(__file__).resolve().parents[1] / "checkpoints"
 ABLATIONS = "ablations"  # reports of one method's settings, which docs/ablations.md tells about
 HEAD = ["method", "trained with", "training", "energy", "tau", "speedup", "lossless", "tokens/s"]
 UNKNOWN = "not recorded"
-UNCOUNTED = "no counter"  # of energy, on the machine that trained
+UNCOUNTED = "not counted"  # energy: no counter on the machine that trained, or not all the time
 Found = dict[str, Any]
 ABOUT = f"""\
 Made by `{COMMAND}` from the reports and training summaries in the repository; a test holds the page to that.

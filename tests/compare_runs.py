@@ -8,9 +8,11 @@ and as many in which prompt lookup takes 5% longer for every step, each compared
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -62,12 +64,23 @@ def measured(config: Path, out: Path, slower: bool) -> Path:
     return out
 
 
-def compared(a: Path, b: Path, out: Path) -> dict[str, str]:
-    """The figures that differ significantly, with their ratios."""
+Pair = tuple[dict[str, str], dict[str, float]]
+
+
+def compared(a: Path, b: Path, out: Path) -> Pair:
+    """The figures that differ significantly, with their ratios; and the ratios of all."""
     line = [sys.executable, "-m", "eval.compare", str(a), str(b), "--out", str(out)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
     rows = json.loads((out / "compare.json").read_text())["rows"]
-    return {f"{row['drafter']}, {row['figure']}": f"{row['ratio']:.3f}" for row in rows if row["significant"]}
+    ratios = {f"{row['drafter']}, {row['figure']}": round(row["ratio"], 4) for row in rows}
+    return {name: f"{ratios[name]:.3f}" for name, row in zip(ratios, rows, strict=True) if row["significant"]}, ratios
+
+
+def spread(ratios: list[dict[str, float]]) -> dict[str, float]:
+    """Of each figure's ratios from run to run the standard deviation of the logarithm, by the median of how far it is
+    off 0: in some pairs the machine changed its speed on the way."""
+    names = ratios[0] if ratios else {}
+    return {name: round(1.4826 * median(abs(math.log(each[name])) for each in ratios), 4) for name in names}
 
 
 def main() -> None:
@@ -79,8 +92,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     config = given.out / "config.json"
     config.write_text(json.dumps(CONFIG))
-    same: list[dict[str, str]] = []
-    slowed: list[dict[str, str]] = []
+    same: list[Pair] = []
+    slowed: list[Pair] = []
     for number in range(given.runs):
         here = measured(config, given.out / f"same-{number}", slower=False)
         if number:
@@ -88,19 +101,22 @@ def main() -> None:
         if number % 2:
             other = measured(config, given.out / f"slower-{number}", slower=True)
             slowed.append(compared(here, other, given.out / f"slower-pair-{number}"))
-        found = [pair for pair in slowed if any(name.startswith("prompt_lookup, ") for name in pair)]
+        found = [pair for pair, _ in slowed if any(name.startswith("prompt_lookup, ") for name in pair)]
         result = {
             "pairs": len(same),
-            "pairs without a difference": sum(not pair for pair in same),
+            "pairs without a difference": sum(not pair for pair, _ in same),
             "slowed": len(slowed),
             "slowed and found": len(found),
-            "differences": same,
-            "differences where slowed": slowed,
+            "differences": [pair for pair, _ in same],
+            "differences where slowed": [pair for pair, _ in slowed],
+            "ratios": [ratios for _, ratios in same],
+            "spread": spread([ratios for _, ratios in same]),
+            "ratios where slowed": [ratios for _, ratios in slowed],
             "config": CONFIG,
             "environment": machine(torch.device("cpu")),
         }
         replace_json(given.out / "compare-runs.json", result)
-        print(f"{number}: {same[-1:]} {slowed[-1:]}", flush=True)
+        print(f"{number}: {[pair for pair, _ in same[-1:]]} {[pair for pair, _ in slowed[-1:]]}", flush=True)
 
 
 if __name__ == "__main__":

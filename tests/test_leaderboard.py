@@ -72,7 +72,7 @@ def test_what_a_method_was_trained_with(tmp_path: Path) -> None:
     by_name = {row["name"]: row["cells"] for row in table["rows"]}
     assert list(by_name) == ["M (lossy)", "H", "E", "S|x", "autoregressive", "K"] and table["target"] == "A target"
     assert by_name["E"][:3] == ["4.0M positions of train.jsonl", "42 min (12 + 30)", "3 kWh"] == by_name["H"][:3]
-    assert by_name["K"][:3] == ["y/z.jsonl", "9 min, after k0 (not recorded)", "no counter"]
+    assert by_name["K"][:3] == ["y/z.jsonl", "9 min, after k0 (not recorded)", "not counted"]
     assert by_name["S|x"][:3] == ["the draft model draft", "not recorded", "not recorded"]
     assert by_name["M (lossy)"][5] == "lossy" and by_name["autoregressive"][:3] == ["-", "-", "-"]
     text = (tmp_path / "docs" / PAGE).read_text()

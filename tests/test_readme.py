@@ -80,8 +80,10 @@ def test_the_front_page_says_how_long_its_prompts_are_and_who_is_fastest() -> No
     labels = {
         "**hybrid** of both": "hybrid: lookup and EAGLE",
         "**EAGLE, auto**": "EAGLE, auto",
+        "suffix decoding": "suffix decoding",
         "prompt lookup": "prompt_lookup",
     }
+    assert {*labels.values()} == rows.keys() - {"autoregressive"}
     figures = {
         title: [rows[label]["speedup"], *(rows[label]["categories"][name]["speedup"] for name in names)]
         for title, label in labels.items()

@@ -35,6 +35,7 @@ def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (package / name).write_text(f"{value}\n")
     metered = functools.partial(energy.EnergyMeter, powercap=package.parent)
     monkeypatch.setattr(watched, "EnergyMeter", metered)
+    monkeypatch.setattr(watched, "EVERY", 0.0)
     return package / "energy_uj"
 
 
@@ -88,6 +89,7 @@ def test_a_state_of_before_energy_was_counted(
     run = tiny_run.train_here("eagle", {**settings, "steps": 8}, resume=True)
     summary = json.loads((run.config.out / "summary.json").read_text())
     assert run.progress.joules is None and summary["joules"] is None and summary["steps"] == 8
+    assert summary["energy"] == {"available": False, "how": "not all of the run was counted"}
 
 
 def test_without_a_counter(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

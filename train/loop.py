@@ -235,6 +235,7 @@ class TrainRun:
         progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
         progress.epoch, progress.batch = data.following.epoch, data.following.batch
         progress.seconds = time.monotonic() - self._clock
+        self.energy.tick()
         self._report(bar, losses, norm, rate, tokens / (time.monotonic() - began))
 
     def _loss(self, batch: Batch, rows: Tensor, epoch: int) -> dict[str, Tensor]:
@@ -285,7 +286,6 @@ class TrainRun:
         step = self.progress.step
         if step % self.config.log_every and step != self.last_step:
             return
-        self.energy.lap()
         text = f"loss {losses['loss']:.3f}, {speed:,.0f} tokens/s, {self._time_left()} left"
         bar.set_postfix_str(text, refresh=False)
         if self.metrics:
@@ -342,6 +342,7 @@ class TrainRun:
         if not self.config.tau_every:
             return
         began = time.monotonic()
+        self.energy.lap()
         weights = self._weights()
         if self.tau is not None and self.metrics is not None:
             try:
@@ -395,6 +396,7 @@ class TrainRun:
 
     def _export(self) -> None:
         """Write the drafter as it is now into the top of the run folder."""
+        self.progress.joules = self.energy.total()
         weights = self._weights()
         if not self.ranks.is_first:
             return

@@ -51,6 +51,9 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         ended = before.get("ended")
     newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
     spent = [row for row in rows if "seconds" in row]
+    joules, energy = spent[-1].get("joules") if spent else None, info.get("energy")
+    if joules is None and energy is not None and energy["available"]:
+        energy = {"available": False, "how": "not all of the run was counted"}
     return {
         "run": str(run),
         "ended": ended,
@@ -58,7 +61,8 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
         "steps": int(last.get("step", 0)),
         "tokens": int(last.get("tokens", 0)),
         "minutes": round(spent[-1]["seconds"] / 60, 2) if spent else None,
-        "joules": spent[-1].get("joules") if spent else None,
+        "joules": joules,
+        "energy": energy,
         "last_good_state": str(newest) if newest else None,
         "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
         "heldout_answers": describe_answers(info.get("heldout") or {}, _first(OWN_SHARE, rows)),
@@ -68,7 +72,7 @@ def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
             "peak_memory_gb": max((row["peak_memory_gb"] for row in steps if "peak_memory_gb" in row), default=None),
             "tau_seconds": sum(row.get("tau_seconds", 0.0) for row in rows),
         },
-        **{key: info.get(key) for key in ("ranks", "hardware", "energy", "versions", "commit", "arguments", "config")},
+        **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
     }
 
 

@@ -51,6 +51,7 @@ class Captured:
         inputs: buffers of what the part takes.
         outputs: hidden states and taps of the last run, overwritten by the next.
         replay: runs it again; None before it was captured.
+        refused: there was no room to capture it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Captured:
         # All that the graph knows by address only is kept here. Not the cache: its memory is lent anew once it is gone.
         self.part, self.rows, self.storage, self.table, self.taps = part, rows, storage, table, taps
         self.replay: Callable[[], None] | None = None
+        self.refused = False
         self.outputs: tuple[Tensor, Taps]
 
     def fill(self, inputs: Sequence[Tensor], rows: Placed) -> None:
@@ -87,12 +89,16 @@ class Captured:
 class GraphRunner(FusedRunner):
     """The engine "graphs": the fused layers, captured, and the caches that captured forwards are bound to.
 
-    ``broken``: why nothing is captured any more, None while all is well.
+    Args:
+        trial: of the same model, which is done.
+
+    Attributes:
+        broken: why nothing is captured any more, None while all is well.
     """
 
     engine: Engine = "graphs"
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, trial: "GraphRunner | None" = None) -> None:
         super().__init__(model)
         runner = ref(self)  # which keeps the pool, and so must not be kept by it
 
@@ -103,7 +109,8 @@ class GraphRunner(FusedRunner):
         self.new_cache = partial(CachePool(MOST_ROWS, forget).take, model.config)
         self._parts: WeakSet[Part] = WeakSet()  # of which something was captured
         self._pool: Any = None
-        self._streams: tuple[Any, Any] | None = None  # for warming up, and for capturing
+        # For warming up, and for capturing. torch has 32, and deals them out in turn: those of a trial are taken over.
+        self._streams: tuple[Any, Any] | None = None if trial is None else trial._streams
         self.broken: str | None = None
 
     def _run(
@@ -128,22 +135,27 @@ class GraphRunner(FusedRunner):
             self._parts.add(part)
         # Fill, capture on the first time, replay. What it gives is overwritten by the next replay: hence the copies.
         captured.fill(inputs, rows)
-        if captured.replay is None:
+        if captured.replay is None and not captured.refused:
             captured.replay = self._capture(captured.forward, rows.device)
+        if captured.replay is None:
+            captured.refused = True
+            return super()._run(part, inputs, cache, rows, taps)
         captured.replay()
         hidden, collected = captured.outputs
         own = {index: tap[:, : rows.count].clone() for index, tap in collected.items()}
         return hidden[:, : rows.count].clone(), own
 
-    def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """Capture ``forward``; returns what replays it. If that fails, no forward is captured from now on; where memory
-        alone is short, this one is not.
+    def _capture(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
+        """Capture ``forward``; returns what replays it. If that fails, None, and no forward is captured from now on;
+        where memory alone is short, this one is not.
         """
         if device.type != "cuda":
             return forward
         for again in (False, True):
             try:
-                with torch.cuda.device(device), attention_kernels(device):  # streams and graphs are the current one's
+                # Streams and graphs are the current device's; a capture that fails at its end leaves its stream behind.
+                now = torch.cuda.current_stream(device)
+                with torch.cuda.device(device), torch.cuda.stream(now), attention_kernels(device):
                     return self._graph_of(forward, device)
             except torch.OutOfMemoryError as error:
                 if again:
@@ -152,10 +164,11 @@ class GraphRunner(FusedRunner):
             except RuntimeError as error:
                 self.broken = f"no CUDA graph could be captured: {str(error).splitlines()[0]}"
                 logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
-                return forward
+                return None
+            self._leave_pool()
             gc.collect()
             torch.cuda.empty_cache()
-        return forward
+        return None
 
     def _graph_of(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
         # Streams of this runner's own: cuBLAS keeps a workspace for each, which a graph knows by its address. Another
@@ -184,3 +197,9 @@ class GraphRunner(FusedRunner):
         for part in self._parts:
             for key in [key for key in part.captured if any(key[0] is storage for storage in storages)]:
                 del part.captured[key]
+        self._leave_pool()
+
+    def _leave_pool(self) -> None:
+        """A pool whose graphs are all gone takes no others."""
+        if not any(one.replay is not None for part in self._parts for one in part.captured.values()):
+            self._pool = None

@@ -296,12 +296,14 @@ class CachePool:
         with torch.inference_mode(False):
             try:
                 return Storage(*KVCache.for_config(*shape)._parts[0])
-            except ValueError:
+            except (ValueError, torch.OutOfMemoryError):
+                gc.collect()  # of caches that nobody knows any more, the memory is free with the others'
                 if not any(self._free.values()):
                     raise
             for free in self._free.values():
-                self._forget(free)
-                free.clear()
+                given, free[:] = free[:], []
+                self._forget(given)
+            del given
             gc.collect()  # graphs know their parts, and these their graphs
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

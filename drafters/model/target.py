@@ -296,9 +296,10 @@ class TargetModel:
         elif self._devices is not None:
             reason = "it spans several devices"
         else:
-            reason = graphs_agree(self, GraphRunner(self.model), bounds)
+            trial = GraphRunner(self.model)
+            reason = graphs_agree(self, trial, bounds)
             if reason is None:
-                return GraphRunner(self.model)  # another: the trial's caches are no use to anybody
+                return GraphRunner(self.model, trial)  # another: the trial's caches are no use to anybody
             if asked:
                 raise ValueError(f"engine 'graphs' cannot run {self.name}: {reason}; use engine 'fused', or none")
         if asked or self.engine != "eager":

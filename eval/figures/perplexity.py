@@ -15,7 +15,8 @@ Tokens = tuple[int, ...]
 
 
 class OutputPerplexity:
-    """Perplexity of outputs under the target; what several methods said alike is scored once.
+    """Perplexity of outputs under the target; what several methods said alike is scored once (so that in bf16 its last
+    digits depend on what else was said).
 
     Args:
         prompt_ids: token ids of every prompt, by its index.
@@ -47,10 +48,14 @@ class OutputPerplexity:
 
     def _score(self, prompt: int, tokens: Tokens) -> float:
         if (prompt, tokens) not in self._known:
-            outputs = self._waiting.get(prompt, set()) | {tokens}
-            found = negative_log_likelihoods(self._target, self._prompts[prompt], outputs)
+            outputs = self._waiting.pop(prompt, set()) | {tokens}
+            try:
+                found = negative_log_likelihoods(self._target, self._prompts[prompt], outputs)
+            except (RuntimeError, ValueError):  # of one of them, perhaps: no reason to lose the others
+                if len(outputs) == 1:
+                    raise
+                found = negative_log_likelihoods(self._target, self._prompts[prompt], {tokens})
             self._known.update({(prompt, output): value for output, value in found.items()})
-            self._waiting.pop(prompt, None)
         return self._known[prompt, tokens]
 
 

@@ -1,5 +1,6 @@
 """The energy of a training: what the devices of all ranks used, as the hardware's counters tell it."""
 
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 
 from drafters.energy import EnergyMeter
 from train.runtime import Ranks, local_rank
+
+EVERY = 10.0  # seconds
 
 
 class TrainingEnergy:
@@ -30,6 +33,7 @@ class TrainingEnergy:
         self._meter = EnergyMeter(device, shared=device.type != "cpu" or self._another_counts)
         self._since = 0.0  # of this rank since the last total
         self._counted = True
+        self._last = time.monotonic()
         self._open = ExitStack()
         self._reading = self._open.enter_context(self._meter.measure())
 
@@ -38,8 +42,14 @@ class TrainingEnergy:
         """For run.json: ``available`` and ``how``."""
         return dict(self._meter.describe()["device"])
 
+    def tick(self) -> None:
+        """Read the counters if that is due: those of a CPU wrap around within minutes."""
+        if time.monotonic() - self._last >= EVERY:
+            self.lap()
+
     def lap(self) -> None:
-        """Read the counters: often enough, for they wrap around (a CPU's within minutes)."""
+        """Read the counters."""
+        self._last = time.monotonic()
         self._open.close()
         if self._reading.device is None:
             self._counted = self._another_counts
