@@ -27,16 +27,17 @@ FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns whose sums it is
 UNTESTED = "tokens/s"  # one run each cannot tell a method from the machine's mood
 # Of the logarithm of a speedup, by which processes that run the same thing differ on all prompts alike: where memory
 # came to lie, how cores were shared. Found by tests/compare_runs.py.
-BETWEEN_RUNS = 0.015
+BETWEEN_RUNS = 0.012
 FEWEST = 2  # prompts
 ABOUT = f"""\
 Figures are of the prompts that both reports measured (a batch of them counts as one); of several rounds, the median
 one. In brackets the 95% interval of the paired bootstrap over those prompts. *p*: a sign-flip test's (were both runs of
 one thing, the two of a prompt could be swapped), by Holm's method for all tested lines together: two reports of the
 same thing show a change in at most one comparison of twenty. A speedup's p and interval allow for the
-{BETWEEN_RUNS:.1%} (standard deviation) by which two processes that do the same differ on all prompts (found on a CPU
-of two cores: tests/compare_runs.py). tokens/s is shown and not tested: a machine may be half as fast an hour later, for all prompts and methods alike; plain decoding's line
-shows how fast it was. The speedup, of methods that took turns, is free of that.
+{BETWEEN_RUNS:.1%} (standard deviation) by which two processes that do the same differ on all prompts (found on a CPU of
+two cores: tests/compare_runs.py). tokens/s is shown and not tested: a machine may be half as fast an hour later, for
+all prompts and methods alike; plain decoding's line shows how fast it was. The speedup, of methods that took turns, is
+free of that.
 """
 
 

@@ -236,11 +236,8 @@ class Planner:
     def answers(self) -> None:
         rows, shares, whole = self.rates.rows, self.shares, self.shares.tokens == self.data.tokens
         # A batch is answered to its end, whatever the clock says: no more than a third of the time.
-        while (
-            rows > 1
-            and 3 * self.gpus * rows * self.model.answer / self.rates.many > 60 * shares.answering
-            and not whole
-        ):
+        row = self.gpus * self.model.answer / self.rates.many  # seconds, of one GPU
+        while rows > 1 and 3 * rows * row > 60 * shares.answering and not whole:
             rows //= 2
         # Where there is time for all dialogues, the limit is for a machine that has become slower.
         minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
