@@ -60,7 +60,7 @@ class ShardCheck:
         return len(self._broken)
 
     def wait(self, say: Callable[[str], object]) -> None:
-        """Wait until all shards read so far are checked, by all ranks; ``say`` is told if that takes long. A collective.
+        """Wait until all ranks have checked all shards read so far; ``say`` is told if that takes long. A collective.
 
         Ranks ask each other again and again: no collective would wait for as long as hashing a large store may take.
         """
