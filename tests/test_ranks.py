@@ -50,7 +50,9 @@ def test_every_shard_has_one_rank() -> None:
 
 
 def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches eight processes on the first GPU, and a GPU that was named being exchanged."""
+    """Catches eight processes on the first GPU, if only with what names none, and a GPU that was named exchanged."""
+    current: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [Rank(5, 8, 5).device(wanted) for wanted in (None, "cuda", "cuda:3", "cpu")] == [
@@ -59,6 +61,7 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "cuda:3",
         "cpu",
     ]
+    assert current == ["cuda:1", "cuda:1"]
     assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: whoever starts it chooses
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Rank(5, 8, 5).device(None) is None
