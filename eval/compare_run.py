@@ -133,21 +133,23 @@ def statements(found: dict[str, Any]) -> list[str]:
     ]
     lines += [f"{name} is not compared: the machine is another" for name in found["not_compared"]]
     lines += [
-        f"{row['drafter']}, T = {row['temperature']:g}: {row['figure']} {100 * (row['ratio'] - 1):+.1f}%, "
-        f"{_shown(row['a'])} to {_shown(row['b'])}: the machine's mood, or all of the loop; not tested"
+        f"{_change_of(row)}: the machine's mood, or all of the loop; not tested"
         for row in found["rows"]
         if row["drafter"] == found["baseline"] and row["figure"] == UNTESTED
     ]
     changed = [row for row in found["rows"] if row["significant"]]
-    lines += [
-        f"{row['drafter']}, T = {row['temperature']:g}: {row['figure']} {100 * (row['ratio'] - 1):+.1f}%, "
-        f"{_shown(row['a'])} to {_shown(row['b'])}"
-        for row in changed
-    ]
+    lines += [_change_of(row) for row in changed]
     if not changed:
         tested = [row for row in found["rows"] if row["p_adjusted"] is not None]
         lines.append(f"of {len(tested)} figures, none has changed significantly")
     return lines
+
+
+def _change_of(row: dict[str, Any]) -> str:
+    return (
+        f"{row['drafter']}, T = {row['temperature']:g}: {row['figure']} {100 * (row['ratio'] - 1):+.1f}%, "
+        f"{_shown(row['a'])} to {_shown(row['b'])}"
+    )
 
 
 def page(found: dict[str, Any], argv: list[str]) -> str:

@@ -1,5 +1,6 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
+import gc
 import hashlib
 import json
 from pathlib import Path
@@ -138,6 +139,13 @@ def free_memory(device: torch.device) -> int:
         return psutil.virtual_memory().available
     own = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free within torch's own pool
     return torch.cuda.mem_get_info(device)[0] + own
+
+
+def collect_memory() -> None:
+    """Free what nobody knows any more (targets, their parts and graphs know each other), and what torch holds back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:

@@ -6,7 +6,6 @@ counts and the keys read to a few lengths, and every combination in use is captu
 nothing is captured and the same code is simply run: that is how it is tested without a GPU.
 """
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from drafters.choices import Engine
 
+from .files import collect_memory
 from .kv_cache import CachePool, KVCache, Storage
 from .rope import Angles
 from .rows import BufferedRows, Placed
@@ -166,8 +166,7 @@ class GraphRunner(FusedRunner):
                 logging.getLogger(__name__).warning("decoding goes on without graphs: %s", self.broken)
                 return None
             self._leave_pool()
-            gc.collect()
-            torch.cuda.empty_cache()
+            collect_memory()
         return None
 
     def _graph_of(self, forward: Callable[[], None], device: torch.device) -> Callable[[], None]:

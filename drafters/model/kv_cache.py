@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ..wording import size_text
-from .files import free_memory
+from .files import collect_memory, free_memory
 
 SMALL = 1 << 26  # bytes that nobody asks about
 Views = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # each layer's keys, and its values
@@ -304,9 +304,7 @@ class CachePool:
                 given, free[:] = free[:], []
                 self._forget(given)
             del given
-            gc.collect()  # graphs know their parts, and these their graphs
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            collect_memory()
             return Storage(*KVCache.for_config(*shape)._parts[0])
 
 

@@ -242,12 +242,10 @@ class Planner:
         # Where there is time for all dialogues, the limit is for a machine that has become slower.
         minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
         found = configs.regenerate(self.model, self.machine, rows, self.out, minutes)
-        line = self.on_all("-m data_prep.regenerate", *self.config("regenerate.yaml", found))
+        config = self.config("regenerate.yaml", found)
         held = [f"source={self.out}/split/heldout.jsonl", f"out={self.out}/answers/heldout.jsonl"]
-        heldout = self.on_all(
-            "-m data_prep.regenerate", "--config", f"{self.out}/configs/regenerate.yaml", *held,
-            f"minutes={max(0.1 * minutes, 0.5):.2f}",
-        )  # fmt: skip
+        held.append(f"minutes={max(0.1 * minutes, 0.5):.2f}")
+        line, heldout = (self.on_all("-m data_prep.regenerate", *config, *more) for more in ([], held))
         answered = self.data.dialogues * shares.tokens / self.data.tokens
         how = f"{self.rates.many:,.0f} tokens/s {self.measured}, {rows} at once: about {answered:,.0f} dialogues"
         if answered < ENOUGH and not whole:

@@ -1,6 +1,5 @@
 """tau on held-out prompts by the real decoding loop, with the drafter as it is in the middle of its training."""
 
-import gc
 import time
 from collections.abc import Mapping
 
@@ -12,13 +11,14 @@ from transformers.utils.logging import disable_progress_bar
 from drafters.base import Drafter
 from drafters.decoding.loop import generate
 from drafters.decoding.trace import Trace
+from drafters.model.files import collect_memory
 from drafters.model.target import TargetModel
 from train.config import TrainConfig
 from train.data.packing import Source
 from train.task import Task
 
 CTAR_WIDTHS = range(1, 6)
-# The other ranks wait meanwhile, and torch.distributed gives up on a rank after ten minutes (nccl) or thirty (gloo).
+# The other ranks wait meanwhile, and do nothing.
 MOST_SECONDS = 480.0
 
 
@@ -126,9 +126,7 @@ class HeldoutTau:
     def _release(self, keep: bool) -> None:
         if not keep:
             self._target = None
-        gc.collect()  # drafters and what was captured for them know each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        collect_memory()
 
 
 def trace_figures(kind: str, trace: Trace) -> dict[str, float]:
