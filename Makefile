@@ -71,6 +71,13 @@ engines: .venv-vllm/.installed .venv-llama/.installed
 	.venv-llama/bin/python -m pip install --requirement configs/engines/llama.txt
 	@touch $@
 
+# Not measured, for its kernels need a GPU: the classes that it loads our exports with, to which tests/test_sglang.py holds them.
+.venv-sglang/.installed: configs/engines/sglang.txt
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --requirement configs/engines/sglang.txt
+	.venv-sglang/bin/python -m pip install --no-deps sglang==0.5.23
+	@touch $@
+
 lint: $(READY)
 	ruff check .
 	mypy

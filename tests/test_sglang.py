@@ -1,0 +1,81 @@
+"""Our export in SGLang's own classes, where that is installed (make .venv-sglang/.installed)."""
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import assert_equal
+from safetensors.torch import load_file, save_file
+from test_export import save_head, save_target
+
+from drafters import TargetModel
+from drafters.checkpoint import load_checkpoint
+from drafters.eagle import EagleHead
+from drafters.export_run import check, export
+
+ROOT = Path(__file__).parents[1]
+PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"SGLang is not installed: there is no {PYTHON}")
+# What SGLang takes from the target, and a checkpoint of a head does not hold.
+ENDS = ["model.embed_tokens.weight", "lm_head.weight"]
+
+
+def in_sglang(folder: Path, target: TargetModel, heads: Sequence[Path]) -> list[list[str]]:
+    """Each head loaded by SGLang, its features in ``out.safetensors`` beside it; of each, what it did not get."""
+    inputs = {name: torch.randn(9, target.hidden_size) for name in ("features", "embeddings")}
+    save_file(inputs, folder / "inputs.safetensors")
+    cases = [
+        {"folder": str(head), "target": target.name, "inputs": str(folder / "inputs.safetensors")}
+        | {"out": str(head / "out.safetensors")}
+        for head in heads
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run = subprocess.run(
+        [PYTHON, Path(__file__).with_name("sglang_class.py"), folder / "cases.json"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    left = [json.loads(line)["left"] for line in run.stdout.splitlines() if line.startswith('{"left"')]
+    return [[name for name in names if name not in ENDS] for names in left]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_its_class_loads_all_of_our_head_and_computes_our_features(family: str, tmp_path: Path) -> None:
+    """Catches a name that it does not know, a bias where it has none, another layout of q, k and v, another rotation:
+    what it loads without a word and drafts nonsense with."""
+    target = save_target(tmp_path / "target", family)
+    folders = []
+    for name, options in (("plain", {}), ("biased", {"fc_bias": True})):
+        folders.append(tmp_path / f"sglang-{name}")
+        export(save_head(tmp_path / name, target, **options), "sglang", folders[-1])
+    for folder, left in zip(folders, in_sglang(tmp_path, target, folders), strict=True):
+        assert left == []
+        weights = load_checkpoint(tmp_path / folder.name.removeprefix("sglang-"))[1]
+        ours = EagleHead(target.config, bias="fc.bias" in weights)
+        ours.load_state_dict(weights)
+        given = load_file(tmp_path / "inputs.safetensors")
+        with torch.no_grad():
+            features = ours(given["features"][None], given["embeddings"][None], torch.arange(9)[None])[0]
+        assert_equal(load_file(folder / "out.safetensors")["features"], features)
+
+
+def test_what_it_swallows_is_what_our_check_refuses(tmp_path: Path) -> None:
+    """Catches a check that lets pass what SGLang serves without a word: a tensor that is missing."""
+    target = save_target(tmp_path / "target")
+    export(save_head(tmp_path / "head", target), "sglang", tmp_path / "sglang")
+    file = tmp_path / "sglang" / "model.safetensors"
+    weights: dict[str, Any] = load_file(file)
+    del weights["layers.0.mlp.down_proj.weight"], weights["fc.bias"]
+    save_file(weights, file)
+    left = in_sglang(tmp_path, target, [tmp_path / "sglang"])[0]
+    assert left == ["model.layers.0.mlp.down_proj.weight", "model.fc.bias"]
+    with pytest.raises(ValueError, match=r"missing tensors: fc\.bias, layers\.0\.mlp\.down_proj\.weight"):
+        check(tmp_path / "sglang", "sglang")
