@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from eval.tune import TuneConfig
 from train.plan.asked import Sample
 from train.plan.configs import page
 from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_model
+from train.plan.rates import Answering, counted
 from train.plan.script import script
 from train.plan.steps import Plan, Planner
 from train.preflight.dry_run import Estimates
@@ -174,7 +176,7 @@ def plan(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **change
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     data = Data("data.jsonl", 10_000, 20_000, 2_000_000, 1_000_000, False, "10,000 kept", 1.0)
     machine = Machine(torch.device("cpu"), 0, 2, 10**11, 10**11, "bfloat16")
-    rates = Rates(100.0, 800.0, 64, 5000.0, 10.0, 10**8, 300.0)
+    rates = Rates(100.0, 800.0, 64, 50.0, 5000.0, 10.0, 10**8, 300.0)
     start = {"target": model.name, "data": "data.jsonl", "out": str(tmp_path / "mine")}
     start |= {key: changes.pop(key) for key in ("method", "minutes", "hub") if key in changes}
     parts = {"data": data, "machine": machine, "rates": rates}
@@ -287,3 +289,39 @@ def test_whose_answers_they_are(model: Model, data: Path) -> None:
     found = look_at_data(str(data), model)
     assert (found.dialogues, found.own) == (60, False)
     assert 0 < found.answers < found.tokens
+
+
+def test_lengths_are_those_of_the_whole_file(model: Model, tmp_path: Path) -> None:
+    """Catches a plan made for a sorted file by its first dialogues."""
+    short, long = dialogue(0), dialogue(1)
+    long["conversations"] = long["conversations"] * 3
+    found = look_at(tmp_path, [short] * 300 + [long] * 900, model)
+    few, many = look_at(tmp_path, [short] * 30, model), look_at(tmp_path, [long] * 30, model)
+    assert found.dialogues == 1200 and found.turns == 10 * few.turns + 30 * many.turns
+    assert found.tokens == pytest.approx(10 * few.tokens + 30 * many.tokens, rel=0.05)
+    assert found.answered(10.0).tokens == found.tokens - found.answers + 10 * found.turns
+
+
+def look_at(folder: Path, dialogues: list[Any], model: Model) -> Data:
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in dialogues))
+    return look_at_data(str(file), model)
+
+
+def test_answers_are_timed_once_rows_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rate of the first answers, of which the short ones end first and none waited for a prompt, and a wait
+    without end where the target is slow."""
+    now = [0.0]
+    monkeypatch.setattr("train.plan.rates.time.perf_counter", lambda: now[0])
+
+    def ended(*answers: tuple[float, int]) -> Iterator[int]:
+        for now[0], length in answers:
+            yield length
+
+    first = [(1.0, 2), (2.0, 3), (3.0, 30), (8.0, 60)]
+    later = [(10.0, 40), (11.0, 5), (13.0, 25), (18.0, 50), (99.0, 1000)]
+    assert counted(ended(*first, *later), 4) == Answering(120 / 10, 30)
+    now[0] = 0.0
+    assert counted(ended(*first, (70.0, 40), (71.0, 1)), 4) is None
+    now[0] = 0.0
+    assert counted(ended(*first, (58.0, 40), (68.0, 80), (71.0, 1)), 4) == Answering(120 / 60, 60)

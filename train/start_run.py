@@ -23,9 +23,8 @@ from train.plan.facts import (
     look_at_data,
     look_at_machine,
     look_at_model,
-    measure,
-    some_prompts,
 )
+from train.plan.rates import measure, some_prompts
 from train.plan.script import script, show
 from train.plan.steps import Plan, Planner
 from train.start import FACTS, SCRIPT, StartConfig
@@ -66,10 +65,11 @@ def write(config: StartConfig, command: list[str], run: bool) -> None:
 def timed(config: StartConfig, model: Model, machine: Machine, data: Data | None) -> tuple[Rates, Data]:
     """How fast the target is, and the dialogues: where there are none, its own, by those that it is timed on."""
     if data is not None:
-        source = data.source
-        return measure(model, machine, lambda target, count: some_prompts(model, source, count)), data
+        prompts = some_prompts(model, data.some, data.source)
+        rates = measure(model, machine, lambda target, rows: prompts, answers=not data.own)
+        return rates, data if data.own else data.answered(rates.answer)
     sample = Sample(model, machine)
-    rates = measure(model, machine, sample)
+    rates = measure(model, machine, sample, answers=True)
     return rates, sample.data(config.asked, config.minutes, rates)
 
 

@@ -3,6 +3,8 @@
 import hashlib
 import itertools
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from drafters.text_files import read_text
 
 from ..progress import Bar
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
-from .reader import DroppedError, ReadCounts, read_dialogues
+from .reader import Dialogue, DroppedError, ReadCounts, read_dialogues
 
 CHUNK = 256  # dialogues tokenized in one call
 FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with one: then it is the template
@@ -62,9 +64,54 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
         ValueError: unreadable data, a template that prints no answers (of the first dialogues, or of all), or no
             dialogue left (with the counts).
     """
-    split = EncodedSplit()
-    counts = split.counts
-    stream = read_dialogues(source, counts)
+    counts = ReadCounts()
+    return _encode(read_dialogues(source, counts), counts, source, chat, max_length, limit)
+
+
+@dataclass
+class Sample:
+    """Some dialogues of a file, each as likely as any other, as messages and ``encoded``.
+
+    ``counts``: of the whole file, what the reader made of it. ``turns``: questions of all dialogues. ``tokens`` of all,
+    ``trained`` those of answers: by the sample.
+    """
+
+    dialogues: list[Dialogue]
+    encoded: EncodedSplit
+    counts: ReadCounts
+    turns: int
+
+    def __post_init__(self) -> None:
+        scale = self.counts.kept / len(self.encoded.dialogues)
+        self.tokens = round(scale * self.encoded.tokens)
+        self.trained = round(scale * sum(int(one.loss_mask.sum()) for one in self.encoded.dialogues))
+
+
+def sample_split(source: str, chat: ChatTokenizer, max_length: int, count: int, limit: int | None = None) -> Sample:
+    """``count`` dialogues of the first ``limit`` of ``source``, from everywhere: files are often sorted.
+
+    Raises:
+        ValueError: as ``encode_split``.
+    """
+    counts, chosen, turns, draw = ReadCounts(), list[Dialogue](), 0, random.Random(0)
+    for number, dialogue in enumerate(itertools.islice(read_dialogues(source, counts), limit)):
+        turns += sum(message["role"] == "user" for message in dialogue.messages)
+        if number < count:
+            chosen.append(dialogue)
+        elif (place := draw.randrange(number + 1)) < count:  # Vitter's algorithm R
+            chosen[place] = dialogue
+    return Sample(chosen, _encode(iter(chosen), ReadCounts(), source, chat, max_length), counts, turns)
+
+
+def _encode(
+    stream: Iterator[Dialogue],
+    counts: ReadCounts,
+    source: str,
+    chat: ChatTokenizer,
+    max_length: int,
+    limit: int | None = None,
+) -> EncodedSplit:
+    split = EncodedSplit(counts=counts)
     details: dict[str, str] = {}  # of the last dialogue dropped for each reason
     with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
         while chunk := list(itertools.islice(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids)))):

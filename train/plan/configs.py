@@ -7,6 +7,7 @@ from typing import Any
 from train.plan.facts import Data, Machine, Model
 
 ASKED = 192  # most tokens of a question
+FORWARD = 4096  # tokens of one forward that features are taken from
 SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
 LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2.md
 
@@ -74,7 +75,7 @@ def features(model: Model, machine: Machine, out: str, splits: dict[str, str], i
     values |= {"out": f"{out}/features", "store_dtype": "int8"} if int8 else {"out": f"{out}/features"}
     if taps:
         values["exit_layers"] = taps
-    values |= {"max_length": model.longest, "batch_tokens": 4096}
+    values |= {"max_length": model.longest, "batch_tokens": FORWARD}
     reasons = {"store_dtype": "half the disk, which bf16 would fill", "exit_layers": "where Kangaroo's adapter begins"}
     return values, reasons
 
@@ -91,7 +92,7 @@ def training(
     small, cpu = model.config.hidden_size <= SMALL, machine.device.type == "cpu"
     values: dict[str, Any] = {"target": model.name, "features": "online" if online else f"{out}/features"}
     if online:
-        data = {**splits, "max_length": model.longest, "target_dtype": machine.dtype, "target_batch_tokens": 4096}
+        data = {**splits, "max_length": model.longest, "target_dtype": machine.dtype, "target_batch_tokens": FORWARD}
         values["data"] = data
     values |= {"out": f"{out}/{method}"}
     if method == "kangaroo":

@@ -17,7 +17,8 @@ from drafters.config import validate
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.plan import configs
-from train.plan.facts import CERTIFIED, Data, Machine, Model, Rates
+from train.plan.facts import Data, Machine, Model, Rates
+from train.plan.rates import CERTIFIED
 from train.preflight.checks import Report
 from train.preflight.dry_run import Estimates
 from train.preflight.estimate import MicroBatch, measured_rate, meta_task

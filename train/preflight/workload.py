@@ -1,10 +1,8 @@
 """How much there is to train on: counted in a feature store, or estimated before there is one."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from data_prep.dialogues.encoding import encode_split, load_tokenizer
-from data_prep.dialogues.reader import ReadCounts, read_dialogues
+from data_prep.dialogues.encoding import load_tokenizer, sample_split
 from data_prep.store.reader import FeatureStore
 from train.config import TrainConfig
 from train.data.packing import epoch_batches
@@ -78,12 +76,7 @@ def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None,
             chat = load_tokenizer(config.target, config.revision, template)
         except ValueError as error:
             raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
-        sample = encode_split(data, chat, max_length, min(SAMPLE, limit or SAMPLE))
-        counts = ReadCounts()
-        deque(read_dialogues(data, counts), maxlen=0)
-        kept = min(counts.kept, limit or counts.kept)
-        scale = kept / len(sample.dialogues)
-        tokens = round(sample.tokens * scale)
-        trained = round(sum(int(dialogue.loss_mask.sum()) for dialogue in sample.dialogues) * scale)
-        source = f"{kept:,} dialogues of {data}, by the first {len(sample.dialogues)}"
+        sample = sample_split(data, chat, max_length, SAMPLE, limit)
+        tokens, trained = sample.tokens, sample.trained
+        source = f"{sample.counts.kept:,} dialogues of {data}, by {len(sample.encoded.dialogues)} of them"
     return Workload(tokens, trained, max_length, max(1, tokens // config.batch_tokens), source)
