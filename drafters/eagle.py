@@ -329,9 +329,9 @@ class EagleDrafter(LearnedDrafter):
                 if self.auto is not None:  # not of the levels below: those were gone on to because they were sure
                     self.auto.learn(0, self._growing.top_k, right)
         elif self.auto is not None and draft.size:
-            for row in range(state.batch):
+            for row, weight in enumerate(state.weights()):
                 if not state.finished[row]:  # else cut short
-                    self.auto.learn_path(self.plan, verdict.own_rows(row, draft.size))
+                    self.auto.learn_path(self.plan, verdict.own_rows(row, draft.size), weight)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._more.append(_of_step(output, verdict))

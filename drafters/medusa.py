@@ -199,9 +199,9 @@ class MedusaDrafter(LearnedDrafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
         if self.auto is not None and draft.size:
-            for row in range(state.batch):
+            for row, weight in enumerate(state.weights()):
                 if not state.finished[row]:  # else cut short
-                    self.auto.learn_path(self._used, verdict.own_rows(row, draft.size))
+                    self.auto.learn_path(self._used, verdict.own_rows(row, draft.size), weight)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)

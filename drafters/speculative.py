@@ -86,9 +86,10 @@ class SpeculativeDrafter(DraftModelDrafter):
         right = [max(len(verdict.own_rows(row, draft.size)) - 1, 0) for row in range(state.batch)]
         rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
         self._cache.crop([min(known, len(tokens) - max(len(path) - own, 1)) for known, tokens, path, own in rows])
-        for count, finished in zip(right, state.finished, strict=True):
-            if self.auto is not None and not finished:  # else cut short
-                self.auto.learn_chain(draft.size, count)
+        if self.auto is not None:
+            for count, finished, weight in zip(right, state.finished, state.weights(), strict=True):
+                if not finished:  # else cut short
+                    self.auto.learn_chain(draft.size, count, weight)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """The draft model reads what it has not read before it drafts."""

@@ -20,6 +20,7 @@ from .call import check_call, check_types, eos_ids, prompts_of, whole
 from .draft_tree import DraftTree
 from .sampling import Sampling
 from .trace import Step, Trace
+from .waiting import weights
 
 if TYPE_CHECKING:
     from ..base import Drafter
@@ -37,6 +38,7 @@ class DecodeState:
         prompt_lengths: per batch row, how many of them are the prompt.
         finished: per batch row, whether EOS, the limit or what ``control`` says was reached.
         control: what else decides on the tokens, if anything does.
+        steps: of the loop so far. refilled: whether other prompts take the place of rows that have finished.
     """
 
     target: TargetModel
@@ -49,6 +51,8 @@ class DecodeState:
     eos: frozenset[int]
     finished: list[bool]
     control: Control | None = None
+    steps: int = 0
+    refilled: bool = False
     _roots: Tensor | None = None
 
     @classmethod
@@ -92,6 +96,16 @@ class DecodeState:
     def room(self, row: int = 0) -> int:
         """Tokens a row may still commit; a draft longer than room - 1 is wasted."""
         return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])
+
+    def weights(self) -> list[float]:
+        """What a token of each row is worth, 1 on average: all the same where others take the place of rows that have
+        finished; else most where the batch waits for the row (``waiting.weights``), and nothing in finished ones."""
+        if self.refilled or self.batch == 1:
+            return [1.0] * self.batch
+        going = [row for row in range(self.batch) if not self.finished[row]]
+        made = [len(self.tokens[row]) - self.prompt_lengths[row] - 1 for row in going]
+        known = dict(zip(going, weights(made, [self.room(row) for row in going], self.steps), strict=True))
+        return [known.get(row, 0.0) for row in range(self.batch)]
 
     def longest_draft(self, wanted: int) -> int:
         """``wanted``, or less where no unfinished row has room for so many draft tokens and a bonus token."""
@@ -215,6 +229,7 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     verdict = rule(proposed, logits, see, state.sampling, state.generator)
     lap()
     steps = _commit(state, draft, verdict)
+    state.steps += 1
     if not all(state.finished):
         drafter.observe(state, draft, output, verdict)
     lap()

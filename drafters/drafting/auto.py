@@ -51,16 +51,17 @@ class Rates:
         self._tried = [[0.0] * ranks for _ in range(depths)]
         self._right = [[0.0] * ranks for _ in range(depths)]
 
-    def learn(self, depth: int, candidates: int, accepted: int | None) -> None:
+    def learn(self, depth: int, candidates: int, accepted: int | None, weight: float = 1.0) -> None:
         """Of the first ``candidates`` at ``depth`` after an accepted path, the one of rank ``accepted`` was right."""
         tried, right = self._tried[depth], self._right[depth]
         last = min(candidates if accepted is None else accepted + 1, self.ranks)
         for rank in range(last):
             if tried[rank] >= WINDOW:
-                tried[rank], right[rank] = tried[rank] * (1 - 1 / WINDOW), right[rank] * (1 - 1 / WINDOW)
-            tried[rank] += 1
+                left = 1 - weight / WINDOW
+                tried[rank], right[rank] = tried[rank] * left, right[rank] * left
+            tried[rank] += weight
         if accepted is not None and accepted < self.ranks:
-            right[accepted] += 1
+            right[accepted] += weight
 
     def hazards(self) -> Table:
         """P(the candidate of rank r is right | those before it are wrong), by depth.
@@ -300,25 +301,29 @@ class Chooser:
         """What the next draft would be; nothing is counted, for something else may draft it."""
         return self._next(batch, sampling, length).shape
 
-    def learn(self, depth: int, candidates: int, right: int | None) -> None:
+    def learn(self, depth: int, candidates: int, right: int | None, weight: float = 1.0) -> None:
         """As ``Rates.learn``, of the draft that was shaped last."""
         if self._now is not None and depth < self._now.rates.depths:
-            self._now.rates.learn(depth, candidates, right)
+            self._now.rates.learn(depth, candidates, right, weight)
 
-    def learn_path(self, plan: TreePlan, rows: list[int]) -> None:
-        """Learn from a batch row's accepted ``rows`` of [root, nodes] (``Verdict.rows``), the draft being of a plan."""
+    def learn_path(self, plan: TreePlan, rows: list[int], weight: float = 1.0) -> None:
+        """Learn from a batch row's accepted ``rows`` of [root, nodes] (``Verdict.rows``), the draft being of a plan.
+
+        ``weight``: of the row's tokens (``DecodeState.weights``).
+        """
         for depth, row in enumerate(rows):
             if candidates := plan.children[row]:
-                self.learn(depth, candidates, plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None)
+                right = plan.ranks[rows[depth + 1] - 1] if depth + 1 < len(rows) else None
+                self.learn(depth, candidates, right, weight)
 
     def chain(self, batch: int, sampling: Sampling, length: int, most: int) -> int:
         """Tokens of the next draft, where drafts are chains: at most ``most``, which is all that there are."""
         return len(self.shape(batch, sampling, length, most).paths)
 
-    def learn_chain(self, drafted: int, right: int) -> None:
-        """Learn from a chain of which the first ``right`` tokens were accepted."""
+    def learn_chain(self, drafted: int, right: int, weight: float = 1.0) -> None:
+        """Learn from a chain of which the first ``right`` tokens were accepted; ``weight`` as for ``learn_path``."""
         for depth in range(min(drafted, right + 1)):
-            self.learn(depth, 1, 0 if depth < right else None)
+            self.learn(depth, 1, 0 if depth < right else None, weight)
 
     def promised(self) -> Promised:
         """For all steps so far."""

@@ -1,7 +1,7 @@
 """What a copy is worth: how often such a one is right, counted, against what its rows cost."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..base import Promised
@@ -70,46 +70,57 @@ class Scales:
         # more often than underrated, and text that starts or stops repeating itself is seen too late.
         self._claimed, self._accepted, self._claim = DOUBT, DOUBT, 0.0
 
-    def best_parts(self, found: list[Found], going: int) -> list[Found]:
+    def best_parts(self, found: list[Found], going: int, weights: Sequence[float] | None = None) -> list[Found]:
         """What of it to draft, in each row of a batch: of its likeliest nodes as many as pay most, everywhere the same
         number, as far as a row has them; nothing where the head's draft pays more, or no draft.
 
         Args:
             going: rows that have not finished; in the others nothing is found.
+            weights: of each row's tokens (``DecodeState.weights``); by default 1.
         """
         ordered = [self._likeliest(one) for one in found]
+        weights = weights or [1.0] * len(found)
         worth = min(self._all[2] / self._all[1], 1.0)
         best, count = (self._head[1] * worth - self._head[2]) / self._head[0], 0
         so_far, steps_then, tokens_then, curve = 1.0, 0.0, 0.0, self.costs.chain
+        claimed = 0.0
         honest, self._claim = min(self._accepted / self._claimed, MOST), 0.0
         for place in range(max(map(len, ordered))):
-            for one, nodes in zip(found, ordered, strict=True):
+            for one, nodes, weight in zip(found, ordered, weights, strict=True):
                 if place < len(nodes):
                     chance, node = nodes[place]
-                    so_far += honest * chance / going  # tokens of a row, on average
+                    claimed += chance
+                    so_far += honest * weight * chance / going  # tokens of a row, on average
                     if one.parents[node] != (nodes[place - 1][1] if place else ROOT):
                         curve = self.costs.verify
             steps = (curve.at(place + 2) + (so_far - 1.0) * self.costs.accepted) / self.costs.plain
             if so_far * worth - steps > best:
                 best, count, tokens_then, steps_then = so_far * worth - steps, place + 1, so_far, steps
+                self._claim = claimed
         if not count:
             return [NOTHING] * len(found)
-        self._claim = (tokens_then - 1) * going / honest
         _fade(self._all, tokens_then, steps_then)
         for place, value in enumerate((1.0, tokens_then, steps_then)):
             self.promised[place] += value
         kept = [sorted(node for _, node in nodes[:count]) for nodes in ordered]
         return [part_of(one, nodes) for one, nodes in zip(found, kept, strict=True)]
 
-    def beside(self, found: list[Found], held: list[Held], size: int, going: int) -> list[list[int]]:
+    def beside(
+        self, found: list[Found], held: list[Held], size: int, going: int, weights: Sequence[float] | None = None
+    ) -> list[list[int]]:
         """Which nodes of each row's copy to verify behind a head's draft of ``size`` nodes, where ``held`` ones are
         already: as many as pay for their rows."""
         pairs = zip(found, held, strict=True)
         ordered = [[pair for pair in self._likeliest(one, has) if pair[1] not in has] for one, has in pairs]
         worth, verify = min(self._all[2] / self._all[1], 1.0), self.costs.verify
+        weights = weights or [1.0] * len(found)
         count, tokens, steps = 0, 0.0, 0.0
         for place in range(max(map(len, ordered))):
-            more = sum(nodes[place][0] for nodes in ordered if place < len(nodes)) / going
+            more = sum(
+                weight * nodes[place][0] / going
+                for nodes, weight in zip(ordered, weights, strict=True)
+                if place < len(nodes)
+            )
             row = verify.at(size + place + 2) - verify.at(size + place + 1)
             cost = (row + more * self.costs.accepted) / self.costs.plain
             if more * worth <= cost:
@@ -199,7 +210,7 @@ class Weighing:
     def best_parts(self, found: list[Found], state: DecodeState) -> list[Found]:
         """As ``Scales.best_parts``."""
         self._now.costs = self._costs[state.batch, state.sampling].at(state.length)
-        return self._now.best_parts(found, state.finished.count(False))
+        return self._now.best_parts(found, state.finished.count(False), state.weights())
 
     def note_head(self, before: Promised, after: Promised) -> None:
         """As ``Scales.note_head``."""
@@ -212,7 +223,7 @@ class Weighing:
 
     def beside(self, found: list[Found], held: list[Held], size: int, state: DecodeState) -> list[list[int]]:
         """As ``Scales.beside``."""
-        return self._now.beside(found, held, size, state.finished.count(False))
+        return self._now.beside(found, held, size, state.finished.count(False), state.weights())
 
     def learn(self, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
         """What was committed in each batch row, where that had been found; ``held``: as ``Scales.learn`` has it."""

@@ -1,0 +1,80 @@
+"""Whose tokens a batch waits for."""
+
+import random
+
+import pytest
+import torch
+from test_hybrid import CHAIN, costs, taught
+
+from drafters import Sampling, TargetModel
+from drafters.decoding.loop import DecodeState
+from drafters.decoding.waiting import weights
+from drafters.drafting.retrieval import NOTHING
+from drafters.drafting.weighing import Scales
+
+
+def test_a_row_counts_as_it_is_likely_to_be_the_last() -> None:
+    """Catches the row that is ahead counted as the one that is behind, weights that do not add up, and a pace believed
+    after a step or two.
+
+    At last, by drawing: rows that copy six tokens in some steps, of which one does so more often.
+    """
+    assert weights([0, 0, 0], [63, 63, 63], 0) == [1.0, 1.0, 1.0]
+    assert weights([5, 40], [60, 25], 20) == pytest.approx([2.0, 0.0], abs=0.01)
+    early = weights([1, 3], [60, 60], 2)
+    assert 1.0 < early[0] < 1.7 and sum(early) == pytest.approx(2.0)
+    assert weights([20, 20], [8, 40], 20)[1] == pytest.approx(2.0, abs=0.02)  # its limit is farther away
+    draw, last = random.Random(0), 0
+    for _ in range(4000):
+        steps = []
+        for often in (0.1, 0.2):
+            left, count = 60, 0
+            while left > 0:
+                left, count = left - (6 if draw.random() < often else 1), count + 1
+            steps.append(count)
+        last += steps[0] > steps[1]
+    assert weights([1500, 2000], [60, 60], 1000)[0] / 2 == pytest.approx(last / 4000, abs=0.1)
+
+
+def test_finished_rows_and_those_that_are_refilled(target: TargetModel) -> None:
+    """Catches a batch that waits for rows which have ended, and one whose rows go to others that waits at all."""
+    prompts, how = [[1, 2], [3], [4, 5, 6]], (64, 16, Sampling(), torch.Generator(), frozenset[int]())
+    state = DecodeState.of(target, prompts, *how)
+    state.steps = 8
+    for row, count in enumerate((9, 2, 12)):
+        state.append(row, [7] * count)
+    assert state.weights()[1] > 1.5 and sum(state.weights()) == pytest.approx(3)
+    state.append(1, [7] * 14)
+    assert state.finished == [False, True, False]
+    assert state.weights()[1] == 0.0 and sum(state.weights()) == pytest.approx(2)
+    state.refilled = True
+    assert state.weights() == [1.0] * 3
+    assert DecodeState.of(target, prompts[:1], *how).weights() == [1.0]
+
+
+def test_nothing_is_drafted_for_rows_that_nobody_waits_for() -> None:
+    """Catches drafts that bring one row to its end early and the batch to its end late.
+
+    Four rows of 64 tokens, of which one copies with success; a node costs a twentieth of a step.
+    """
+
+    def seconds(weighed: bool) -> float:
+        scales = Scales(costs(0.05))
+        for match in (3, 4, 5, 6):
+            taught(scales.trust, match, 0.9)
+        made, spent, steps = [0] * 4, 0.0, 0
+        while (going := [row for row in range(4) if made[row] < 64]) != []:
+            found = [CHAIN if row == 0 and row in going else NOTHING for row in range(4)]
+            each = weights([made[row] for row in going], [64 - made[row] for row in going], steps)
+            known = dict(zip(going, each, strict=True)) if weighed else {}
+            kept = scales.best_parts(found, len(going), [known.get(row, 1.0) for row in range(4)])
+            drafted = max(len(one.tokens) for one in kept)
+            if not drafted:
+                scales.note_plain()
+            spent, steps = spent + 1 + 0.05 * drafted, steps + 1
+            for row in going:
+                made[row] += 1 + len(kept[row].tokens)
+            scales.settle(len(kept[0].tokens))
+        return spent
+
+    assert seconds(weighed=True) < 65.5 < 66.5 < seconds(weighed=False)
