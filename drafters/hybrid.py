@@ -98,7 +98,8 @@ class HybridDrafter(Drafter):
         return None if head is None or self.weighing is None else self.weighing.promised(head)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        found = self._found = self.lookup.retrieve_all(state)
+        looks = self.weighing is None or self.weighing.looks()
+        found = self._found = self.lookup.retrieve_all(state) if looks else [NOTHING] * state.batch
         if self.weighing is not None:
             copies = self.weighing.best_parts(found, state)
         else:

@@ -200,9 +200,9 @@ def test_a_head_learns_of_its_own_rows_alone(kind: str, rows: int) -> None:
     assert any(beyond)
 
 
-def costs(row: float) -> Costs:
+def costs(row: float, look: float = 0.0) -> Costs:
     line = Curve((1, 2), (1.0, 1.0 + row))
-    return Costs(1.0, line, line, 0.1, Curve((1,), (0.1,)))
+    return Costs(1.0, line, line, look, Curve((1,), (0.0,)))
 
 
 CHAIN = Found([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
@@ -264,6 +264,32 @@ def test_of_a_tree_the_likeliest_nodes() -> None:
     taught(scales.trust, 6, 0.9, 0.25)
     taught(scales.trust, 6, 0.1, 0.65)
     assert scales.best_parts([tree], 1)[0] == Found([4], [-1], [0.25], 6)
+
+
+def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
+    """Catches a tenth of the time spent on looking for what is never there, text that begins to repeat itself and is
+    looked at every now and then, looks left out where they take no time, and time that no promise tells of.
+    """
+
+    def run(scales: Scales, found: list[Found], steps: int) -> int:
+        looked = 0
+        for _ in range(steps):
+            looks = scales.looks()
+            kept = scales.best_parts(found if looks else [NOTHING], 1)
+            scales.settle(len(kept[0].tokens))
+            looked += looks
+        return looked
+
+    dear, cheap = Scales(costs(0.25, look=0.05)), Scales(costs(0.25, look=0.0002))
+    for match, rate in ((3, 0.95), (4, 0.95), (5, 0.95), (6, 0.95)):
+        taught(dear.trust, match, rate)
+    assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 100) < 60
+    run(dear, [NOTHING], 1000)
+    before = dear.promised[2]
+    assert run(dear, [NOTHING], 300) == pytest.approx(30, abs=4)  # a look takes 0.1 steps, of which 1% may be lost
+    assert dear.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
+    assert run(dear, [CHAIN], 11) >= 1 and run(dear, [CHAIN], 100) == 100  # from the first copy on
+    assert run(dear, [NOTHING], 10) == 10  # and it is not given up at once
 
 
 def test_a_batch_copies_together() -> None:

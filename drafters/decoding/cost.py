@@ -53,7 +53,7 @@ SIBLINGS = 3  # in a measured tree: so many are tried in vain
 RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 
 Run = Callable[[], object]
-Drafting = Callable[[int], tuple[Run, Callable[[int], Run]]]
+Drafting = Callable[[int], tuple[Run, Callable[[int], Run] | None]]
 _known: dict[str, "Costs"] = {}  # what this process has measured or read, by key
 
 
@@ -149,8 +149,8 @@ def step_costs(
 
     Args:
         name: what, beside the target, the machine and the way of sampling, the time depends on.
-        drafting: behind a number of tokens: drafts one token; and makes a draft pass over a number of rows, to be run.
-            None: drafting takes no time worth mentioning.
+        drafting: behind a number of tokens: drafts one token; and makes a draft pass over a number of rows, to be run
+            (None: there are none). None: drafting takes no time worth mentioning.
         drawn: where tokens are sampled, drafts are, too, and are tried by the q that they were drawn from.
     """
     near, size = _within(target, CONTEXT), max(FAR // batch, 2 * LONG)
@@ -203,7 +203,7 @@ def _costs_behind(
         chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
         accepted = max((found["accepted"] - chain.at(1 + right)) / right, 0.0) if "accepted" in found else 0.0
-        return Costs(found["plain"], verify, chain, found["first"] if make is not None else 0.0, draft, accepted)
+        return Costs(found["plain"], verify, chain, found["first"] if drafting is not None else 0.0, draft, accepted)
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
     way |= {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}

@@ -140,7 +140,7 @@ def likeliest(table: Table, depth: int) -> Iterator[tuple[float, Path]]:
             heapq.heappush(heap, (-before * table[level - 1][rank], level, (*path[:-1], rank), before))
 
 
-class _Reckoned(NamedTuple):
+class Reckoned(NamedTuple):
     """Costs read off once, for decisions come every few steps.
 
     Attributes:
@@ -155,18 +155,18 @@ class _Reckoned(NamedTuple):
 
 
 @lru_cache(64)
-def _reckoned(costs: Costs, most_nodes: int) -> _Reckoned:
+def reckoned(costs: Costs, most_nodes: int) -> Reckoned:
     verify, chain = ([curve.at(1 + n) for n in range(most_nodes + 1)] for curve in (costs.verify, costs.chain))
     draft = [0.0, *(costs.draft.at(rows) for rows in range(1, most_nodes + 2))]
     row = min(after - before for curve in (verify, chain) for before, after in pairwise(curve))
-    return _Reckoned(verify, chain, [after - before for before, after in pairwise(draft)], row)
+    return Reckoned(verify, chain, [after - before for before, after in pairwise(draft)], row)
 
 
 def best_shape(table: Table, costs: Costs, most_nodes: int, least_nodes: int = 0) -> Shape:
     """The static tree of most tokens per second, of ``least_nodes`` to ``most_nodes`` nodes."""
     plain = costs.plain
     # A node adds its probability, and at least so many seconds: once that is less a second, no likelier tree is better.
-    verify, chain, draft, row = _reckoned(costs, most_nodes)
+    verify, chain, draft, row = reckoned(costs, most_nodes)
     best = Shape((), 1.0, plain, 1.0)
     if least_nodes:
         best = best._replace(speedup=0.0)
@@ -214,11 +214,11 @@ def promise(paths: Sequence[Path], table: Table, costs: Costs) -> Shape:
     plain = costs.plain
     if not paths:
         return Shape((), 1.0, plain, 1.0)
-    reckoned = _reckoned(costs, len(paths))
-    tree = _Growing(costs.first, reckoned.draft)
+    curves = reckoned(costs, len(paths))
+    tree = _Growing(costs.first, curves.draft)
     for path in paths:
         tree.add(math.prod(table[depth][rank] for depth, rank in enumerate(path)), path)
-    seconds = (reckoned.chain if len(paths) == len(paths[-1]) else reckoned.verify)[len(paths)] + tree.draft_seconds
+    seconds = (curves.chain if len(paths) == len(paths[-1]) else curves.verify)[len(paths)] + tree.draft_seconds
     seconds += (tree.tokens - 1.0) * costs.accepted
     return Shape(tuple(paths), tree.tokens, seconds, tree.tokens / seconds * plain)
 

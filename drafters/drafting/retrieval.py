@@ -129,11 +129,13 @@ class Retrieval(Drafter):
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
     def propose(self, state: DecodeState) -> DraftTree:
-        found = self._found = self.retrieve_all(state)
+        looks = self.weighing is None or self.weighing.looks()
+        found = self._found = self.retrieve_all(state) if looks else [NOTHING] * state.batch
         if self.weighing is not None:
             found = self.weighing.best_parts(found, state)
             if not any(one.tokens for one in found):
                 self.weighing.note_plain()
+                return DraftTree.empty(state.batch, self.target.device)
         return draft_of(found, self.target.device)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:

@@ -1,5 +1,6 @@
 """What a copy is worth: how often such a one is right, counted, against what its rows cost."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,8 +12,10 @@ from ..decoding.draft_tree import ROOT
 from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
 from ..model.target import TargetModel
+from .auto import PROBES, reckoned
 from .counted import Counted
 from .one_tree import Held, leaves_draft
+from .paying import COMMON
 from .retrieval import NOTHING, Found, part_of
 
 MATCHES = (1, 2, 3, 4, 8, 16, 32)  # kinds of matches: as long, or shorter; the last kind is longer
@@ -20,10 +23,14 @@ CLAIMS = (0.3, 0.5, 0.7, 0.9)  # kinds of claims, likewise
 # The guess is the claim to the power of so much by the match: 0.29, 0.54, 0.66 where 1, 2, 3 tokens match in one place,
 # 0.86 where 8 do. In SmolLM2's own answers it was 0.29, 0.57, 0.60, and 0.94 where 8 or more do.
 FORGIVES = 1.8
+COPIED, COPY = 128, 16  # nodes of a copy: the most, and those of one that is timed
 DOUBT = 8.0  # copied tokens that were accepted as their chances said, before anything is known
 MOST = 1.3  # times as many tokens as their chances say
 FORGIVEN = 0.99  # of the distrust that is left, a step later, where nothing was copied
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
+HOPE = 0.25  # plain steps that a look is taken to gain before anything is known
+REST = 16  # steps without a look, at most
+FINDING = 2.0  # times as long as weighing what was found takes all of a look: reading the text, finding, the draft
 
 
 class Trust:
@@ -62,13 +69,34 @@ class Scales:
     """
 
     def __init__(self, costs: Costs) -> None:
-        self.costs, self.trust, self.apart = costs, Trust(), Trust()
+        self.reckon(costs)
+        self.trust, self.apart = Trust(), Trust()
+        self._gained, self._rest, self._looked = HOPE, 0, True
         # Steps, their tokens, and their time in plain steps, fading; before anything is known, as of a plain step.
         self._all, self._head = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
         self.promised = [0.0, 0.0, 0.0]
         # Copied tokens by their chances, and those accepted, fading. What is chosen for its chances has them overrated
         # more often than underrated, and text that starts or stops repeating itself is seen too late.
         self._claimed, self._accepted, self._claim = DOUBT, DOUBT, 0.0
+
+    def reckon(self, costs: Costs) -> None:
+        """Go by these costs from now on."""
+        self.costs, self._curves = costs, reckoned(costs, COPIED)
+
+    def looks(self) -> bool:
+        """Whether to look for copies in this step. Where a step takes a millisecond, looking takes a tenth of that: as
+        long as it gains less than it takes, no more than ``PROBES`` of the time goes into it."""
+        self._looked = self._rest == 0
+        self._rest = max(self._rest - 1, 0)
+        return self._looked
+
+    def _look_gained(self, steps: float, rows: int) -> None:
+        """What the step's look has gained; whether the next steps do without."""
+        look = FINDING * rows * self.costs.first / self.costs.plain
+        self.promised[2] += look
+        self._gained = MEMORY * self._gained + (1 - MEMORY) * steps
+        if not steps:
+            self._rest = min(max(math.ceil((look - self._gained) / PROBES) - 1, 0), REST)
 
     def best_parts(self, found: list[Found], going: int, weights: Sequence[float] | None = None) -> list[Found]:
         """What of it to draft, in each row of a batch: of its likeliest nodes as many as pay most, everywhere the same
@@ -78,25 +106,31 @@ class Scales:
             going: rows that have not finished; in the others nothing is found.
             weights: of each row's tokens (``DecodeState.weights``); by default 1.
         """
+        if not self._looked:
+            return found
         ordered = [self._likeliest(one) for one in found]
         weights = weights or [1.0] * len(found)
         worth = min(self._all[2] / self._all[1], 1.0)
-        best, count = (self._head[1] * worth - self._head[2]) / self._head[0], 0
-        so_far, steps_then, tokens_then, curve = 1.0, 0.0, 0.0, self.costs.chain
-        claimed = 0.0
+        best = without = (self._head[1] * worth - self._head[2]) / self._head[0]
+        count = 0
+        so_far, steps_then, tokens_then, claimed, curve = 1.0, 0.0, 0.0, 0.0, self._curves.chain
         honest, self._claim = min(self._accepted / self._claimed, MOST), 0.0
-        for place in range(max(map(len, ordered))):
+        for place in range(min(max(map(len, ordered)), COPIED)):
+            before = so_far
             for one, nodes, weight in zip(found, ordered, weights, strict=True):
                 if place < len(nodes):
                     chance, node = nodes[place]
                     claimed += chance
                     so_far += honest * weight * chance / going  # tokens of a row, on average
                     if one.parents[node] != (nodes[place - 1][1] if place else ROOT):
-                        curve = self.costs.verify
-            steps = (curve.at(place + 2) + (so_far - 1.0) * self.costs.accepted) / self.costs.plain
+                        curve = self._curves.verify
+            steps = (curve[place + 1] + (so_far - 1.0) * self.costs.accepted) / self.costs.plain
             if so_far * worth - steps > best:
                 best, count, tokens_then, steps_then = so_far * worth - steps, place + 1, so_far, steps
                 self._claim = claimed
+            elif (so_far - before) * worth * self.costs.plain < self._curves.row:
+                break  # what comes later is less likely, and its rows cost no less
+        self._look_gained(best - without, len(found))
         if not count:
             return [NOTHING] * len(found)
         _fade(self._all, tokens_then, steps_then)
@@ -181,14 +215,15 @@ class Scales:
 class Weighing:
     """Scales for each batch size and way of sampling: neither costs nor acceptance are the same.
 
-    Copying itself takes no time worth mentioning, and a head's taking in of a few tokens more not either.
+    A head's taking in of a few tokens more takes no time worth mentioning.
 
     Attributes:
         ask: for the costs of a batch size, a way of sampling and a length.
     """
 
     def __init__(self, target: TargetModel) -> None:
-        self.ask: Callable[[int, Sampling, int], Costs] = partial(step_costs, target, {"method": "copy"})
+        ask = partial(step_costs, target, {"method": "copy", "looks": True}, drafting=weighed)
+        self.ask: Callable[[int, Sampling, int], Costs] = ask
         self._scales: dict[tuple[int, Sampling], Scales] = {}
         self._costs: dict[tuple[int, Sampling], CostsByLength] = {}
         self._now: Scales
@@ -209,8 +244,14 @@ class Weighing:
 
     def best_parts(self, found: list[Found], state: DecodeState) -> list[Found]:
         """As ``Scales.best_parts``."""
-        self._now.costs = self._costs[state.batch, state.sampling].at(state.length)
+        costs = self._costs[state.batch, state.sampling].at(state.length)
+        if costs is not self._now.costs:
+            self._now.reckon(costs)
         return self._now.best_parts(found, state.finished.count(False), state.weights())
+
+    def looks(self) -> bool:
+        """As ``Scales.looks``."""
+        return self._now.looks()
 
     def note_head(self, before: Promised, after: Promised) -> None:
         """As ``Scales.note_head``."""
@@ -238,6 +279,17 @@ class Weighing:
         of = steps + other.steps
         choice = f"{steps / of:.0%} of the steps copied, else {other.choice}" if of else other.choice
         return Promised(of, tokens + other.tokens, plain + other.plain_steps, choice)
+
+
+def weighed(context: int) -> tuple[Callable[[], object], None]:
+    """Weighs the same copy again and again, and learns from it, as a step does behind any text: to be timed."""
+    scales, found = Scales(COMMON), Found(list(range(COPY)), list(range(ROOT, COPY - 1)), [0.5] * COPY, 2)
+
+    def weigh() -> None:
+        scales.best_parts([found], 1)
+        scales.learn(found, [0, -1])
+
+    return weigh, None
 
 
 def _fade(sums: list[float], tokens: float, steps: float) -> None:
