@@ -67,6 +67,8 @@ class SpeculativeDrafter(DraftModelDrafter):
         gamma = state.longest_draft(self.gamma)
         if self.auto is not None:
             gamma = self.auto.chain(state.batch, state.sampling, state.length, gamma)
+        if not gamma:  # what has come is read when something is drafted
+            return DraftTree.empty(state.batch, self.target.device)
         self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
@@ -78,8 +80,6 @@ class SpeculativeDrafter(DraftModelDrafter):
             rows = self.lm_head.tokens(state.sampling.pick(logits, state.generator, q))[:, None]
             tokens.append(rows)
             counts = [1] * state.batch
-        if not tokens:
-            return DraftTree.empty(state.batch, self.target.device)
         return DraftTree.chain(torch.cat(tokens, 1), q=self.lm_head.spread(torch.stack(q, 1)) if q else None)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
