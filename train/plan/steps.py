@@ -135,7 +135,7 @@ class Planner:
             meta_task(config, self.model.config)
         except (ValueError, AttributeError, KeyError) as error:
             raise ValueError(f"--method {self.method}: no such head for {self.model.name}: {error}") from error
-        return measured_rate(config, self.model.config, size) * self.gpus
+        return measured_rate(config, self.model.config, size, self.data.answers / self.data.tokens) * self.gpus
 
     def share_out(self) -> None:
         """Minutes of the steps; tokens follow from them.

@@ -187,7 +187,8 @@ class Estimates:
         if given.tokens_per_second:
             rate, how = given.tokens_per_second, "as given"
         elif given.measure:
-            rate = estimate.measured_rate(config, target, self.micro) * given.ranks
+            share = workload.trained / workload.tokens
+            rate = estimate.measured_rate(config, target, self.micro, share) * given.ranks
             how = "measured here without DeepSpeed"
         elif peak:
             rate = assumed / flops

@@ -55,16 +55,18 @@ def meta_ends(config: PretrainedConfig, device: str = "meta", dtype: torch.dtype
     return FrozenEnds(embed, lm_head, config, "")
 
 
-def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig) -> Batch:
-    """A micro-batch of random tokens and features in one row, as training packs it; every position trained."""
+def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig, trained: float = 1.0) -> Batch:
+    """A micro-batch of random tokens and features in one row, as training packs it; of each dialogue the last positions
+    are trained, so large a share of all."""
     shape = (1, size.tokens)
+    answers = torch.arange(size.length) >= min(round((1 - trained) * size.length), size.length - 1)
 
     def states() -> Tensor:
         return torch.randn(*shape, target.hidden_size, dtype=config.dtype)
 
     return Batch(
         input_ids=torch.randint(target.vocab_size, shape),
-        loss_mask=torch.ones(shape, dtype=torch.bool),
+        loss_mask=answers.repeat(size.dialogues)[None],
         features=states(),
         taps={layer: states() for layer in config.taps},
         position_ids=torch.arange(size.length).repeat(size.dialogues)[None],
@@ -220,8 +222,9 @@ def _fake(dtype: torch.dtype) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- speed
 
 
-def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatch) -> float:
-    """Tokens/s of one rank here: forward, backward and AdamW on random micro-batches, after one of warm-up.
+def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatch, trained: float = 1.0) -> float:
+    """Tokens/s of one rank here: forward, backward and AdamW on random micro-batches, after one of warm-up, of which so
+    large a share is trained.
 
     Without DeepSpeed, the reading of data and the exchange between ranks.
     """
@@ -230,7 +233,7 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatc
     with exact_buffers(task.module):
         module = task.module.to(device, config.dtype)
     optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)
-    batch = random_batch(config, size, target).to(device, config.dtype)
+    batch = random_batch(config, size, target, trained).to(device, config.dtype)
     rows = task.rows(batch)
     began = 0.0
     for step in range(MEASURED_STEPS + 1):
