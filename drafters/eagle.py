@@ -22,6 +22,7 @@ from .decoding.cost import Costs, CostsByLength, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
+from .decoding.waiting import trials
 from .drafting.auto import PRIOR, Chooser, Probability, Way
 from .drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
 from .drafting.paying import COMMON, FRONTIER, Paying
@@ -329,7 +330,7 @@ class EagleDrafter(LearnedDrafter):
                 if self.auto is not None:  # not of the levels below: those were gone on to because they were sure
                     self.auto.learn(0, self._growing.top_k, right)
         elif self.auto is not None and draft.size:
-            for row, weight in enumerate(state.weights()):
+            for row, weight in enumerate(trials(state.weights())):
                 if not state.finished[row]:  # else cut short
                     self.auto.learn_path(self.plan, verdict.own_rows(row, draft.size), weight)
 

@@ -13,6 +13,7 @@ from .decoding.cost import Costs, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
+from .decoding.waiting import trials
 from .drafting.auto import Chooser
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .model.target import FeatureOutput, TargetModel
@@ -87,7 +88,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
         self._cache.crop([min(known, len(tokens) - max(len(path) - own, 1)) for known, tokens, path, own in rows])
         if self.auto is not None:
-            for count, finished, weight in zip(right, state.finished, state.weights(), strict=True):
+            for count, finished, weight in zip(right, state.finished, trials(state.weights()), strict=True):
                 if not finished:  # else cut short
                     self.auto.learn_chain(draft.size, count, weight)
 

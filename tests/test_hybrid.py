@@ -1,5 +1,6 @@
 """Hybrid: the conformance suite, a head that stays in step with what was copied, and the choice between the two."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -274,22 +275,71 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     def run(scales: Scales, found: list[Found], steps: int) -> int:
         looked = 0
         for _ in range(steps):
-            looks = scales.looks()
-            kept = scales.best_parts(found if looks else [NOTHING], 1)
+            looks = scales.looking.step()
+            kept = scales.best_parts(found, 1) if looks else [NOTHING]
             scales.settle(len(kept[0].tokens))
             looked += looks
         return looked
 
-    dear, cheap = Scales(costs(0.25, look=0.05)), Scales(costs(0.25, look=0.0002))
+    dear, cheap = Scales(costs(0.25, look=0.2)), Scales(costs(0.25, look=0.0002))
     for match, rate in ((3, 0.95), (4, 0.95), (5, 0.95), (6, 0.95)):
         taught(dear.trust, match, rate)
-    assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 100) < 60
+    assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 100) < 70
     run(dear, [NOTHING], 1000)
     before = dear.promised[2]
     assert run(dear, [NOTHING], 300) == pytest.approx(30, abs=4)  # a look takes 0.1 steps, of which 1% may be lost
     assert dear.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
     assert run(dear, [CHAIN], 11) >= 1 and run(dear, [CHAIN], 100) == 100  # from the first copy on
     assert run(dear, [NOTHING], 10) == 10  # and it is not given up at once
+    run(dear, [NOTHING], 1000)
+    dear.looking.begin()
+    assert dear.looking.step()  # another text
+
+
+def test_what_a_look_gains_beside_a_head_counts() -> None:
+    """Catches looks that end where copies pay as parts of a head's draft alone, which a look has to find, too."""
+    scales = Scales(costs(0.05, look=0.1))
+    for match in (3, 4, 5, 6):
+        taught(scales.trust, match, 0.9)
+        taught(scales.apart, match, 0.9)
+    looked = 0
+    for _ in range(400):
+        if scales.looking.step():
+            looked += 1
+            assert scales.best_parts([NOTHING], 1) == [NOTHING]
+            scales.beside([CHAIN], [{}], 1, 1)
+        scales.note_plain()
+    assert looked == 400
+
+
+def test_a_weighed_copy_is_the_best_there_is() -> None:
+    """Catches a search that stops at a node which does not pay before one that does: where rows are cheap again, where
+    a tree costs less than a chain, and where a head's draft has to be beaten."""
+    draw = random.Random(0)
+    kinds = set()
+    for _ in range(600):
+        rows = (1, 2, 4, 8, 16, 32)
+        curves = [Curve.of({n: 1 + draw.choice([0.0, 0.02, 0.1]) * n * draw.random() for n in rows}) for _ in range(2)]
+        scales = Scales(Costs(1.0, *curves, 0.0, Curve((1,), (0.0,)), draw.choice([0.0, 0.05])))
+        for match in range(1, 12):
+            taught(scales.trust, match, draw.choice([0.1, 0.4, 0.7, 1.0]))
+        size, straight = draw.randrange(1, 12), draw.randrange(1, 5)
+        parents = [
+            node - 1 if node < straight or draw.random() < 0.6 else draw.randrange(-1, node) for node in range(size)
+        ]
+        found = Found(list(range(size)), parents, [0.5] * size, draw.randrange(1, 4))
+        nodes, worth = scales._likeliest(found), 1.0
+        values = [(0.0, 0)]
+        for count in range(1, size + 1):
+            kept = sorted(node for _, node in nodes[:count])
+            chain = all(node == place and parents[node] == place - 1 for place, node in enumerate(kept))
+            tokens = sum(chance for chance, _ in nodes[:count])
+            seconds = curves[1 if chain else 0].at(count + 1) + tokens * scales.costs.accepted
+            values.append((1 + tokens * worth - seconds, count))
+        best, count = max(values, key=lambda pair: (pair[0], -pair[1]))
+        assert len(scales.best_parts([found], 1)[0].tokens) == (count if best > 1e-12 else 0)
+        kinds.add((count > 0, count < size))
+    assert kinds == {(False, True), (True, True), (True, False)}
 
 
 def test_a_batch_copies_together() -> None:

@@ -103,6 +103,8 @@ class DecodeState:
         if self.refilled or self.batch == 1:
             return [1.0] * self.batch
         going = [row for row in range(self.batch) if not self.finished[row]]
+        if not going:
+            return [0.0] * self.batch
         made = [len(self.tokens[row]) - self.prompt_lengths[row] - 1 for row in going]
         known = dict(zip(going, weights(made, [self.room(row) for row in going], self.steps), strict=True))
         return [known.get(row, 0.0) for row in range(self.batch)]

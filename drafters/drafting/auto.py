@@ -309,7 +309,7 @@ class Chooser:
     def learn_path(self, plan: TreePlan, rows: list[int], weight: float = 1.0) -> None:
         """Learn from a batch row's accepted ``rows`` of [root, nodes] (``Verdict.rows``), the draft being of a plan.
 
-        ``weight``: of the row's tokens (``DecodeState.weights``).
+        ``weight``: of the row's tokens (``waiting.trials``).
         """
         for depth, row in enumerate(rows):
             if candidates := plan.children[row]:

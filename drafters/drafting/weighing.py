@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 
 from ..base import Promised
 from ..decoding.acceptance import Verdict
@@ -12,8 +13,9 @@ from ..decoding.draft_tree import ROOT
 from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
 from ..model.target import TargetModel
-from .auto import PROBES, reckoned
+from .auto import reckoned
 from .counted import Counted
+from .looking import FRUITFUL, FRUITLESS, Looking
 from .one_tree import Held, leaves_draft
 from .paying import COMMON
 from .retrieval import NOTHING, Found, part_of
@@ -23,14 +25,12 @@ CLAIMS = (0.3, 0.5, 0.7, 0.9)  # kinds of claims, likewise
 # The guess is the claim to the power of so much by the match: 0.29, 0.54, 0.66 where 1, 2, 3 tokens match in one place,
 # 0.86 where 8 do. In SmolLM2's own answers it was 0.29, 0.57, 0.60, and 0.94 where 8 or more do.
 FORGIVES = 1.8
-COPIED, COPY = 128, 16  # nodes of a copy: the most, and those of one that is timed
+COPIED, COPY = 256, 16  # nodes of a copy: the most, and those of one that is timed
+PATH = list(range(ROOT, COPIED))  # the parents of a chain's nodes
 DOUBT = 8.0  # copied tokens that were accepted as their chances said, before anything is known
 MOST = 1.3  # times as many tokens as their chances say
 FORGIVEN = 0.99  # of the distrust that is left, a step later, where nothing was copied
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
-HOPE = 0.25  # plain steps that a look is taken to gain before anything is known
-REST = 16  # steps without a look, at most
-FINDING = 2.0  # times as long as weighing what was found takes all of a look: reading the text, finding, the draft
 
 
 class Trust:
@@ -65,13 +65,14 @@ class Scales:
     Attributes:
         costs: at the present length.
         trust: in what is copied. apart: in a copied token that the head has not drafted where it could have.
+        looking: when to look for copies.
         promised: steps that were copied, their tokens, and their time in steps without a draft.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.reckon(costs)
         self.trust, self.apart = Trust(), Trust()
-        self._gained, self._rest, self._looked = HOPE, 0, True
+        self.looking = Looking()
         # Steps, their tokens, and their time in plain steps, fading; before anything is known, as of a plain step.
         self._all, self._head = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
         self.promised = [0.0, 0.0, 0.0]
@@ -82,21 +83,10 @@ class Scales:
     def reckon(self, costs: Costs) -> None:
         """Go by these costs from now on."""
         self.costs, self._curves = costs, reckoned(costs, COPIED)
-
-    def looks(self) -> bool:
-        """Whether to look for copies in this step. Where a step takes a millisecond, looking takes a tenth of that: as
-        long as it gains less than it takes, no more than ``PROBES`` of the time goes into it."""
-        self._looked = self._rest == 0
-        self._rest = max(self._rest - 1, 0)
-        return self._looked
-
-    def _look_gained(self, steps: float, rows: int) -> None:
-        """What the step's look has gained; whether the next steps do without."""
-        look = FINDING * rows * self.costs.first / self.costs.plain
-        self.promised[2] += look
-        self._gained = MEMORY * self._gained + (1 - MEMORY) * steps
-        if not steps:
-            self._rest = min(max(math.ceil((look - self._gained) / PROBES) - 1, 0), REST)
+        rows = [after - before for curve in self._curves[:2] for before, after in pairwise(curve)]
+        least = map(min, rows[:COPIED], rows[COPIED:])
+        # What every further node costs at least, by the nodes that there are.
+        self._least = [*list(accumulate(reversed(list(least)), min))[::-1], math.inf]
 
     def best_parts(self, found: list[Found], going: int, weights: Sequence[float] | None = None) -> list[Found]:
         """What of it to draft, in each row of a batch: of its likeliest nodes as many as pay most, everywhere the same
@@ -106,14 +96,14 @@ class Scales:
             going: rows that have not finished; in the others nothing is found.
             weights: of each row's tokens (``DecodeState.weights``); by default 1.
         """
-        if not self._looked:
-            return found
         ordered = [self._likeliest(one) for one in found]
         weights = weights or [1.0] * len(found)
+        paths = all(one.parents == PATH[: len(one.parents)] for one in found)
         worth = min(self._all[2] / self._all[1], 1.0)
         best = without = (self._head[1] * worth - self._head[2]) / self._head[0]
         count = 0
-        so_far, steps_then, tokens_then, claimed, curve = 1.0, 0.0, 0.0, 0.0, self._curves.chain
+        so_far, steps_then, tokens_then, claimed = 1.0, 0.0, 0.0, 0.0
+        curve = path = self._curves.chain
         honest, self._claim = min(self._accepted / self._claimed, MOST), 0.0
         for place in range(min(max(map(len, ordered)), COPIED)):
             before = so_far
@@ -128,9 +118,12 @@ class Scales:
             if so_far * worth - steps > best:
                 best, count, tokens_then, steps_then = so_far * worth - steps, place + 1, so_far, steps
                 self._claim = claimed
-            elif (so_far - before) * worth * self.costs.plain < self._curves.row:
-                break  # what comes later is less likely, and its rows cost no less
-        self._look_gained(best - without, len(found))
+            elif (so_far - before) * worth * self.costs.plain < self._least[place + 1] and (paths or curve is not path):
+                break  # what comes later is less likely
+        fruitful = sum(map(bool, ordered))
+        took = (FRUITFUL * fruitful + FRUITLESS * (going - fruitful)) * self.costs.first / self.costs.plain
+        self.promised[2] += took
+        self.looking.judge(took, best - without)
         if not count:
             return [NOTHING] * len(found)
         _fade(self._all, tokens_then, steps_then)
@@ -160,6 +153,7 @@ class Scales:
             if more * worth <= cost:
                 break
             count, tokens, steps = place + 1, tokens + more, steps + cost
+        self.looking.gained_more(tokens * worth - steps)
         for sums in (self._all, self._head, self.promised):
             sums[1], sums[2] = sums[1] + tokens, sums[2] + steps
         return [[node for _, node in nodes[:count]] for nodes in ordered]
@@ -233,6 +227,7 @@ class Weighing:
         """Go by what is known of so many rows, sampled so."""
         short = self.prepare(state.batch, state.sampling, state.longest)  # now, and not while decoding
         self._now = self._scales.setdefault((state.batch, state.sampling), Scales(short))
+        self._now.looking.begin()
 
     def prepare(self, batch: int, sampling: Sampling, longest: int) -> Costs:
         """Measure what is not known yet of so many rows, of up to so many tokens; what short texts cost."""
@@ -244,14 +239,16 @@ class Weighing:
 
     def best_parts(self, found: list[Found], state: DecodeState) -> list[Found]:
         """As ``Scales.best_parts``."""
+        if not self._now.looking.now:
+            return found
         costs = self._costs[state.batch, state.sampling].at(state.length)
         if costs is not self._now.costs:
             self._now.reckon(costs)
         return self._now.best_parts(found, state.finished.count(False), state.weights())
 
     def looks(self) -> bool:
-        """As ``Scales.looks``."""
-        return self._now.looks()
+        """Whether the next step looks for copies."""
+        return self._now.looking.step()
 
     def note_head(self, before: Promised, after: Promised) -> None:
         """As ``Scales.note_head``."""

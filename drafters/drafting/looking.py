@@ -1,0 +1,45 @@
+"""When to look for copies: where a step takes a millisecond, looking takes some hundredths of it in vain."""
+
+import math
+
+from .auto import PROBES
+
+HOPE = 0.25  # steps without a draft that a look is taken to gain before anything is known
+MEMORY = 0.97  # of the past looks, by which the next one is judged
+REST = 16  # steps without a look, at most: text may begin to repeat itself
+FRUITLESS, FRUITFUL = 0.5, 1.5  # times as long as weighing a copy: looking in vain; finding, weighing and drafting one
+
+
+class Looking:
+    """Looks in every step while that gains more than it takes; else not in the next steps, so that no more than
+    ``PROBES`` of the time is lost, but in every ``REST``-th at least.
+
+    By what weighing a copy takes, measured beforehand, and what looks have gained, never by the clock.
+    """
+
+    def __init__(self) -> None:
+        self._gained, self._took, self._rest = HOPE, 0.0, 0
+        self.now = True  # whether the present step does
+
+    def begin(self) -> None:
+        """Another text."""
+        self._rest = 0
+
+    def step(self) -> bool:
+        """Whether the next step does."""
+        self.now = self._rest == 0
+        self._rest = max(self._rest - 1, 0)
+        return self.now
+
+    def judge(self, took: float, gained: float) -> None:
+        """What the step's look took and gained, in steps without a draft."""
+        self._took = MEMORY * self._took + (1 - MEMORY) * took
+        self._gained = MEMORY * self._gained + (1 - MEMORY) * gained
+        if gained <= 0.0:
+            self._rest = min(max(math.ceil((self._took - self._gained) / PROBES) - 1, 0), REST)
+
+    def gained_more(self, steps: float) -> None:
+        """What it has brought beside a head's draft."""
+        self._gained += (1 - MEMORY) * steps
+        if steps > 0.0:
+            self._rest = 0
