@@ -66,9 +66,9 @@ def start(target: str) -> None:
     from sglang.srt.server_args import ServerArgs
 
     publish(ServerArgs(model_path=target, device="cpu", attention_backend="torch_native"), role="scheduler")
-    meeting = Path(tempfile.mkdtemp(prefix="drafters-")) / "store"
-    parallel_state.init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
-    parallel_state.initialize_model_parallel(backend="gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(backend="gloo")
 
 
 def run(case: dict[str, str]) -> list[str]:

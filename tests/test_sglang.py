@@ -41,6 +41,7 @@ def in_sglang(folder: Path, target: TargetModel, heads: Sequence[Path]) -> list[
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     left = [json.loads(line)["left"] for line in run.stdout.splitlines() if line.startswith('{"left"')]

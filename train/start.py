@@ -2,7 +2,7 @@
 
     python -m train.start --target MODEL [--data FILE] --out runs/mine [--minutes 120] [--hub user/repo] [--run]
 
-Looks at the model, the dialogues and this machine, measures for half a minute how fast the target is here, and writes
+Looks at the model, the dialogues and this machine, measures for about a minute how fast the target is here, and writes
 into --out a config for every step and run.sh: hold dialogues out, let the target answer the others itself, compute its
 features, train, compare with what needs no training, certify, write the model card (with --hub: push). Without --data
 the target asks the questions, too, some of them to be timed. Says what each step will take. --run runs it; killed, the

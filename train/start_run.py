@@ -65,11 +65,12 @@ def write(config: StartConfig, command: list[str], run: bool) -> None:
 def timed(config: StartConfig, model: Model, machine: Machine, data: Data | None) -> tuple[Rates, Data]:
     """How fast the target is, and the dialogues: where there are none, its own, by those that it is timed on."""
     if data is not None:
-        prompts = some_prompts(model, data.some, data.source)
-        rates = measure(model, machine, lambda target, rows: prompts, answers=not data.own)
-        return rates, data if data.own else data.answered(rates.answer)
+        prompts = some_prompts(model, data)
+        length = max(2, round(data.tokens / data.dialogues)) if data.own else None
+        rates = measure(model, machine, lambda target, rows: prompts, length)
+        return rates, data if data.own else data.answered(rates.answer, model)
     sample = Sample(model, machine)
-    rates = measure(model, machine, sample, answers=True)
+    rates = measure(model, machine, sample, None)
     return rates, sample.data(config.asked, config.minutes, rates)
 
 

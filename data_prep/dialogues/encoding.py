@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,37 +71,72 @@ def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int |
 
 @dataclass
 class Sample:
-    """Some dialogues of a file, each as likely as any other, as messages and ``encoded``.
+    """Some dialogues of a file, each as likely as any other and in no order.
 
-    ``counts``: of the whole file, what the reader made of it. ``turns``: questions of all dialogues. ``tokens`` of all,
-    ``trained`` those of answers: by the sample.
+    ``looked_at``: how many; ``encoded``: those that can be used. ``counts``: of the whole file, what the reader made of
+    it. ``limit``: as ``encode_split`` takes it. ``seconds``: of reading the file.
     """
 
-    dialogues: list[Dialogue]
+    looked_at: int
     encoded: EncodedSplit
     counts: ReadCounts
-    turns: int
+    limit: int | None
+    seconds: float
 
-    def __post_init__(self) -> None:
-        scale = self.counts.kept / len(self.encoded.dialogues)
-        self.tokens = round(scale * self.encoded.tokens)
-        self.trained = round(scale * sum(int(one.loss_mask.sum()) for one in self.encoded.dialogues))
+    @property
+    def usable(self) -> int:
+        """Dialogues of the file that can be used, by the sample's share, as far as the limit takes them."""
+        found = round(self.counts.kept * len(self.encoded.dialogues) / self.looked_at)
+        return found if self.limit is None else min(found, self.limit)
+
+    @property
+    def tokens(self) -> int:
+        """Of all that can be used."""
+        return round(self.usable * self.encoded.tokens / len(self.encoded.dialogues))
+
+    @property
+    def trained(self) -> int:
+        """Tokens of answers, of all that can be used."""
+        answers = sum(int(one.loss_mask.sum()) for one in self.encoded.dialogues)
+        return round(self.usable * answers / len(self.encoded.dialogues))
+
+    def describe(self) -> str:
+        """What became of the file's dialogues, in a line."""
+        dropped = self.encoded.counts.dropped
+        if not dropped:
+            return self.counts.describe()
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.most_common())
+        return (
+            f"{self.counts.describe()}; of {self.looked_at:,} looked at {dropped.total():,} cannot be used ({reasons})"
+        )
 
 
 def sample_split(source: str, chat: ChatTokenizer, max_length: int, count: int, limit: int | None = None) -> Sample:
-    """``count`` dialogues of the first ``limit`` of ``source``, from everywhere: files are often sorted.
+    """``count`` dialogues from everywhere in ``source``, for files are often sorted; with a ``limit``, of its first.
 
     Raises:
         ValueError: as ``encode_split``.
     """
-    counts, chosen, turns, draw = ReadCounts(), list[Dialogue](), 0, random.Random(0)
-    for number, dialogue in enumerate(itertools.islice(read_dialogues(source, counts), limit)):
-        turns += sum(message["role"] == "user" for message in dialogue.messages)
+    counts, chosen, draw, began = ReadCounts(), list[Dialogue](), random.Random(0), time.perf_counter()
+    for number, dialogue in enumerate(read_dialogues(source, counts)):
         if number < count:
             chosen.append(dialogue)
+        elif limit is not None and number >= limit:
+            continue
         elif (place := draw.randrange(number + 1)) < count:  # Vitter's algorithm R
             chosen[place] = dialogue
-    return Sample(chosen, _encode(iter(chosen), ReadCounts(), source, chat, max_length), counts, turns)
+    seconds = time.perf_counter() - began
+    draw.shuffle(chosen)
+    try:
+        encoded = _encode(iter(chosen), ReadCounts(), source, chat, max_length)
+    except ValueError:
+        if len(chosen) == counts.kept:
+            raise
+        encoded = encode_split(
+            source, chat, max_length, count
+        )  # of few that can be used, or its error for the whole file
+        return Sample(counts.kept, encoded, counts, limit, seconds)
+    return Sample(len(chosen), encoded, counts, limit, seconds)
 
 
 def _encode(

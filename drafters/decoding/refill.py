@@ -108,6 +108,13 @@ class Refilled:
         """Rows without a prompt."""
         return self.at.count(None) if self.at_work() else self.batch
 
+    def under_way(self) -> int:
+        """New tokens of the rows at work."""
+        if self.state is None:
+            return 0
+        made = zip(self.at, self.state.tokens, self.state.prompt_lengths, strict=True)
+        return sum(len(tokens) - prompt for one, tokens, prompt in made if one is not None)
+
     def take(self, prompts: list[Prompt]) -> None:
         """Prefill prompts beside the batch and put them into free rows; if none is at work, make a batch of them."""
         check_call(self.target, self.drafter, [list(prompt) for _, prompt in prompts], self.max_new_tokens)

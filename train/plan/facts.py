@@ -1,15 +1,14 @@
 """What there is to start from: the model, the dialogues, the machine, and how fast the one is on the other."""
 
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from data_prep.dialogues.encoding import load_tokenizer, sample_split
-from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.dialogues.reader import Dialogue
+from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
 from data_prep.disk import free_bytes
 from data_prep.features import FeaturesConfig
 from data_prep.features_run import make_headers
@@ -46,7 +45,7 @@ class Data:
     """The dialogues: ``tokens`` and ``answers`` (tokens that belong to answers) of all, by a sample.
 
     ``own``: the target gave the answers itself; else ``answered`` tells what there will be. ``seconds``: it took to
-    read them. ``some`` of them, as messages. ``asking``: seconds that the target takes for a question, where the
+    read them. ``some`` of them, tokenized. ``asking``: seconds that the target takes for a question, where the
     questions are its own, too; the dialogues are then as many as there could be.
     """
 
@@ -58,13 +57,24 @@ class Data:
     own: bool
     read: str
     seconds: float
-    some: list[Dialogue] = field(default_factory=list)
+    some: list[MaskedTokens] = field(default_factory=list)
     asking: float | None = None
 
-    def answered(self, length: float) -> "Data":
-        """The same questions with the target's own answers, of ``length`` tokens each."""
-        answers = max(1, round(self.turns * length))
-        return replace(self, answers=answers, tokens=self.tokens - self.answers + answers)
+    def answered(self, length: float, model: Model) -> "Data":
+        """The same questions with the target's own answers, of ``length`` tokens each, as far as a dialogue has room
+        for another one."""
+        turns, tokens, answers = 0, 0.0, 0.0
+        for one in self.some:
+            so_far = before = 0.0
+            for begin, end in answer_spans(one):
+                if so_far + begin - before + model.answer > model.longest:
+                    break
+                so_far, before = so_far + begin - before + length, end
+                turns, answers = turns + 1, answers + length
+            tokens += so_far
+        scale = self.dialogues / len(self.some)
+        found = replace(self, turns=round(scale * turns), tokens=max(round(scale * tokens), 1))
+        return replace(found, answers=max(round(scale * answers), 1))
 
 
 @dataclass
@@ -113,16 +123,21 @@ def look_at_data(source: str, model: Model) -> Data:
     Raises:
         ValueError: it cannot be read, or holds too few usable dialogues; the message has the counts.
     """
-    began = time.perf_counter()
     sample = sample_split(source, model.chat, model.longest, SAMPLE)
-    seconds, counts = time.perf_counter() - began, sample.counts
-    if counts.kept < FEWEST:
-        raise ValueError(f"--data {source}: {counts.describe()}; at least {FEWEST} usable dialogues are needed")
+    if sample.usable < FEWEST:
+        raise ValueError(f"--data {source}: {sample.describe()}; at least {FEWEST} usable dialogues are needed")
     asked = {"target": model.name, "splits": {"train": source}, "out": "-", "max_length": model.longest}
     header = make_headers(validate(FeaturesConfig, asked, "--data"), model.chat)["train"]
     own = header.answers in ("own", "sampled")
-    answers, read = max(sample.trained, 1), counts.describe()
-    return Data(source, counts.kept, sample.turns, sample.tokens, answers, own, read, seconds, sample.dialogues)
+    some, answers = sample.encoded.dialogues, max(sample.trained, 1)
+    turns = round(sample.usable * sum(len(answer_spans(one)) for one in some) / len(some))
+    return Data(source, sample.usable, turns, sample.tokens, answers, own, sample.describe(), sample.seconds, some)
+
+
+def answer_spans(dialogue: MaskedTokens) -> list[tuple[int, int]]:
+    """Where each answer of a dialogue begins and ends."""
+    edges = np.flatnonzero(np.diff(dialogue.loss_mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def look_at_machine(out: Path) -> Machine:

@@ -1,38 +1,37 @@
-"""How fast the target is on this machine, at what the steps will do: measured, for half a minute."""
+"""How fast the target is on this machine, at what the steps will do: measured, for about a minute."""
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
-from typing import Any
+from itertools import cycle, islice
 
 import psutil
 import torch
-from jinja2 import TemplateError
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.answers.target import turn_ends
-from data_prep.dialogues.reader import Dialogue
-from drafters import TargetModel, generate, generate_many, make_drafter
+from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters.decoding.refill import Prompt, Refilled
 
 from .configs import FORWARD
-from .facts import Machine, Model, Rates
+from .facts import Data, Machine, Model, Rates, answer_spans
 
 ROWS = 64  # dialogues answered at once, where the memory has room
 IMPORTS = time.time() - psutil.Process().create_time()  # seconds that this program took for them
 CERTIFIED = 16  # texts that eval.lossless decodes together
 PROMPT, TIMED = 128, 16  # tokens of a prompt that decoding is measured behind, and of what is decoded
-MOST = 60.0  # seconds of answering, beyond which lengths and rates are not measured but bounded
+MOST = 60.0  # seconds of answering
+FEWEST_ANSWERS = 32  # whatever the rows are
 
 
 def measure(
-    model: Model, machine: Machine, prompts_of: Callable[[TargetModel, int], list[list[int]]], answers: bool
+    model: Model, machine: Machine, prompts_of: Callable[[TargetModel, int], list[list[int]]], length: int | None
 ) -> Rates:
     """Load the target and time it on prompts.
 
     Args:
         prompts_of: gives prompts for so many rows, as they come; asked once the target is loaded.
-        answers: whether the target will have to answer them.
+        length: tokens of a dialogue, where the target has answered all; None: it will have to.
 
     Raises:
         ValueError: the target cannot be run layer by layer, or there is too little memory.
@@ -46,11 +45,13 @@ def measure(
     prompts = prompts_of(target, rows)
     same = alike(model, prompts, rows)
     decoded(model, target, same[:1])  # the first forwards build kernels
-    one, many = decoded(model, target, same[:1]), decoded(model, target, same)
-    short = 2 * rows * model.answer / many < MOST
-    found = answering(model, target, prompts, rows) if answers and short else None
-    found = found or Answering(many, model.answer)
-    prefill = prefilled(target, min(model.longest, round(sum(map(len, prompts)) / len(prompts) + found.length)))
+    one = decoded(model, target, same[:1])
+    if length is None:
+        found = answering(model, target, prompts, rows)
+        length = min(model.longest, round(sum(map(len, prompts)) / len(prompts) + found.length))
+    else:
+        found = Answering(one, model.answer)  # nothing will be answered
+    prefill = prefilled(target, length)
     weights = sum(each.nbytes for each in target.model.parameters())
     del target
     gpus = max(1, machine.gpus)
@@ -66,41 +67,59 @@ class Answering:
     length: float
 
 
-def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows: int) -> Answering | None:
-    """Answer questions of all lengths, a free row taking the next one.
+def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows: int) -> Answering:
+    """Answer two questions a row, of all lengths, as ``data_prep.regenerate`` does: a free row takes the next one.
 
-    Not counted is the first answer of every row: they begin together, the short ones end first, and none of them had
-    to wait for another prompt's prefill. Of as many later ones, what ends is what is made.
-
-    Returns:
-        None where the time was up before half of those had ended: a target that is slow here.
+    The rate is that until the last question was given out, while all rows were at work; the length that of all answers,
+    for those that end first are the short ones. Where the time is up before, the rate is what it was, and the length
+    that at which as many answers would have ended in as many tokens.
     """
-    questions = cycle(prompts)
-    made = generate_many(
-        target,
-        make_drafter("autoregressive", target),
-        lambda: (0, next(questions)),
-        batch=rows,
-        longest=max(map(len, prompts)),
-        max_new_tokens=model.answer,
-        eos_token_id=sorted(turn_ends(target, model.chat)),
-    )
-    return counted((len(one.tokens) for one in made), rows)
+    plain, ends = make_drafter("autoregressive", target), frozenset(turn_ends(target, model.chat))
+    count = max(2 * rows, FEWEST_ANSWERS)
+    questions = islice(cycle(prompts), count)
+    batch = Refilled(target, plain, rows, max(map(len, prompts)), model.answer, Sampling(), ends, 0)
+    return timed(Asking(batch, questions), model.answer)
 
 
-def counted(lengths: Iterator[int], rows: int) -> Answering | None:
-    """The same of answers of so many tokens, which arrive as they end."""
-    started, tokens, count, now = time.perf_counter(), 0, 0, 0.0
-    end = started + MOST
-    for number, length in enumerate(lengths, start=1):
-        now = time.perf_counter()
-        if number <= rows:
-            started = now
-        else:
-            tokens, count = tokens + length, count + 1
-        if count == rows or now > end:
-            break
-    return Answering(tokens / (now - started), tokens / count) if 2 * count >= rows else None
+class Asking:
+    """What ``timed`` steps: questions in rows."""
+
+    def __init__(self, rows: Refilled, questions: Iterator[list[int]]) -> None:
+        self.rows, self.questions = rows, questions
+        self.lengths: list[int] = []  # of the answers that have ended
+        self.waiting = True  # whether there may be more questions
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One step; whether any row was at work."""
+        if (free := self.rows.free()) >= self.rows.enough or not self.rows.at_work():
+            given: list[Prompt] = [(0, ids) for ids in islice(self.questions, free)]
+            self.waiting = len(given) == free
+            if given:
+                self.rows.take(given)
+        going = self.rows.at_work()
+        if going:
+            self.rows.step()
+        self.lengths += [len(one.tokens) for one in self.rows.ended()]
+        return going
+
+    @property
+    def made(self) -> int:
+        """Tokens so far, those of unfinished answers included."""
+        return sum(self.lengths) + self.rows.under_way()
+
+
+def timed(asking: Asking, most: int) -> Answering:
+    """See ``answering``; no answer has more than ``most`` tokens."""
+    began = time.perf_counter()
+    rate = 0.0
+    while asking.step():
+        seconds = time.perf_counter() - began
+        if asking.waiting or not rate:
+            rate = asking.made / seconds
+        if seconds > MOST:
+            return Answering(rate, min(asking.made / max(len(asking.lengths), 1), most))
+    return Answering(rate, sum(asking.lengths) / len(asking.lengths))
 
 
 def decoded(model: Model, target: TargetModel, prompts: list[list[int]]) -> float:
@@ -132,36 +151,26 @@ def exact_rate(model: Model, prompts: list[list[int]]) -> float | None:
     return 1 / (1 / decoded(model, target, few) + 1 / prefilled(target, len(few[0]) + TIMED))
 
 
-def some_prompts(model: Model, dialogues: list[Dialogue], source: str) -> list[list[int]]:
-    """What comes before an answer of each dialogue: the first one's first, the second one's second, in turns.
+def some_prompts(model: Model, data: Data) -> list[list[int]]:
+    """What comes before an answer of each dialogue of the sample: the first one's first, the second one's second.
 
     Raises:
-        ValueError: the chat template takes none of them, or all are too long to be answered.
+        ValueError: all are too long to be answered.
     """
-    room = model.longest - model.answer
-    prompts = [_prompt(model.chat.tokenizer, dialogue, number) for number, dialogue in enumerate(dialogues)]
-    if not (found := [ids for ids in prompts if 0 < len(ids) <= room]):
+    room, prompts = model.longest - model.answer, list[list[int]]()
+    for number, dialogue in enumerate(data.some):
+        spans = [begin for begin, _ in answer_spans(dialogue) if begin <= room]
+        if spans:
+            prompts.append(dialogue.input_ids[: spans[number % len(spans)]].tolist())
+    if not prompts:
         raise ValueError(
-            f"none of {len(prompts)} dialogues of {source} can be asked: the chat template of {model.name} refuses "
-            f"them, or what comes before an answer is longer than {room} tokens"
+            f"none of {len(data.some)} dialogues of {data.source} can be asked: what comes before their first answer "
+            f"is longer than {room} tokens, which leave room for {model.answer} of an answer"
         )
-    return found
+    return prompts
 
 
 def alike(model: Model, prompts: list[list[int]], count: int) -> list[list[int]]:
     """``count`` prompts of one length made of those given."""
     length = min(PROMPT, model.longest - model.answer)
     return [(ids * length)[:length] for ids in (prompts * count)[:count]]
-
-
-def _prompt(tokenizer: Any, dialogue: Dialogue, number: int) -> list[int]:
-    """What comes before an answer of the dialogue; none where the chat template refuses it."""
-    answers = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
-    before = answers[number % len(answers)]
-    try:
-        encoded = tokenizer.apply_chat_template(
-            list(dialogue.messages[:before]), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-    except TemplateError:
-        return []
-    return list(encoded["input_ids"])
