@@ -78,5 +78,5 @@ def estimate_workload(config: TrainConfig, tokens: int | None, data: str | None,
             raise ValueError(f"--data: no tokenizer to count with; give --tokens N ({error})") from None
         sample = sample_split(data, chat, max_length, SAMPLE, limit)
         tokens, trained = sample.tokens, sample.trained
-        source = f"{sample.usable:,} dialogues of {data}, by {sample.looked_at:,} of them"
+        source = f"{sample.usable:,} dialogues of {data}, by a sample of {sample.looked_at:,}"
     return Workload(tokens, trained, max_length, max(1, tokens // config.batch_tokens), source)
