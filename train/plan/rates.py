@@ -10,7 +10,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.answers.target import turn_ends
-from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
+from drafters.decoding.acceptance import FEW_ROWS
 from drafters.decoding.refill import Prompt, Refilled
 
 from .configs import FORWARD
@@ -18,7 +19,7 @@ from .facts import Data, Machine, Model, Rates, answer_spans
 
 ROWS = 64  # dialogues answered at once, where the memory has room
 IMPORTS = time.time() - psutil.Process().create_time()  # seconds that this program took for them
-CERTIFIED = 16  # texts that eval.lossless decodes together
+CERTIFIED, CHAIN = 16, 3  # texts that eval.lossless decodes together, half of them in batches of FEW_ROWS; its drafts
 PROMPT, TIMED = 128, 16  # tokens of a prompt that decoding is measured behind, and of what is decoded
 MOST = 60.0  # seconds of answering
 FEWEST_ANSWERS = 32  # whatever the rows are
@@ -44,8 +45,9 @@ def measure(
     start = IMPORTS + time.perf_counter() - began
     prompts = prompts_of(target, rows)
     same = alike(model, prompts, rows)
-    decoded(model, target, same[:1])  # the first forwards build kernels
-    one = decoded(model, target, same[:1])
+    plain, new = make_drafter("autoregressive", target), min(TIMED, model.answer)
+    decoded(target, plain, same[:1], new)  # the first forwards build kernels
+    one = decoded(target, plain, same[:1], new)
     if length is None:
         found = answering(model, target, prompts, rows)
         length = min(model.longest, round(sum(map(len, prompts)) / len(prompts) + found.length))
@@ -122,10 +124,11 @@ def timed(asking: Asking, most: int) -> Answering:
     return Answering(rate, sum(asking.lengths) / len(asking.lengths))
 
 
-def decoded(model: Model, target: TargetModel, prompts: list[list[int]]) -> float:
-    """Tokens/s of plain decoding of all prompts together."""
-    plain, new = make_drafter("autoregressive", target), min(TIMED, model.answer)
-    trace = generate(target, plain, prompts, max_new_tokens=new, eos_token_id=[]).trace
+def decoded(
+    target: TargetModel, drafter: Drafter, prompts: list[list[int]], new: int, temperature: float = 0.0
+) -> float:
+    """Tokens/s of decoding all prompts together."""
+    trace = generate(target, drafter, prompts, max_new_tokens=new, temperature=temperature, eos_token_id=[]).trace
     return trace.decoded_tokens / trace.decode_seconds
 
 
@@ -147,8 +150,11 @@ def exact_rate(model: Model, prompts: list[list[int]]) -> float | None:
         target = TargetModel.from_pretrained(model.name, "float32", cache_tokens=(CERTIFIED, model.longest))
     except ValueError:
         return None
-    few = (prompts * CERTIFIED)[:CERTIFIED]
-    return 1 / (1 / decoded(model, target, few) + 1 / prefilled(target, len(few[0]) + TIMED))
+    some = (prompts * CERTIFIED)[:CERTIFIED]
+    # What it is drafted with is not there yet: something that drafts chains of as many tokens in every step.
+    chain = make_drafter("prompt_lookup", target, gamma=CHAIN, min_ngram=1)
+    sizes = [decoded(target, chain, each, min(TIMED, model.answer), 1.0) for each in (some[:FEW_ROWS], some)]
+    return 1 / (sum(0.5 / rate for rate in sizes) + 1 / prefilled(target, len(some[0]) + TIMED))
 
 
 def some_prompts(model: Model, data: Data) -> list[list[int]]:
