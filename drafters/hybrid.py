@@ -98,12 +98,12 @@ class HybridDrafter(Drafter):
         return None if head is None or self.weighing is None else self.weighing.promised(head)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        looks = self.weighing is None or self.weighing.looks()
-        found = self._found = self.lookup.retrieve_all(state) if looks else [NOTHING] * state.batch
         if self.weighing is not None:
-            copies = self.weighing.best_parts(found, state)
+            self._found = self.weighing.found(self.lookup, state)
+            copies = self.weighing.best_parts(self._found, state)
         else:
-            copies = _matching(found, state.finished.count(False), self.match)
+            self._found = self.lookup.retrieve_all(state)
+            copies = _matching(self._found, state.finished.count(False), self.match)
         self._copied = any(one.tokens for one in copies) and not (self.one_tree and self.weighing is None)
         self._held = None
         if self._copied:

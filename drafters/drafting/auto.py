@@ -156,6 +156,7 @@ class Reckoned(NamedTuple):
 
 @lru_cache(64)
 def reckoned(costs: Costs, most_nodes: int) -> Reckoned:
+    """Of drafts of up to so many nodes."""
     verify, chain = ([curve.at(1 + n) for n in range(most_nodes + 1)] for curve in (costs.verify, costs.chain))
     draft = [0.0, *(costs.draft.at(rows) for rows in range(1, most_nodes + 2))]
     row = min(after - before for curve in (verify, chain) for before, after in pairwise(curve))

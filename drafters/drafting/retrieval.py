@@ -129,8 +129,7 @@ class Retrieval(Drafter):
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
     def propose(self, state: DecodeState) -> DraftTree:
-        looks = self.weighing is None or self.weighing.looks()
-        found = self._found = self.retrieve_all(state) if looks else [NOTHING] * state.batch
+        found = self._found = self.retrieve_all(state) if self.weighing is None else self.weighing.found(self, state)
         if self.weighing is not None:
             found = self.weighing.best_parts(found, state)
             if not any(one.tokens for one in found):

@@ -18,7 +18,7 @@ from .counted import Counted
 from .looking import FRUITFUL, FRUITLESS, Looking
 from .one_tree import Held, leaves_draft
 from .paying import COMMON
-from .retrieval import NOTHING, Found, part_of
+from .retrieval import NOTHING, Found, Retrieval, part_of
 
 MATCHES = (1, 2, 3, 4, 8, 16, 32)  # kinds of matches: as long, or shorter; the last kind is longer
 CLAIMS = (0.3, 0.5, 0.7, 0.9)  # kinds of claims, likewise
@@ -246,9 +246,9 @@ class Weighing:
             self._now.reckon(costs)
         return self._now.best_parts(found, state.finished.count(False), state.weights())
 
-    def looks(self) -> bool:
-        """Whether the next step looks for copies."""
-        return self._now.looking.step()
+    def found(self, lookup: Retrieval, state: DecodeState) -> list[Found]:
+        """What each row could go on with; nothing in a step that does not look."""
+        return lookup.retrieve_all(state) if self._now.looking.step() else [NOTHING] * state.batch
 
     def note_head(self, before: Promised, after: Promised) -> None:
         """As ``Scales.note_head``."""
