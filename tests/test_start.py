@@ -28,6 +28,7 @@ from data_prep.magpie import MagpieConfig
 from data_prep.regenerate import RegenerateConfig
 from drafters import TargetModel
 from drafters.config import validate
+from drafters.decoding.refill import Refilled
 from eval.lossless import LosslessConfig
 from eval.speed import SpeedConfig
 from eval.tune import TuneConfig
@@ -344,7 +345,7 @@ def test_answers_are_timed_while_all_rows_are_at_work(monkeypatch: pytest.Monkey
     class Rows:
         """In the place of a batch: a step takes a second, a prompt three."""
 
-        enough = 1
+        enough, fill = 1, Refilled.fill
 
         def __init__(self, lengths: list[int], rows: int, second: float) -> None:
             self.lengths, self.rows, self.second, self.now = lengths, rows, second, 0.0
@@ -376,7 +377,7 @@ def test_answers_are_timed_while_all_rows_are_at_work(monkeypatch: pytest.Monkey
     def measured(lengths: list[int], rows: int, second: float = 0.01) -> Answering:
         batch: Any = Rows(list(lengths), rows, second)
         monkeypatch.setattr("train.plan.rates.time.perf_counter", lambda: batch.now)
-        return timed(Asking(batch, iter([[1]] * len(lengths))), most=30)
+        return timed(Asking(batch, iter([(0, [1])] * len(lengths))), most=30)
 
     draw = random.Random(0)
     lengths = [draw.choice([2, 2, 2, 30]) for _ in range(400)]

@@ -15,7 +15,7 @@ from drafters.text_files import read_text
 
 from ..progress import Bar
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
-from .reader import Dialogue, DroppedError, ReadCounts, read_dialogues
+from .reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
 
 CHUNK = 256  # dialogues tokenized in one call
 FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with one: then it is the template
@@ -105,10 +105,8 @@ class Sample:
         dropped = self.encoded.counts.dropped
         if not dropped:
             return self.counts.describe()
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.most_common())
-        return (
-            f"{self.counts.describe()}; of {self.looked_at:,} looked at {dropped.total():,} cannot be used ({reasons})"
-        )
+        useless = f"{dropped.total():,} cannot be used ({listed(dropped)})"
+        return f"{self.counts.describe()}; of {self.looked_at:,} looked at {useless}"
 
 
 def sample_split(source: str, chat: ChatTokenizer, max_length: int, count: int, limit: int | None = None) -> Sample:
@@ -132,9 +130,8 @@ def sample_split(source: str, chat: ChatTokenizer, max_length: int, count: int, 
     except ValueError:
         if len(chosen) == counts.kept:
             raise
-        encoded = encode_split(
-            source, chat, max_length, count
-        )  # of few that can be used, or its error for the whole file
+        # Few can be used: the first of them, or the error for the whole file.
+        encoded = encode_split(source, chat, max_length, count)
         return Sample(counts.kept, encoded, counts, limit, seconds)
     return Sample(len(chosen), encoded, counts, limit, seconds)
 

@@ -54,10 +54,14 @@ class ReadCounts:
 
     def describe(self) -> str:
         """One line: ``120 kept, dropped 3 (broken_json 2, no_assistant_turn 1)``."""
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.dropped.most_common())
-        dropped = f"dropped {self.dropped.total():,}" + (f" ({reasons})" if reasons else "")
-        changes = ", ".join(f"{reason} {count:,}" for reason, count in self.changed.most_common())
+        dropped = f"dropped {self.dropped.total():,}" + (f" ({listed(self.dropped)})" if self.dropped else "")
+        changes = listed(self.changed)
         return f"{self.kept:,} kept, {dropped}" + (f", changed: {changes}" if changes else "")
+
+
+def listed(reasons: Counter[str]) -> str:
+    """Reasons and how often each, the most frequent first."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
 
 
 class DroppedError(ValueError):

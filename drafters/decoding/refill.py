@@ -60,12 +60,9 @@ def generate_many(
     sampling, eos = Sampling(temperature, top_k, top_p), eos_ids(target, eos_token_id)
     rows = Refilled(target, drafter, batch, longest, max_new_tokens, sampling, eos, seed)
     while True:
-        if (free := rows.free()) >= rows.enough or not rows.at_work():
-            given = [prompt for _ in range(free) if (prompt := next_prompt()) is not None]
-            if given:
-                rows.take(given)
-            elif not rows.at_work():
-                return
+        rows.fill(next_prompt)
+        if not rows.at_work():
+            return
         yield from rows.ended()  # whose first token was their last
         if rows.at_work():
             rows.step()
@@ -114,6 +111,16 @@ class Refilled:
             return 0
         made = zip(self.at, self.state.tokens, self.state.prompt_lengths, strict=True)
         return sum(len(tokens) - prompt for one, tokens, prompt in made if one is not None)
+
+    def fill(self, next_prompt: Callable[[], Prompt | None]) -> bool:
+        """Give free rows prompts, once they are enough; whether there may be more prompts for now."""
+        free = self.free()
+        if free < self.enough and self.at_work():
+            return True
+        given = [prompt for _ in range(free) if (prompt := next_prompt()) is not None]
+        if given:
+            self.take(given)
+        return len(given) == free
 
     def take(self, prompts: list[Prompt]) -> None:
         """Prefill prompts beside the batch and put them into free rows; if none is at work, make a batch of them."""

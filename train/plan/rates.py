@@ -78,7 +78,7 @@ def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows:
     """
     plain, ends = make_drafter("autoregressive", target), frozenset(turn_ends(target, model.chat))
     count = max(2 * rows, FEWEST_ANSWERS)
-    questions = islice(cycle(prompts), count)
+    questions: Iterator[Prompt] = ((0, ids) for ids in islice(cycle(prompts), count))
     batch = Refilled(target, plain, rows, max(map(len, prompts)), model.answer, Sampling(), ends, 0)
     return timed(Asking(batch, questions), model.answer)
 
@@ -86,7 +86,7 @@ def answering(model: Model, target: TargetModel, prompts: list[list[int]], rows:
 class Asking:
     """What ``timed`` steps: questions in rows."""
 
-    def __init__(self, rows: Refilled, questions: Iterator[list[int]]) -> None:
+    def __init__(self, rows: Refilled, questions: Iterator[Prompt]) -> None:
         self.rows, self.questions = rows, questions
         self.lengths: list[int] = []  # of the answers that have ended
         self.waiting = True  # whether there may be more questions
@@ -94,11 +94,7 @@ class Asking:
     @torch.inference_mode()
     def step(self) -> bool:
         """One step; whether any row was at work."""
-        if (free := self.rows.free()) >= self.rows.enough or not self.rows.at_work():
-            given: list[Prompt] = [(0, ids) for ids in islice(self.questions, free)]
-            self.waiting = len(given) == free
-            if given:
-                self.rows.take(given)
+        self.waiting &= self.rows.fill(lambda: next(self.questions, None))
         going = self.rows.at_work()
         if going:
             self.rows.step()
