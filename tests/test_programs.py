@@ -171,7 +171,8 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/draft_model.py": [
         (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),
         (["divergence=forward"], "divergence: .*found 'forward'"),
-        (["loss_vocab=8"], "loss_vocab is 8, and a draft model has its own LM head; leave it out"),
+        (["loss_vocab=8"], "loss_vocab is 8, and the draft model's LM head is trained.* set freeze_ends=true"),
+        (["draft_vocab=8"], "draft_vocab is 8, .* python -m train.draft_vocab"),
         (["zero_stage=3"], "zero_stage is 3, .* set 0, 1 or 2"),
     ],
     "train.boost": [
@@ -184,6 +185,14 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         ([TARGET, "--data", "none.jsonl", "--size", "8"], "no data file at none.jsonl"),
         ([TARGET, "--data", "none.txt", "--size", "8"], "no data file at none.txt|a Hub dataset"),
         ([TARGET, "--data", "prompts.jsonl", "--size", "0"], "--size: must be a whole number of at least 1"),
+    ],
+    "train.shallow": [
+        ([TARGET, "--layers", "2-0", "--out", "x"], r"gives \[\]; name layers once, in their order"),
+        ([TARGET, "--layers", "0,1,1", "--out", "x"], "name layers once, in their order"),
+        ([TARGET, "--layers", "two", "--out", "x"], "--layers is 'two'; give numbers"),
+        (["./none", "--layers", "0", "--out", "x"], NO_FOLDER),
+        ([TARGET, "--layers", "0", "--out", "features"], "features is not empty"),
+        ([TARGET, "--layers", "0", "--out", "prompts.jsonl"], "prompts.jsonl is a file; give a folder"),
     ],
     "train.throughput": [
         (["features=./none"], "none"),

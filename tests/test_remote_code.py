@@ -36,6 +36,7 @@ import eval.speed
 import eval.sweep
 import eval.tune
 import train.draft_vocab
+import train.shallow
 import train.start
 import train.throughput
 from data_prep.dialogues.loss_mask import ChatTokenizer
@@ -265,7 +266,8 @@ WITHOUT_A_MODEL = {
 }
 ELSEWHERE = {"data_prep/gguf.py", "data_prep/inspect.py", "drafters/convert.py", "drafters/export.py"}  # below
 ELSEWHERE |= {"drafters/chat.py", "train/start.py"}
-ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/target/__main__.py"}
+ELSEWHERE |= {"data_prep/datastore.py", "train/boost.py", "train/draft_vocab.py", "train/shallow.py"}
+ELSEWHERE |= {"train/target/__main__.py"}
 # With another engine's Python, and a target that eval.engines has loaded before; vLLM trusts no remote code by default.
 WORKERS = {
     "eval/engine_workers/llama_cpp_worker.py",
@@ -340,6 +342,13 @@ def test_counting_tokens_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path
     for folder, more in ((trap.strange, []), (trap.known, ["--tokenizer", str(trap.strange)])):
         with pytest.raises(ValueError, match=REFUSED):
             train.draft_vocab.main([str(folder), *arguments, *more])
+    assert not trap.marker.exists()
+
+
+def test_taking_layers_runs_no_code(trap: Trap, said_yes: None, tmp_path: Path) -> None:
+    """Catches the configuration of a target that brings code of its own."""
+    with pytest.raises(ValueError, match=REFUSED):
+        train.shallow.main([str(trap.strange), "--layers", "0", "--out", str(tmp_path / "x")])
     assert not trap.marker.exists()
 
 

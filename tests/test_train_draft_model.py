@@ -238,7 +238,9 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "path", [CONFIGS / "draft_model" / "stdlib.yaml", CONFIGS / "real" / "draft_model.yaml"], ids=str
+    "path",
+    [CONFIGS / "draft_model" / "stdlib.yaml", CONFIGS / "real" / "draft_model.yaml", CONFIGS / "real" / "shallow.yaml"],
+    ids=str,
 )
 def test_shipped_configs_are_valid(path: Path) -> None:
     """A shipped config that its own schema refuses."""

@@ -57,6 +57,9 @@ class DraftModelConfig(TrainConfig):
         )
     )
     beta: float = Field(0.5, gt=0, lt=1, description="of jsd: the target's share in the mixture")
+    freeze_ends: bool = Field(
+        False, description="leave its embedding and LM head as they are: for one of the target's own layers"
+    )
     on_policy: OnPolicy | None = None
     boost: Boost | None = None
 
@@ -66,7 +69,7 @@ class DraftModelConfig(TrainConfig):
 
     @property
     def trains_lm_head(self) -> bool:
-        return self.lora is None
+        return self.lora is None and not self.freeze_ends
 
     @property
     def provenance_file(self) -> str:
@@ -83,9 +86,16 @@ class DraftModelConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _fits_a_draft_model(self) -> Self:
-        for key in ("draft_vocab", "loss_vocab"):
-            if getattr(self, key) is not None:
-                raise ValueError(f"{key} is {getattr(self, key)}, and a draft model has its own LM head; leave it out")
+        if self.draft_vocab is not None:
+            raise ValueError(
+                f"draft_vocab is {self.draft_vocab}, and a draft model keeps its whole LM head; leave it out, and list "
+                "tokens in what was trained: python -m train.draft_vocab"
+            )
+        if self.loss_vocab is not None and self.trains_lm_head:
+            raise ValueError(
+                f"loss_vocab is {self.loss_vocab}, and the draft model's LM head is trained, of which each token has "
+                "to learn; leave it out, or set freeze_ends=true"
+            )
         if self.init_from is not None:
             raise ValueError(f"init_from is {self.init_from}, and a draft model starts as draft_model says; set that")
         for key in ("classification_loss", "top_k_weight"):
@@ -130,6 +140,9 @@ class DraftModelTask(Task):
             )
         ends = [module.base.get_input_embeddings().weight, module.lm_head.weight]
         self.lm_heads = tuple(name for name, weights in module.named_parameters() if any(weights is x for x in ends))
+        if self.config.freeze_ends:
+            for weights in ends:
+                weights.requires_grad_(False)
         return module
 
     def load(self) -> None:
@@ -152,7 +165,8 @@ class DraftModelTask(Task):
         """Logits of the target; logits of the draft model, and their gradients by its state and its LM head."""
         ours, theirs = self.module.lm_head, self.ends.lm_head
         products = 3 if ours.weight.requires_grad else 2
-        return 2 * theirs.out_features * (theirs.in_features + products * ours.in_features)
+        vocab = self.config.loss_vocab or theirs.out_features
+        return 2 * vocab * (theirs.in_features + products * ours.in_features)
 
     @property
     def draft_lm_head(self) -> nn.Linear:
@@ -191,7 +205,7 @@ class DraftModelTask(Task):
             return super().loss_sums(module, batch, rows, noise_seed)
         predicted = self.predict(module, batch).flatten(0, 1)[rows]
         tokens = batch.input_ids.roll(-1, dims=1).flatten()[rows]
-        return {"loss": self.divergence(predicted, tokens, "cross_entropy")}
+        return {"loss": self.divergence(predicted, self.places(tokens), "cross_entropy")}
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         """The divergence from the target; of a training on the text's tokens, which are not known here, forward KL."""
@@ -199,13 +213,16 @@ class DraftModelTask(Task):
         return {"loss": self.divergence(predicted, target, name)}
 
     def divergence(self, predicted: Tensor, target: Tensor, name: str) -> Tensor:
-        """Of ``predicted [n, h]`` from the target's features ``[n, H]``, or from tokens int64 ``[n]``: the sum."""
+        """Of ``predicted [n, h]`` from the target's features ``[n, H]``, or from tokens int64 ``[n]`` (``places``): the
+        sum. With ``loss_vocab`` both distributions are over its tokens alone."""
         from train import losses
 
         given = {"jsd": {"beta": self.config.beta}, "lk_lambda": {"eta": self.config.lk_eta}}.get(name, {})
         divergence = partial(getattr(losses, name), **given)
-        own, size = [self.draft_lm_head.weight], self.chunk_rows
-        return losses.divergence_sum(predicted, target, self.ends.lm_head, divergence, None, size, own)
+        own, head = self.draft_lm_head.weight, self.loss_head
+        if self.loss_ids is not None:
+            own = own[self.loss_ids.to(own.device)]  # which are not trained: freeze_ends, or lora
+        return losses.divergence_sum(predicted, target, head, divergence, None, self.chunk_rows_of(head), [own])
 
     def ideal(self, target: Tensor) -> Tensor:
         """None has the target's width: of the right shape alone."""

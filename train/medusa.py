@@ -162,7 +162,7 @@ class MedusaTask(Task):
             return super().loss_sums(module, batch, rows, noise_seed)
         tokens = batch.input_ids.roll(-1, dims=1).flatten()[rows]
         predicted = self.pairs(module, batch, rows)[0].transpose(0, 1)
-        return self._weighted(self.classification(predicted, self._places(tokens)))
+        return self._weighted(self.classification(predicted, self.places(tokens)))
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Of ``predicted [n, K, H]``: L, and each L_k; against the target's distribution, whatever ``labels`` says."""
@@ -208,14 +208,6 @@ class MedusaTask(Task):
         weights = self.config.head_decay ** torch.arange(1, len(each) + 1, device=each.device)
         parts = {f"head_{k}_loss": part for k, part in enumerate(each.unbind(), start=1)}
         return {"loss": (weights * each).sum()} | parts
-
-    def _places(self, tokens: Tensor) -> Tensor:
-        """``tokens`` among those of ``loss_head``, -1 for others."""
-        if self.loss_ids is None:
-            return tokens
-        places = tokens.new_full((self.ends.lm_head.out_features,), -1)
-        ids = self.loss_ids.to(tokens)
-        return places.scatter_(0, ids, ids.new_ones(len(ids)).cumsum(0) - 1)[tokens]
 
     def _compared(self, predicted: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
         """``overlap_and_agreement`` of each head in ``predicted [n, K, H]``."""

@@ -278,6 +278,14 @@ class Task(ABC):
             part.bias = nn.Parameter(head.bias[ids], requires_grad=False)
         return part
 
+    def places(self, tokens: Tensor) -> Tensor:
+        """``tokens`` int64 among those of ``loss_head``, -1 for others."""
+        if self.loss_ids is None:
+            return tokens
+        places = tokens.new_full((self.ends.lm_head.out_features,), -1)
+        ids = self.loss_ids.to(tokens)
+        return places.scatter_(0, ids, ids.new_ones(len(ids)).cumsum(0) - 1)[tokens]
+
     def rewriter(self, data: TrainData, engine: Engine, step: Callable[[], int]) -> Rewrite | None:
         """What gives the training other texts than the data's; ``step``: the number of steps taken so far."""
         return None

@@ -1,5 +1,6 @@
 """What training a head needs of its target: embedding, LM head and fingerprint, read without loading the rest."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,24 @@ def load_norm(
     norm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
     norm.load_state_dict({"weight": weight})
     return norm.to(device, resolve_dtype(dtype)).requires_grad_(False)
+
+
+def read_tensors(name: str, revision: str | None, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """The ``wanted`` tensors of a checkpoint, by name, in its dtype; nothing else is read.
+
+    Raises:
+        ValueError: no safetensors file there, or a tensor that is no floating point one.
+    """
+    files = _tensor_files(name, revision)
+    for shard in sorted(set(files.values())):
+        keys = sorted(key for key, file in files.items() if file == shard and wanted(key))
+        if not keys:
+            continue
+        path = fetch(name, shard, revision)
+        with safe_open(path, framework="pt") as file:
+            for key in keys:
+                refuse_integers(path, key, file.get_slice(key).get_dtype())
+                yield key, file.get_tensor(key)
 
 
 def _tensor_files(name: str, revision: str | None) -> dict[str, str]:
