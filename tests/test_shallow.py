@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
 from train import shallow
@@ -59,6 +59,20 @@ def test_what_the_configuration_says_of_each_layer_goes_along(tmp_path: Path) ->
     kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
     model = tiny.build("qwen3", **FOUR, layer_types=kinds, sliding_window=8)
     assert taken(saved(model, tmp_path / "target"), "1,2", tmp_path / "out").config.layer_types == kinds[1:3]
+
+
+def test_as_many_tokens_that_end_answers_as_layers(tmp_path: Path) -> None:
+    """Catches any list of that length taken for one of layers."""
+    model = tiny.build("llama", **FOUR, eos_token_id=[5, 6, 7, 8])
+    assert taken(saved(model, tmp_path / "target"), "1,2", tmp_path / "out").config.eos_token_id == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}], ids=str)
+def test_layers_that_are_what_their_numbers_say(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Catches an expert's weights in a dense layer: transformers draws new ones where names do not fit."""
+    config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=4, **changes)
+    with pytest.raises(ValueError, match="its layers are dense or mixtures of experts by their numbers"):
+        shallow.shallow_config(config, [0, 1], "it")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     deepspeed train/draft_model.py --config configs/real/shallow.yaml   # align it: before, it is right by chance
 
 The embedding, the norm and the LM head are the target's, too. Only what is taken is read from the target's files: four
-layers of a model of 70B need 10 GB of memory.
+layers of a Llama of 70B need 11 GB of memory.
 """
 
 import argparse
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FACTS = "shallow.json"
 LAYERS = "model.layers."
+OF_EACH = ("layer_types", "no_rope_layers")  # keys of configurations with a value for each layer
 LIBRARIES = ("torch", "transformers")
 
 
@@ -44,7 +45,7 @@ def shallow_config(config: "PretrainedConfig", layers: list[int], name: str) -> 
     """The target's configuration with ``layers`` alone.
 
     Raises:
-        ValueError: layers that it does not have, or all of them.
+        ValueError: layers that it does not have, or all of them; or what they are hangs on their numbers.
     """
     count = config.num_hidden_layers
     if layers[-1] >= count or len(layers) == count:
@@ -52,8 +53,12 @@ def shallow_config(config: "PretrainedConfig", layers: list[int], name: str) -> 
             f"--layers has {len(layers)} up to {layers[-1]}, and {name} {count}, 0 to {count - 1}; take a few of them"
         )
     values: dict[str, Any] = config.to_dict()
-    each = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == count}
-    kept = {key: [value[number] for number in layers] for key, value in each.items()}  # layer_types, for one
+    if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"{name}: its layers are dense or mixtures of experts by their numbers, which a part of them "
+            "cannot keep; take another model"
+        )
+    kept = {key: [values[key][number] for number in layers] for key in OF_EACH if values.get(key)}
     return type(config).from_dict(values | kept | {"num_hidden_layers": len(layers)})
 
 
