@@ -29,6 +29,13 @@ def check_folder(out: Path, key: str = "out:") -> None:
         raise ValueError(f"{key} {there} may not be written to; choose another folder or change its permissions")
 
 
+def check_new_folder(out: Path, key: str) -> None:
+    """As ``check_folder``, and that nothing is in it yet."""
+    check_folder(out, key)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{key} {out} is not empty; give another folder, or delete it")
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that can still be written below ``path``.
 

@@ -23,7 +23,7 @@ from drafters.files import keep_mode, replace_json, sync_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.provenance import library_versions
 
-from .disk import check_folder, check_room
+from .disk import check_new_folder, check_room
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,9 +48,7 @@ def check(file: Path, out: Path) -> None:
         raise ValueError(f"{file} is no GGUF file: it begins with {found!r}, not with {MAGIC!r}")
     if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
         raise ValueError(f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    check_folder(out, "--out")
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out {out} is not empty; give another folder, or delete it")
+    check_new_folder(out, "--out")
 
 
 def convert(file: Path, out: Path, dtype: str) -> dict[str, Any]:

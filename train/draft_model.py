@@ -219,10 +219,8 @@ class DraftModelTask(Task):
 
         given = {"jsd": {"beta": self.config.beta}, "lk_lambda": {"eta": self.config.lk_eta}}.get(name, {})
         divergence = partial(getattr(losses, name), **given)
-        own, head = self.draft_lm_head.weight, self.loss_head
-        if self.loss_ids is not None:
-            own = own[self.loss_ids.to(own.device)]  # which are not trained: freeze_ends, or lora
-        return losses.divergence_sum(predicted, target, head, divergence, None, self.chunk_rows_of(head), [own])
+        head, own = self.loss_head, [self.loss_rows(self.draft_lm_head.weight)]
+        return losses.divergence_sum(predicted, target, head, divergence, None, self.chunk_rows_of(head), own)
 
     def ideal(self, target: Tensor) -> Tensor:
         """None has the target's width: of the right shape alone."""

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.disk import check_folder
+from data_prep.disk import check_new_folder
 from drafters.files import replace_json, replacing_files, save_tensors
 from drafters.paths import check_model
 from drafters.program import CommandLine, command, keeping, run_program
@@ -107,9 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     parsed: argparse.Namespace = parser.parse(arguments)
     layers = layer_numbers(parsed.layers)
     check_model(parsed.target, "target", parsed.revision)
-    check_folder(parsed.out, "--out")
-    if parsed.out.is_dir() and any(parsed.out.iterdir()):
-        raise ValueError(f"--out {parsed.out} is not empty; give another folder, or delete it")
+    check_new_folder(parsed.out, "--out")
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         size = shorten(parsed.target, parsed.revision, layers, parsed.out)
     print(f"{parsed.out}: {len(layers)} layers of {parsed.target}, {size:,} weights; align it before it drafts")

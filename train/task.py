@@ -259,9 +259,8 @@ class Task(ABC):
         if config.classification_loss == "lk_lambda":
             divergence = partial(divergence, eta=config.lk_eta)
         top_k = losses.TopK(config.top_k, config.top_k_weight) if config.top_k_weight else None
-        ids, chunk = self.loss_ids, self.chunk_rows_of(head)
-        own = [part.weight if ids is None else part.weight[ids.to(part.weight.device)] for part in self.own]
-        return losses.divergence_sum(predicted, target, head, divergence, top_k, chunk, own)
+        own = [self.loss_rows(part.weight) for part in self.own]
+        return losses.divergence_sum(predicted, target, head, divergence, top_k, self.chunk_rows_of(head), own)
 
     @cached_property
     def loss_head(self) -> nn.Linear:
@@ -277,6 +276,10 @@ class Task(ABC):
         if head.bias is not None:
             part.bias = nn.Parameter(head.bias[ids], requires_grad=False)
         return part
+
+    def loss_rows(self, weight: Tensor) -> Tensor:
+        """An LM head's ``weight [V, h]`` of the tokens that the loss is over."""
+        return weight if self.loss_ids is None else weight[self.loss_ids.to(weight.device)]
 
     def places(self, tokens: Tensor) -> Tensor:
         """``tokens`` int64 among those of ``loss_head``, -1 for others."""
