@@ -134,7 +134,7 @@ class HybridDrafter(Drafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.weighing is not None:
-            self.weighing.learn(self._found, verdict, self._held)
+            self.weighing.learn(state, self._found, verdict, self._held)
         if self._copied:
             self.head.follow(state, output, verdict)
         else:

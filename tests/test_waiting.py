@@ -2,15 +2,19 @@
 
 import random
 
+import conformance
 import pytest
 import torch
-from test_hybrid import CHAIN, costs, taught
+from conformance import NO_EOS, prompt, target_of
+from rigged import auto_eagle
+from test_hybrid import CHAIN, costs, hybrid, taught
 
-from drafters import Sampling, TargetModel
+from drafters import Sampling, TargetModel, generate, generate_many
 from drafters.decoding.loop import DecodeState
-from drafters.decoding.waiting import trials, weights
-from drafters.drafting.retrieval import NOTHING
+from drafters.decoding.waiting import CAME, LEAST, Hindsight, trials, weights
+from drafters.drafting.retrieval import NOTHING, Found
 from drafters.drafting.weighing import Scales
+from drafters.prompt_lookup import PromptLookupDrafter
 
 
 def test_a_row_counts_as_it_is_likely_to_be_the_last() -> None:
@@ -69,7 +73,7 @@ def test_finished_rows_and_those_that_are_refilled(target: TargetModel) -> None:
         state.append(row, [7] * count)
     assert state.weights()[1] > 1.5 and sum(state.weights()) == pytest.approx(3)
     state.append(1, [7] * 14)
-    assert state.finished == [False, True, False]
+    assert state.finished == [False, True, False] and state.waits
     assert state.weights()[1] == 0.0 and sum(state.weights()) == pytest.approx(2)
     assert trials(state.weights()) == pytest.approx([each / max(state.weights()) for each in state.weights()])
     assert max(trials(state.weights())) == 1.0
@@ -77,8 +81,9 @@ def test_finished_rows_and_those_that_are_refilled(target: TargetModel) -> None:
     state.append(2, [7] * 4)
     assert all(state.finished) and state.weights() == trials(state.weights()) == [0.0] * 3
     state.refilled = True
-    assert state.weights() == [1.0] * 3
-    assert DecodeState.of(target, prompts[:1], *how).weights() == [1.0]
+    assert state.weights() == [1.0] * 3 and not state.waits
+    alone = DecodeState.of(target, prompts[:1], *how)
+    assert alone.weights() == [1.0] and not alone.waits
 
 
 def test_nothing_is_drafted_for_rows_that_nobody_waits_for() -> None:
@@ -107,3 +112,68 @@ def test_nothing_is_drafted_for_rows_that_nobody_waits_for() -> None:
         return spent
 
     assert seconds(weighed=True) < 65.5 < 66.5 < seconds(weighed=False)
+
+
+def test_hindsight_goes_by_the_row_that_was_the_last() -> None:
+    """Catches a share of what all rows got, of steps that promised nothing, of a batch that is not over, and distrust
+    that never fades.
+
+    By hand: two batches, in which 6 tokens were promised. The row that was ahead got 9 and the last row 1, then 6.
+    """
+    one = Hindsight()
+    assert one.share == CAME
+    for made in ([4, 1], [4, 2], [4, 1]):
+        one.step(2.0, made, [False, False])
+        one.step(0.0, [1, 1], [False, False])
+    one.step(0.0, [0, 1], [True, False])
+    assert one.share == CAME
+    one.settle()
+    after = (0.9 * 8 * CAME + 1) / (0.9 * 8 + 6)
+    assert one.share == pytest.approx(after) and after < CAME
+    one.settle()  # nothing has come since
+    assert one.share == pytest.approx(after)
+    one.step(6.0, [1, 7], [False, False])
+    one.step(0.0, [0, 2], [True, False])
+    one.settle()
+    assert one.share == pytest.approx((0.9 * (0.9 * 8 * CAME + 1) + 6) / (0.9 * (0.9 * 8 + 6) + 6))
+    for share, more in ((LEAST, 1), (1.0, 30)):
+        for _ in range(60):
+            one.step(8.0, [9, more], [True, False])
+            one.settle()
+        assert one.share == share
+    for _ in range(120):
+        one.step(0.0, [1, 1], [False, False])
+        one.settle()
+    assert one.share == pytest.approx(CAME, abs=0.05)
+
+
+class _Knows(PromptLookupDrafter):
+    """Finds what comes next in the first of several rows, and nothing in the others."""
+
+    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+        if row or state.prompt_lengths[row] == 4:
+            return NOTHING
+        return Found(conformance.plain_greedy(self.target, state.tokens[row], 4), [-1, 0, 1, 2], [0.9] * 4, 9)
+
+
+def test_copies_are_weighed_by_hindsight_where_a_batch_waits() -> None:
+    """Catches a share that is not counted, that is counted where rows are refilled, and one that does not decide.
+
+    Copies are right for a row that is never the last: of a batch they are worth nothing, among prompts that come one
+    after another they are.
+    """
+    target, how = target_of("llama"), {"max_new_tokens": 24, "eos_token_id": NO_EOS}
+    drafter = hybrid(target, auto_eagle(target, None, costs(0.05)), _Knows.from_options(target), costs(0.05))
+    prompts = [prompt(6, 1), prompt(5, 2)]
+    expected = [conformance.plain_greedy(target, ids, 24) for ids in prompts]
+    copied = [0.0]
+    for _ in range(12):
+        assert conformance.rows_of(generate(target, drafter, prompts, **how)) == expected
+        (scales,) = drafter.weighing._scales.values()  # type: ignore[attr-defined]
+        copied.append(scales.promised[0])
+    assert scales.hindsight.share < 0.3 and copied[1] > copied[12] - copied[11]
+    scales.hindsight.settle()
+    waiting, before = iter(enumerate(prompts * 3)), scales.hindsight.share
+    many = generate_many(target, drafter, lambda: next(waiting, None), batch=2, longest=8, **how)
+    assert {tuple(one.tokens) for one in many} == {tuple(row) for row in expected}
+    assert scales.hindsight.share == before and scales.promised[0] > copied[12] + 4

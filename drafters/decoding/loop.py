@@ -97,10 +97,15 @@ class DecodeState:
         """Tokens a row may still commit; a draft longer than room - 1 is wasted."""
         return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])
 
+    @property
+    def waits(self) -> bool:
+        """Whether the last of several rows is waited for: no others take the place of rows that have finished."""
+        return self.batch > 1 and not self.refilled
+
     def weights(self) -> list[float]:
         """What a token of each row is worth, 1 on average: all the same where others take the place of rows that have
         finished; else most where the batch waits for the row (``waiting.weights``), and nothing in finished ones."""
-        if self.refilled or self.batch == 1:
+        if not self.waits:
             return [1.0] * self.batch
         going = [row for row in range(self.batch) if not self.finished[row]]
         if not going:

@@ -4,6 +4,10 @@ import math
 from collections.abc import Sequence
 
 USUAL = 8.0  # steps at the batch's own pace that a row's is reckoned with, before it has shown one
+CAME = 0.5  # share of what drafts promise that is taken to come to the last row, before a batch has ended
+DOUBT = 8.0  # promised tokens that this counts for
+MEMORY = 0.9  # of the past batches
+LEAST = 0.05  # share of a promise that is believed in any case
 
 
 def weights(made: Sequence[int], room: Sequence[int], steps: int) -> list[float]:
@@ -29,3 +33,43 @@ def trials(weights: Sequence[float]) -> list[float]:
     """What to learn from each row's verdict for, as shares of a trial: what the batch waits for counts in full."""
     most = max(weights) or 1.0
     return [each / most for each in weights]
+
+
+class Hindsight:
+    """How much of what drafts promise a batch comes to the row that it waits for in the end.
+
+    By ``weights`` a draft is worth what it brings the rows that are likely to be the last. But a row that it is right
+    for is by that less likely to be, so that the last one has had less than its odds beforehand: of the tokens promised
+    by copies, a third in SmolLM2's answers, in batches of four. Which row was the last is known when a batch has ended.
+    """
+
+    def __init__(self) -> None:
+        self._promised, self._came = DOUBT, CAME * DOUBT
+        self._steps: list[tuple[float, list[int]]] = []
+        self._last: list[int] = []
+
+    @property
+    def share(self) -> float:
+        """Of the promised tokens, 1 at most; more than nothing."""
+        return min(max(self._came / self._promised, LEAST), 1.0)
+
+    def step(self, promised: float, made: Sequence[int], finished: Sequence[bool]) -> None:
+        """A step's draft promised so many tokens more than one (0: it had none, or another's), as the rows are weighed;
+        each row has ``made`` so many, and may have ``finished`` by now."""
+        self._last = [row for row, ended in enumerate(finished) if not ended]
+        if promised > 0.0:
+            self._steps.append((promised, list(made)))
+
+    def settle(self) -> None:
+        """The batch has ended: with the rows that went on longest. Where nothing was promised, distrust fades."""
+        promised = sum(each for each, _ in self._steps)
+        came = sum(sum(made[row] - 1 for row in self._last) / len(self._last) for _, made in self._steps if self._last)
+        weight = 1.0
+        if not self._steps and self._last:
+            promised, came, weight = DOUBT, CAME * DOUBT, 1.0 - MEMORY
+        if self._last:
+            self._promised, self._came = (
+                MEMORY * self._promised + weight * promised,
+                MEMORY * self._came + weight * came,
+            )
+        self._steps, self._last = [], []

@@ -139,7 +139,7 @@ class Retrieval(Drafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.weighing is not None:
-            self.weighing.learn(self._found, verdict)
+            self.weighing.learn(state, self._found, verdict)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         """The texts say it."""

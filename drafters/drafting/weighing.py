@@ -12,6 +12,7 @@ from ..decoding.cost import Costs, CostsByLength, step_costs
 from ..decoding.draft_tree import ROOT
 from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
+from ..decoding.waiting import Hindsight
 from ..model.target import TargetModel
 from .auto import reckoned
 from .counted import Counted
@@ -66,19 +67,21 @@ class Scales:
         costs: at the present length.
         trust: in what is copied. apart: in a copied token that the head has not drafted where it could have.
         looking: when to look for copies.
+        hindsight: how much of what copies promise a batch comes to its last row.
         promised: steps that were copied, their tokens, and their time in steps without a draft.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.reckon(costs)
         self.trust, self.apart = Trust(), Trust()
-        self.looking = Looking()
+        self.looking, self.hindsight = Looking(), Hindsight()
         # Steps, their tokens, and their time in plain steps, fading; before anything is known, as of a plain step.
         self._all, self._head = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
         self.promised = [0.0, 0.0, 0.0]
         # Copied tokens by their chances, and those accepted, fading. What is chosen for its chances has them overrated
         # more often than underrated, and text that starts or stops repeating itself is seen too late.
         self._claimed, self._accepted, self._claim = DOUBT, DOUBT, 0.0
+        self._more = 0.0  # tokens more than one that the latest copies promised, had all come to the last row
 
     def reckon(self, costs: Costs) -> None:
         """Go by these costs from now on."""
@@ -88,13 +91,16 @@ class Scales:
         # What every further node costs at least, by the nodes that there are.
         self._least = [*list(accumulate(reversed(list(least)), min))[::-1], math.inf]
 
-    def best_parts(self, found: list[Found], going: int, weights: Sequence[float] | None = None) -> list[Found]:
+    def best_parts(
+        self, found: list[Found], going: int, weights: Sequence[float] | None = None, share: float = 1.0
+    ) -> list[Found]:
         """What of it to draft, in each row of a batch: of its likeliest nodes as many as pay most, everywhere the same
         number, as far as a row has them; nothing where the head's draft pays more, or no draft.
 
         Args:
             going: rows that have not finished; in the others nothing is found.
             weights: of each row's tokens (``DecodeState.weights``); by default 1.
+            share: of these tokens that counts (``Hindsight``).
         """
         ordered = [self._likeliest(one) for one in found]
         weights = weights or [1.0] * len(found)
@@ -104,7 +110,7 @@ class Scales:
         count = 0
         so_far, steps_then, tokens_then, claimed = 1.0, 0.0, 0.0, 0.0
         curve = path = self._curves.chain
-        honest, self._claim = min(self._accepted / self._claimed, MOST), 0.0
+        honest, self._claim, self._more = min(self._accepted / self._claimed, MOST) * share, 0.0, 0.0
         for place in range(min(max(map(len, ordered)), COPIED)):
             before = so_far
             for one, nodes, weight in zip(found, ordered, weights, strict=True):
@@ -126,6 +132,7 @@ class Scales:
         self.looking.judge(took, best - without)
         if not count:
             return [NOTHING] * len(found)
+        self._more = (tokens_then - 1.0) / share
         _fade(self._all, tokens_then, steps_then)
         for place, value in enumerate((1.0, tokens_then, steps_then)):
             self.promised[place] += value
@@ -133,7 +140,13 @@ class Scales:
         return [part_of(one, nodes) for one, nodes in zip(found, kept, strict=True)]
 
     def beside(
-        self, found: list[Found], held: list[Held], size: int, going: int, weights: Sequence[float] | None = None
+        self,
+        found: list[Found],
+        held: list[Held],
+        size: int,
+        going: int,
+        weights: Sequence[float] | None = None,
+        share: float = 1.0,
     ) -> list[list[int]]:
         """Which nodes of each row's copy to verify behind a head's draft of ``size`` nodes, where ``held`` ones are
         already: as many as pay for their rows."""
@@ -143,7 +156,7 @@ class Scales:
         weights = weights or [1.0] * len(found)
         count, tokens, steps = 0, 0.0, 0.0
         for place in range(max(map(len, ordered))):
-            more = sum(
+            more = share * sum(
                 weight * nodes[place][0] / going
                 for nodes, weight in zip(ordered, weights, strict=True)
                 if place < len(nodes)
@@ -178,6 +191,11 @@ class Scales:
         tokens, steps = after.tokens - before.tokens, after.plain_steps - before.plain_steps
         _fade(self._all, tokens, steps)
         _fade(self._head, tokens, steps)
+
+    def look_back(self, state: DecodeState, verdict: Verdict) -> None:
+        """A step of a batch that waits for its last row was committed."""
+        more, self._more = self._more, 0.0
+        self.hindsight.step(more, [len(tokens) for tokens in verdict.tokens], state.finished)
 
     def settle(self, accepted: int) -> None:
         """So many of the copied tokens were accepted, in all rows; if none had been drafted, distrust fades."""
@@ -227,6 +245,7 @@ class Weighing:
         """Go by what is known of so many rows, sampled so."""
         short = self.prepare(state.batch, state.sampling, state.longest)  # now, and not while decoding
         self._now = self._scales.setdefault((state.batch, state.sampling), Scales(short))
+        self._now.hindsight.settle()
         self._now.looking.begin()
 
     def prepare(self, batch: int, sampling: Sampling, longest: int) -> Costs:
@@ -244,7 +263,7 @@ class Weighing:
         costs = self._costs[state.batch, state.sampling].at(state.length)
         if costs is not self._now.costs:
             self._now.reckon(costs)
-        return self._now.best_parts(found, state.finished.count(False), state.weights())
+        return self._now.best_parts(found, state.finished.count(False), state.weights(), self._share(state))
 
     def found(self, lookup: Retrieval, state: DecodeState) -> list[Found]:
         """What each row could go on with; nothing in a step that does not look."""
@@ -261,10 +280,15 @@ class Weighing:
 
     def beside(self, found: list[Found], held: list[Held], size: int, state: DecodeState) -> list[list[int]]:
         """As ``Scales.beside``."""
-        return self._now.beside(found, held, size, state.finished.count(False), state.weights())
+        return self._now.beside(found, held, size, state.finished.count(False), state.weights(), self._share(state))
 
-    def learn(self, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
+    def _share(self, state: DecodeState) -> float:
+        return self._now.hindsight.share if state.waits else 1.0
+
+    def learn(self, state: DecodeState, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
         """What was committed in each batch row, where that had been found; ``held``: as ``Scales.learn`` has it."""
+        if state.waits:
+            self._now.look_back(state, verdict)
         self._now.settle(sum(len(rows) - 1 for rows in verdict.rows if rows))
         for row, (one, tokens) in enumerate(zip(found, verdict.tokens, strict=True)):
             self._now.learn(one, tokens, held[row] if held else None)
