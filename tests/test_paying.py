@@ -46,6 +46,20 @@ def test_confidence_by_hand() -> None:
     assert one.of(0, 0, 0.7) < 0.02
 
 
+def test_a_head_that_says_nan_is_not_drafted_with() -> None:
+    """Catches a generation that ends with Python's own message because a head's probabilities are NaN; the target's
+    tokens come in any case."""
+    assert Confidence().of(1, 0, float("nan")) == 0.0
+    target = target_of("llama")
+    drafter = auto_eagle(target, 0.4)
+    for weights in drafter.module.parameters():
+        weights.data.fill_(float("nan"))
+    ids = prompt(6, 1)
+    found = generate(target, drafter, [ids], max_new_tokens=30, eos_token_id=NO_EOS)
+    assert found.tokens[0].tolist() == plain_greedy(target, ids, 30)
+    assert found.trace.steps[-1].drafted == 0
+
+
 def test_the_draft_is_the_best_of_all() -> None:
     """Catches a node that does not pay, one that would, and one without its parent: against every subtree there is."""
     draw, sizes = random.Random(0), set()

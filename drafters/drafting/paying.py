@@ -40,7 +40,8 @@ class Confidence:
         self._counted = Counted(DEPTHS * RANKS * BINS)
 
     def of(self, depth: int, rank: int, probability: float) -> float:
-        """P(the target chooses it | its ancestors are accepted)."""
+        """P(the target chooses it | its ancestors are accepted); of NaN, of features that are not finite, hardly any."""
+        probability = probability if probability > 0.0 else 0.0
         return self._counted.share(_kind(depth, rank, probability), probability)
 
     def learn(self, depth: int, rank: int, probability: float, right: bool) -> None:
@@ -50,7 +51,7 @@ class Confidence:
 
 def _kind(depth: int, rank: int, probability: float) -> int:
     """Bins are of equal width in the root of the probability: narrow where candidates are many and small."""
-    place = min(int(BINS * math.sqrt(max(probability, 0.0))), BINS - 1)
+    place = min(int(BINS * math.sqrt(probability if probability > 0.0 else 0.0)), BINS - 1)
     return (min(depth, DEPTHS - 1) * RANKS + min(rank, RANKS - 1)) * BINS + place
 
 
