@@ -22,7 +22,6 @@ from .decoding.cost import Costs, CostsByLength, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
-from .decoding.waiting import trials
 from .drafting.auto import PRIOR, Chooser, Probability, Way
 from .drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
 from .drafting.paying import COMMON, FRONTIER, Paying
@@ -321,6 +320,8 @@ class EagleDrafter(LearnedDrafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self._idle:  # nothing was taken in
+            if self.auto is not None:
+                self.auto.look_back(state, verdict)
             self.follow(state, output, verdict)
             return
         self._features, self._counts = _of_step(output, verdict)
@@ -329,10 +330,8 @@ class EagleDrafter(LearnedDrafter):
                 right = self._growing.learn(verdict.rows[0], verdict.tokens[0])
                 if self.auto is not None:  # not of the levels below: those were gone on to because they were sure
                     self.auto.learn(0, self._growing.top_k, right)
-        elif self.auto is not None and draft.size:
-            for row, weight in enumerate(trials(state.weights())):
-                if not state.finished[row]:  # else cut short
-                    self.auto.learn_path(self.plan, verdict.own_rows(row, draft.size), weight)
+        elif self.auto is not None:
+            self.auto.learn_step(self.plan, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._more.append(_of_step(output, verdict))

@@ -25,7 +25,6 @@ from .decoding.cost import Costs, Curve, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, last_of
 from .decoding.sampling import Sampling
-from .decoding.waiting import trials
 from .drafting.auto import Chooser, Path, Probability, Rates, Table, Way, likeliest
 from .drafting.tree_plan import TreePlan, children_of, tree_plan
 from .model.clock import model_time
@@ -199,10 +198,8 @@ class MedusaDrafter(LearnedDrafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
-        if self.auto is not None and draft.size:
-            for row, weight in enumerate(trials(state.weights())):
-                if not state.finished[row]:  # else cut short
-                    self.auto.learn_path(self._used, verdict.own_rows(row, draft.size), weight)
+        if self.auto is not None:
+            self.auto.learn_step(self._used, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)

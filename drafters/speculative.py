@@ -88,6 +88,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
         self._cache.crop([min(known, len(tokens) - max(len(path) - own, 1)) for known, tokens, path, own in rows])
         if self.auto is not None:
+            self.auto.look_back(state, verdict)
             for count, finished, weight in zip(right, state.finished, trials(state.weights()), strict=True):
                 if not finished:  # else cut short
                     self.auto.learn_chain(draft.size, count, weight)

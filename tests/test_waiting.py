@@ -1,6 +1,8 @@
 """Whose tokens a batch waits for."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import conformance
 import pytest
@@ -12,6 +14,7 @@ from test_hybrid import CHAIN, costs, hybrid, taught
 from drafters import Sampling, TargetModel, generate, generate_many
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.waiting import CAME, LEAST, Hindsight, trials, weights
+from drafters.drafting.auto import Chooser
 from drafters.drafting.retrieval import NOTHING, Found
 from drafters.drafting.weighing import Scales
 from drafters.prompt_lookup import PromptLookupDrafter
@@ -177,3 +180,32 @@ def test_copies_are_weighed_by_hindsight_where_a_batch_waits() -> None:
     many = generate_many(target, drafter, lambda: next(waiting, None), batch=2, longest=8, **how)
     assert {tuple(one.tokens) for one in many} == {tuple(row) for row in expected}
     assert scales.hindsight.share == before and scales.promised[0] > copied[12] + 4
+
+
+def test_a_shape_is_chosen_by_hindsight_where_a_batch_waits() -> None:
+    """Catches a share that is not counted or not promised, one that alters itself, and one where nobody waits."""
+    given, how = (2, Sampling(), 0), {"greedy": [[0.8]] * 3}
+    dear, cheap = (Chooser(lambda *_, row=row: costs(row), 3, 3, 1, how) for row in (0.2, 0.02))  # type: ignore
+
+    def shaped(waits: bool, tokens: int, chooser: Chooser = dear) -> Any:
+        """The last shape of a batch whose last row gets so many tokens a step."""
+        state: Any = SimpleNamespace(waits=waits, finished=[False, True])
+        verdict: Any = SimpleNamespace(tokens=[[0] * tokens, [0]])
+        chooser.begin(*given)
+        for _ in range(20):
+            shape = chooser.shape(*given)
+            chooser.look_back(state, verdict)
+        return shape
+
+    alone = shaped(waits=False, tokens=1)
+    assert alone.tokens == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
+    for _ in range(12):
+        believed = shaped(waits=True, tokens=3)  # 2 came of the 1.952 promised
+    assert believed.paths == alone.paths and believed.tokens == pytest.approx(alone.tokens, rel=0.02)
+    for _ in range(40):
+        none = shaped(waits=True, tokens=1)
+    assert none.paths == ()
+    assert shaped(waits=False, tokens=1).tokens == pytest.approx(alone.tokens)
+    for _ in range(40):
+        half = shaped(waits=True, tokens=2, chooser=cheap)
+    assert half.paths == alone.paths and half.tokens == pytest.approx(2.0, rel=0.02)

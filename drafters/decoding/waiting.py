@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 USUAL = 8.0  # steps at the batch's own pace that a row's is reckoned with, before it has shown one
-CAME = 0.5  # share of what drafts promise that is taken to come to the last row, before a batch has ended
+CAME = 0.5  # of what copies promise a batch, to its last row, before anything is known
 DOUBT = 8.0  # promised tokens that this counts for
 MEMORY = 0.9  # of the past batches
 LEAST = 0.05  # share of a promise that is believed in any case
@@ -39,12 +39,17 @@ class Hindsight:
     """How much of what drafts promise a batch comes to the row that it waits for in the end.
 
     By ``weights`` a draft is worth what it brings the rows that are likely to be the last. But a row that it is right
-    for is by that less likely to be, so that the last one has had less than its odds beforehand: of the tokens promised
-    by copies, a third in SmolLM2's answers, in batches of four. Which row was the last is known when a batch has ended.
+    for is by that less likely to be, so that the last one has had less than its odds beforehand: in SmolLM2's answers,
+    in batches of four, a third of what copies promise and five sixths of what EAGLE's drafts do. Which row was the last
+    is known when a batch has ended.
+
+    Args:
+        share: before anything is known.
     """
 
-    def __init__(self) -> None:
-        self._promised, self._came = DOUBT, CAME * DOUBT
+    def __init__(self, share: float = CAME) -> None:
+        self._prior = share
+        self._promised, self._came = DOUBT, share * DOUBT
         self._steps: list[tuple[float, list[int]]] = []
         self._last: list[int] = []
 
@@ -66,7 +71,7 @@ class Hindsight:
         came = sum(sum(made[row] - 1 for row in self._last) / len(self._last) for _, made in self._steps if self._last)
         weight = 1.0
         if not self._steps and self._last:
-            promised, came, weight = DOUBT, CAME * DOUBT, 1.0 - MEMORY
+            promised, came, weight = DOUBT, self._prior * DOUBT, 1.0 - MEMORY
         if self._last:
             self._promised, self._came = (
                 MEMORY * self._promised + weight * promised,

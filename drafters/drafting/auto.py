@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from ..base import Promised
 from ..decoding.cost import Costs, CostsByLength
 from ..decoding.sampling import Sampling
+from ..decoding.waiting import Hindsight, trials
 from .tree_plan import TreePlan
+
+if TYPE_CHECKING:
+    from ..decoding.acceptance import Verdict
+    from ..decoding.loop import DecodeState
 
 Path = tuple[int, ...]  # a node: the ranks of its ancestors and itself among their siblings
 Table = list[list[float]]  # [depth][rank]
@@ -36,6 +41,7 @@ WORTH = 1.02  # times plain decoding's speed that a draft has to promise
 SWITCH = 1.01  # times its own speed that another shape has to promise
 PROBES = 0.01  # of the time may go into drafts that do not pay, to learn whether they do by now
 RARE = 0.005  # nodes less likely than that are not considered
+CAME = 0.85  # of what drafts promise a batch, to its last row, before anything is known
 
 
 class Rates:
@@ -79,9 +85,13 @@ class Rates:
             found.append([(right + DOUBT * before) / (tried + DOUBT) for right, tried, before in counts])
         return found
 
-    def table(self) -> Table:
-        """P(the target's token is the candidate of rank r | the path up to it is accepted), by depth; falling in r."""
-        return [accepted(row) for row in self.hazards()]
+    def table(self, share: float = 1.0) -> Table:
+        """P(the target's token is the candidate of rank r | the path up to it is accepted), by depth; falling in r.
+
+        ``share``: of what is accepted that counts.
+        """
+        first, *others = (accepted(row) for row in self.hazards())
+        return [[share * value for value in first], *others]
 
 
 def accepted(hazards: Sequence[float]) -> list[float]:
@@ -241,7 +251,19 @@ class _Course:
     decide_at: int = 4
     probe_at: int = 0
     probed: bool = False  # by the last step
+    hindsight: Hindsight = field(default_factory=lambda: Hindsight(CAME))
+    waits: bool = False  # for the last row of a batch, as of the last step
+    more: float = 0.0  # tokens more than one that the last step's draft promised, had all come to the last row
     promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, their tokens, their plain seconds
+
+    @property
+    def share(self) -> float:
+        """Of what is accepted, that comes to the row that is waited for."""
+        return self.hindsight.share if self.waits else 1.0
+
+    def table(self) -> Table:
+        """``Rates.table`` as it counts here."""
+        return self.rates.table(self.share)
 
 
 class Chooser:
@@ -270,7 +292,9 @@ class Chooser:
         self._now: _Course | None = None
 
     def begin(self, batch: int, sampling: Sampling, longest: int) -> None:
-        """Measure what is not known yet of so many rows, of up to so many tokens."""
+        """Before a batch: measure what is not known yet of so many rows, of up to so many tokens."""
+        for course in self._courses.values():
+            course.hindsight.settle()
         for length in (0, longest):
             self.costs(batch, sampling, length)
 
@@ -292,10 +316,11 @@ class Chooser:
             course.probe_at = course.steps + probe_after(loss)
             course.probed = True
         if most is not None and most < len(chosen.paths):
-            chosen = promise(chosen.paths[:most], course.rates.table(), course.costs)
+            chosen = promise(chosen.paths[:most], course.table(), course.costs)
         plain = course.costs.plain
         for place, value in enumerate((1.0, chosen.tokens, chosen.seconds / plain)):
             course.promised[place] += value
+        course.more = (chosen.tokens - 1.0) / course.share
         return chosen
 
     def outlook(self, batch: int, sampling: Sampling, length: int) -> Shape:
@@ -306,6 +331,20 @@ class Chooser:
         """As ``Rates.learn``, of the draft that was shaped last."""
         if self._now is not None and depth < self._now.rates.depths:
             self._now.rates.learn(depth, candidates, right, weight)
+
+    def look_back(self, state: "DecodeState", verdict: "Verdict") -> None:
+        """What was shaped last was committed: of a batch, it is judged when that has ended (``Hindsight``)."""
+        if self._now is not None:
+            self._now.waits = state.waits
+            if state.waits:
+                self._now.hindsight.step(self._now.more, [len(tokens) for tokens in verdict.tokens], state.finished)
+
+    def learn_step(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
+        """Learn from a step's draft, of ``size`` nodes of a plan."""
+        self.look_back(state, verdict)
+        for row, weight in enumerate(trials(state.weights())) if size else ():
+            if not state.finished[row]:  # else cut short
+                self.learn_path(plan, verdict.own_rows(row, size), weight)
 
     def learn_path(self, plan: TreePlan, rows: list[int], weight: float = 1.0) -> None:
         """Learn from a batch row's accepted ``rows`` of [root, nodes] (``Verdict.rows``), the draft being of a plan.
@@ -346,7 +385,7 @@ class Chooser:
         probed, course.probed = course.probed, False
         if not probed or course.probe is None:
             return False
-        return promise(course.probe.paths, course.rates.table(), course.costs).speedup >= WORTH
+        return promise(course.probe.paths, course.table(), course.costs).speedup >= WORTH
 
     def _course(self, batch: int, sampling: Sampling, length: int) -> _Course:
         course, costs = self._courses.get((batch, sampling)), self.costs(batch, sampling, length)
@@ -361,7 +400,7 @@ class Chooser:
         return course
 
     def _decide(self, course: _Course) -> None:
-        table, costs = course.rates.table(), course.costs
+        table, costs = course.table(), course.costs
         before = promise(course.shape.paths, table, costs)
         found = best = best_shape(table, costs, self._most, least_nodes=1)
         if best.speedup < WORTH:

@@ -40,7 +40,7 @@ class Confidence:
         self._counted = Counted(DEPTHS * RANKS * BINS)
 
     def of(self, depth: int, rank: int, probability: float) -> float:
-        """P(the target chooses it | its ancestors are accepted); of NaN, of features that are not finite, hardly any."""
+        """P(the target chooses it | its ancestors are accepted); of NaN, from what is not finite, hardly any."""
         probability = probability if probability > 0.0 else 0.0
         return self._counted.share(_kind(depth, rank, probability), probability)
 
