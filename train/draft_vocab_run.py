@@ -12,7 +12,7 @@ from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.store.manifest import MANIFEST
 from data_prep.store.reader import FeatureStore
 from drafters import checkpoint
-from drafters.files import replacing, save_tensors
+from drafters.files import replace_text
 from drafters.methods import drafter_class
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHeadOptions
 from drafters.model.files import load_bare_tokenizer, load_config_only
@@ -111,8 +111,7 @@ def add_to_drafter(folder: Path, ids: Tensor) -> None:
 
 def add_to_model(folder: Path, ids: Tensor) -> None:
     """Write ``ids`` beside a draft model's weights."""
-    with replacing(folder / DRAFT_IDS_FILE) as new:
-        save_tensors({DRAFT_IDS: ids}, new)
+    replace_text(folder / DRAFT_IDS_FILE, json.dumps(ids.tolist()) + "\n")
 
 
 def sizes(most: int) -> list[int]:

@@ -8,14 +8,14 @@ What is rare in general is not rare where a text is about it: a summary repeats 
 language. So some rows are the text's own, those of its tokens that are not among the frequent ones.
 """
 
+import json
 from copy import copy
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.config import Config
@@ -34,7 +34,8 @@ DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a te
 TEXT_ROWS = (
     512  # for the text's own tokens, unless told: a prompt of a thousand tokens seldom has as many that are rare
 )
-DRAFT_IDS_FILE = "draft_ids.safetensors"  # or, alone in a file, beside the weights of a draft model
+# Or a JSON list beside the weights of a draft model. Not safetensors: engines take all that lies there for weights.
+DRAFT_IDS_FILE = "draft_ids.json"
 
 
 class DraftHeadOptions(Config):
@@ -280,10 +281,12 @@ def _ids_beside(model: TargetModel) -> Tensor | None:
     except EntryNotFoundError:
         return None
     try:
-        tensors = load_file(path)
-    except SafetensorError as error:
+        listed = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); it may be cut off: count the tokens again") from None
-    if list(tensors) != [DRAFT_IDS]:
-        raise ValueError(f"{path} must hold {DRAFT_IDS} alone, found {sorted(tensors)}; count the tokens again")
-    check_ids(tensors[DRAFT_IDS], model.vocab_size, path)
-    return tensors[DRAFT_IDS]
+    try:
+        ids = torch.tensor(listed)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{path} must hold a list of token ids, found {str(listed)[:60]}; count them again") from None
+    check_ids(ids, model.vocab_size, path)
+    return ids

@@ -67,6 +67,7 @@ class Lineup:
         self.draft_vocabularies: dict[str, TextTokens] = {}
         for place, e in enumerate(entries):
             row = {"lossless": self._unused[place].lossless, "stock": False, "entry": e.base, "grid": e.knobs or None}
+            row["method"] = e.drafter
             trained, kept = trained_with(self._unused[place]), draft_vocabulary(self._unused[place])
             self.described[e.name] = row | ({"trained": trained} if trained else {})
             if kept is not None:

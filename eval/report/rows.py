@@ -1,5 +1,6 @@
 """The rows of ``report.json``, and what must be said of them; how they are shown is ``eval.report.page``'s."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -36,11 +37,17 @@ def make_rows(
         stock = stock if stock and _succeeded(stock) else None
         baselines.append(_baseline(temperature, batch, plain, stock))
         # Every method of that temperature against it, prompt by prompt.
+        here: dict[str, dict[str, Any]] = {}
         for label, known in described.items():
             rounds = by_key.get((temperature, batch, label), [])
             if rounds and _succeeded(rounds):
                 row: dict[str, Any] = {"drafter": label, "temperature": temperature, "batch": batch, **known}
-                rows.append(row | _row(rounds, plain, prompts, seed) | said[temperature, batch, label])
+                here[label] = row | _row(rounds, plain, prompts, seed) | said[temperature, batch, label]
+        for label, row in here.items():
+            if (best := _best_fixed(row, here.values())) is not None:
+                over = paired_speedup(by_key[temperature, batch, label], by_key[temperature, batch, best], seed)
+                row["over_best_fixed"] = {"drafter": best, "speedup": over.speedup, "speedup_ci": over.speedup_ci}
+            rows.append(row)
     return {**baselines[0], "temperatures": baselines}, rows
 
 
@@ -76,6 +83,20 @@ def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> lis
             }
             found[key] = kept | {"over_plain": speed / plain[row["temperature"]]}
     return list(found.values())
+
+
+def _best_fixed(row: dict[str, Any], others: Iterable[dict[str, Any]]) -> str | None:
+    """Of a row that shapes its drafts by itself, the fastest of the same drafter that does not; None: there is none."""
+    if "expected" not in row:
+        return None
+    same = [
+        one
+        for one in others
+        if "expected" not in one
+        and one["speedup"] is not None
+        and all(one.get(name) == row.get(name) for name in ("method", "trained", "lossless"))
+    ]
+    return max(same, key=lambda one: float(one["speedup"]))["drafter"] if same and row.get("method") else None
 
 
 def outputs_of(runs: list[Run]) -> list[Run]:
@@ -286,6 +307,11 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
             f"{row['drafter']}, {setting_of(row)}: chose its drafts by itself, in the end {chosen['choice']}; "
             f"expected tau {chosen['tau']:.2f} and {chosen['speedup']:.2f}x, measured {number(row['tau'], 2)} and "
             f"{number(row['speedup'], 2, 'x')}"
+        )
+    if (over := row.get("over_best_fixed")) is not None and over["speedup"] is not None:
+        between = " ({:.2f} to {:.2f})".format(*over["speedup_ci"]) if over["speedup_ci"] else ""
+        lines[-1] += (
+            f"; {over['speedup']:.2f}{between} times the best of its method's fixed settings, {over['drafter']}"
         )
     if (coverage := row.get("draft_vocab_coverage")) is not None:
         lines.append(
