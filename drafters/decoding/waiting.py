@@ -2,6 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .acceptance import Verdict
+    from .loop import DecodeState
 
 USUAL = 8.0  # steps at the batch's own pace that a row's is reckoned with, before it has shown one
 CAME = 0.5  # of what copies promise a batch, to its last row, before anything is known
@@ -50,7 +55,11 @@ class Hindsight:
     def __init__(self, share: float = CAME) -> None:
         self._prior = share
         self._promised, self._came = DOUBT, share * DOUBT
-        self._steps: list[tuple[float, list[int]]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._total, self._more = 0.0, 0.0  # promised, had all come to the last row: by its steps, by the present one
+        self._made: list[int] = []  # tokens more than one, by row, in the steps that promised them
         self._last: list[int] = []
 
     @property
@@ -58,23 +67,30 @@ class Hindsight:
         """Of the promised tokens, 1 at most; more than nothing."""
         return min(max(self._came / self._promised, LEAST), 1.0)
 
+    def promise(self, tokens: float, share: float) -> None:
+        """The step's draft promises a row so many tokens, of those beyond the first a ``share`` being counted."""
+        self._more = (tokens - 1.0) / share
+
+    def look_back(self, state: "DecodeState", verdict: "Verdict") -> None:
+        """The step was committed."""
+        more, self._more = self._more, 0.0
+        if state.waits:
+            self.step(more, [len(tokens) for tokens in verdict.tokens], state.finished)
+
     def step(self, promised: float, made: Sequence[int], finished: Sequence[bool]) -> None:
         """A step's draft promised so many tokens more than one (0: it had none, or another's), as the rows are weighed;
         each row has ``made`` so many, and may have ``finished`` by now."""
         self._last = [row for row, ended in enumerate(finished) if not ended]
         if promised > 0.0:
-            self._steps.append((promised, list(made)))
+            self._total += promised
+            self._made = [sum(both) - 1 for both in zip(self._made or [0] * len(made), made, strict=True)]
 
     def settle(self) -> None:
         """The batch has ended: with the rows that went on longest. Where nothing was promised, distrust fades."""
-        promised = sum(each for each, _ in self._steps)
-        came = sum(sum(made[row] - 1 for row in self._last) / len(self._last) for _, made in self._steps if self._last)
-        weight = 1.0
-        if not self._steps and self._last:
-            promised, came, weight = DOUBT, self._prior * DOUBT, 1.0 - MEMORY
         if self._last:
-            self._promised, self._came = (
-                MEMORY * self._promised + weight * promised,
-                MEMORY * self._came + weight * came,
-            )
-        self._steps, self._last = [], []
+            promised, came, weight = DOUBT, self._prior * DOUBT, 1.0 - MEMORY
+            if self._total:
+                promised, came, weight = self._total, sum(self._made[row] for row in self._last) / len(self._last), 1.0
+            self._promised = MEMORY * self._promised + weight * promised
+            self._came = MEMORY * self._came + weight * came
+        self._begin()

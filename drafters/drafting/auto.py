@@ -253,7 +253,6 @@ class _Course:
     probed: bool = False  # by the last step
     hindsight: Hindsight = field(default_factory=lambda: Hindsight(CAME))
     waits: bool = False  # for the last row of a batch, as of the last step
-    more: float = 0.0  # tokens more than one that the last step's draft promised, had all come to the last row
     promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, their tokens, their plain seconds
 
     @property
@@ -320,7 +319,7 @@ class Chooser:
         plain = course.costs.plain
         for place, value in enumerate((1.0, chosen.tokens, chosen.seconds / plain)):
             course.promised[place] += value
-        course.more = (chosen.tokens - 1.0) / course.share
+        course.hindsight.promise(chosen.tokens, course.share)
         return chosen
 
     def outlook(self, batch: int, sampling: Sampling, length: int) -> Shape:
@@ -336,8 +335,7 @@ class Chooser:
         """What was shaped last was committed: of a batch, it is judged when that has ended (``Hindsight``)."""
         if self._now is not None:
             self._now.waits = state.waits
-            if state.waits:
-                self._now.hindsight.step(self._now.more, [len(tokens) for tokens in verdict.tokens], state.finished)
+            self._now.hindsight.look_back(state, verdict)
 
     def learn_step(self, plan: TreePlan, size: int, state: "DecodeState", verdict: "Verdict") -> None:
         """Learn from a step's draft, of ``size`` nodes of a plan."""

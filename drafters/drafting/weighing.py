@@ -81,7 +81,6 @@ class Scales:
         # Copied tokens by their chances, and those accepted, fading. What is chosen for its chances has them overrated
         # more often than underrated, and text that starts or stops repeating itself is seen too late.
         self._claimed, self._accepted, self._claim = DOUBT, DOUBT, 0.0
-        self._more = 0.0  # tokens more than one that the latest copies promised, had all come to the last row
 
     def reckon(self, costs: Costs) -> None:
         """Go by these costs from now on."""
@@ -110,7 +109,7 @@ class Scales:
         count = 0
         so_far, steps_then, tokens_then, claimed = 1.0, 0.0, 0.0, 0.0
         curve = path = self._curves.chain
-        honest, self._claim, self._more = min(self._accepted / self._claimed, MOST) * share, 0.0, 0.0
+        honest, self._claim = min(self._accepted / self._claimed, MOST) * share, 0.0
         for place in range(min(max(map(len, ordered)), COPIED)):
             before = so_far
             for one, nodes, weight in zip(found, ordered, weights, strict=True):
@@ -132,7 +131,7 @@ class Scales:
         self.looking.judge(took, best - without)
         if not count:
             return [NOTHING] * len(found)
-        self._more = (tokens_then - 1.0) / share
+        self.hindsight.promise(tokens_then, share)
         _fade(self._all, tokens_then, steps_then)
         for place, value in enumerate((1.0, tokens_then, steps_then)):
             self.promised[place] += value
@@ -191,11 +190,6 @@ class Scales:
         tokens, steps = after.tokens - before.tokens, after.plain_steps - before.plain_steps
         _fade(self._all, tokens, steps)
         _fade(self._head, tokens, steps)
-
-    def look_back(self, state: DecodeState, verdict: Verdict) -> None:
-        """A step of a batch that waits for its last row was committed."""
-        more, self._more = self._more, 0.0
-        self.hindsight.step(more, [len(tokens) for tokens in verdict.tokens], state.finished)
 
     def settle(self, accepted: int) -> None:
         """So many of the copied tokens were accepted, in all rows; if none had been drafted, distrust fades."""
@@ -287,8 +281,7 @@ class Weighing:
 
     def learn(self, state: DecodeState, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
         """What was committed in each batch row, where that had been found; ``held``: as ``Scales.learn`` has it."""
-        if state.waits:
-            self._now.look_back(state, verdict)
+        self._now.hindsight.look_back(state, verdict)
         self._now.settle(sum(len(rows) - 1 for rows in verdict.rows if rows))
         for row, (one, tokens) in enumerate(zip(found, verdict.tokens, strict=True)):
             self._now.learn(one, tokens, held[row] if held else None)

@@ -87,7 +87,7 @@ def best_throughput(rows: list[dict[str, Any]], baseline: dict[str, Any]) -> lis
 
 def _best_fixed(row: dict[str, Any], others: Iterable[dict[str, Any]]) -> str | None:
     """Of a row that shapes its drafts by itself, the fastest of the same drafter that does not; None: there is none."""
-    if "expected" not in row:
+    if "expected" not in row or "method" not in row:
         return None
     same = [
         one
@@ -96,7 +96,7 @@ def _best_fixed(row: dict[str, Any], others: Iterable[dict[str, Any]]) -> str | 
         and one["speedup"] is not None
         and all(one.get(name) == row.get(name) for name in ("method", "trained", "lossless"))
     ]
-    return max(same, key=lambda one: float(one["speedup"]))["drafter"] if same and row.get("method") else None
+    return max(same, key=lambda one: float(one["speedup"]))["drafter"] if same else None
 
 
 def outputs_of(runs: list[Run]) -> list[Run]:
@@ -308,11 +308,10 @@ def _about_row(row: dict[str, Any], dtype: str) -> list[str]:
             f"expected tau {chosen['tau']:.2f} and {chosen['speedup']:.2f}x, measured {number(row['tau'], 2)} and "
             f"{number(row['speedup'], 2, 'x')}"
         )
-    if (over := row.get("over_best_fixed")) is not None and over["speedup"] is not None:
-        between = " ({:.2f} to {:.2f})".format(*over["speedup_ci"]) if over["speedup_ci"] else ""
-        lines[-1] += (
-            f"; {over['speedup']:.2f}{between} times the best of its method's fixed settings, {over['drafter']}"
-        )
+        if (over := row.get("over_best_fixed")) is not None and over["speedup"] is not None:
+            between = " ({:.2f} to {:.2f})".format(*over["speedup_ci"]) if over["speedup_ci"] else ""
+            best = f"{between} times the best of its method's fixed settings, {over['drafter']}"
+            lines[-1] += f"; {over['speedup']:.2f}{best}"
     if (coverage := row.get("draft_vocab_coverage")) is not None:
         lines.append(
             f"{row['drafter']}, {setting_of(row)}: drafts with {row['draft_vocab']:,} tokens, the text's own "
