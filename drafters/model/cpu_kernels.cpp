@@ -61,14 +61,20 @@ extern "C" void attend_bfloat16(const Attention<bf16> *attention, int64_t width,
     attend(*attention, width, threads);
 }
 
-#ifdef __AMX_BF16__
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__FMA__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "cpu_pass.h"
 
-// Whether the system lets this process use the matrix unit.
-extern "C" int products_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+// Whether the system lets this process use the matrix unit that this is compiled for; without one, vectors do.
+extern "C" int products_allowed() {
+#ifdef __AMX_BF16__
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return 1;
+#endif
+}
 
 // x [rows, inputs] -> out [rows, outputs], in bf16.
 extern "C" void multiply(const Product *product, const bf16 *x, bf16 *out, int64_t rows, int threads) {

@@ -1,4 +1,4 @@
-// Products with a matrix unit (AMX): a few rows against a large weight in bf16, int8 or int4.
+// A few rows against a large weight in bf16, int8 or int4: with a matrix unit (AMX), or by vectors.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_dots.h"
 
 namespace {
 
@@ -21,7 +21,6 @@ struct Product {
 
 // A weight [outputs, inputs] is kept as tiles of 16 outputs and 32 inputs: [outputs / 32][inputs / 32][2] of them, each in
 // the order [input / 2][output][input % 2] that the matrix unit wants. `spread` makes bf16 of a tile that is kept smaller.
-constexpr int IN = 32, OUT = 32, TILE = 1024;  // inputs of a tile, outputs of a pair of them, bytes of one in bf16
 constexpr int64_t NEAR = 3 << 19;  // bytes of rows, beside which a cache of 2 MB has room for a panel of weights
 constexpr int SCALED = 16;  // rows, up to which a product in int4 scales sums, and not weights
 
@@ -47,22 +46,19 @@ Columns<Value> by_blocks(Value *data, int64_t rows) { return {data, 32, 32 * row
 // Before tiles are loaded from what was just written: GCC does not know that those instructions read memory.
 inline void written() { asm volatile("" ::: "memory"); }
 
-inline __m512bh pair(__m512 low, __m512 high) { return _mm512_cvtne2ps_pbh(high, low); }
-inline __m512bh words(__m512i bits) { return (__m512bh)bits; }
-
 // Each kind of weight: bytes of a tile, and what is in row i of its 16. A row is for inputs 2i and 2i + 1.
 struct Whole {  // bf16 as it is
     static constexpr int BYTES = TILE;
-    static __m512bh row(const uint8_t *tile, int i) { return words(_mm512_loadu_si512(tile + 64 * i)); }
+    static __m512i row(const uint8_t *tile, int i) { return _mm512_loadu_si512(tile + 64 * i); }
 };
 
 struct Eighths {  // int8, exact in bf16: the scale of each output is for the sums
     static constexpr int BYTES = 512;
-    static __m512bh row(const uint8_t *tile, int i) {
+    static __m512i row(const uint8_t *tile, int i) {
         const auto *bytes = (const __m128i *)tile + 2 * i;
         return pair(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[0])), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[1])));
     }
-    static void spread(const uint8_t *tile, __m512bh *to) {
+    static void spread(const uint8_t *tile, __m512i *to) {
         for (int i = 0; i < 16; i++) to[i] = row(tile, i);
     }
 };
@@ -73,14 +69,14 @@ struct Fourths {  // 16 scales and 16 middles (of value 8), then int4: a byte ho
         return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(tile + 64 + 32 * i)));
     }
     // The values and 128, which share an exponent in bf16, so that their bits are the last of the mantissa.
-    static __m512bh whole(__m512i bits) {
+    static __m512i whole(__m512i bits) {
         const __m512i mask = _mm512_set1_epi16(15), exponent = _mm512_set1_epi16(0x4300);
-        return words(_mm512_ternarylogic_epi32(bits, mask, exponent, 0xea));  // bits & mask | exponent
+        return _mm512_ternarylogic_epi32(bits, mask, exponent, 0xea);  // bits & mask | exponent
     }
-    static __m512bh row(const uint8_t *tile, int i) {
+    static __m512i row(const uint8_t *tile, int i) {
         return whole(i % 2 ? _mm512_srli_epi16(both(tile, i / 2), 4) : both(tile, i / 2));
     }
-    static void spread_whole(const uint8_t *tile, __m512bh *to) {
+    static void spread_whole(const uint8_t *tile, __m512i *to) {
         for (int i = 0; i < 8; i++) {
             const __m512i bits = both(tile, i);
             to[2 * i] = whole(bits);
@@ -95,7 +91,7 @@ struct Fourths {  // 16 scales and 16 middles (of value 8), then int4: a byte ho
         }
         Floats operator()(Floats sum, float of_group) const { return scale * sum + offset * of_group; }
     };
-    static void spread(const uint8_t *tile, __m512bh *to) {
+    static void spread(const uint8_t *tile, __m512i *to) {
         const Floats scale = load((const bf16 *)tile), offset = load((const bf16 *)tile + 16) - 8.0f * scale;
         const Ints first = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7}, second = first + 8;
         const Floats scales[2] = {__builtin_shuffle(scale, first), __builtin_shuffle(scale, second)};
@@ -134,9 +130,8 @@ void multiply_row(Columns<const bf16> x, const uint8_t *packed, int64_t inputs, 
             const uint8_t *tile = packed + (2 * step + half) * Kind::BYTES;
             __m512 part[2] = {};
             for (int i = 0; i < 16; i++) {
-                int32_t both;  // inputs 2i and 2i + 1
-                std::memcpy(&both, x.at(0, step) + 2 * i, sizeof(both));
-                part[i % 2] = _mm512_dpbf16_ps(part[i % 2], words(_mm512_set1_epi32(both)), Kind::row(tile, i));
+                const Pairs inputs = pairs(both_of(x.at(0, step) + 2 * i));
+                part[i % 2] = add_products(part[i % 2], inputs, pairs(Kind::row(tile, i)));
             }
             const Floats sum = (Floats)part[0] + (Floats)part[1];
             if constexpr (Kind::BYTES == Fourths::BYTES)
@@ -148,6 +143,7 @@ void multiply_row(Columns<const bf16> x, const uint8_t *packed, int64_t inputs, 
     for (int half = 0; half < 2; half++) store(total[half], sums + 16 * half);
 }
 
+#ifdef __AMX_BF16__
 // A few rows times 32 outputs in int4: values are multiplied as they are, and each group's sums are scaled, which are
 // fewer than the weights.
 inline void multiply_few(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
@@ -159,7 +155,7 @@ inline void multiply_few(Columns<const bf16> x, const uint8_t *packed, uint8_t *
     const auto spread = [&](int64_t step) {
         if (step < steps)
             for (int half = 0; half < 2; half++)
-                Fourths::spread_whole(tile(step, half), (__m512bh *)(tiles + (2 * (step % RING) + half) * TILE));
+                Fourths::spread_whole(tile(step, half), (__m512i *)(tiles + (2 * (step % RING) + half) * TILE));
         written();
     };
     const auto add = [&](int64_t step) {
@@ -203,7 +199,7 @@ void multiply_block(Columns<const bf16> x, const int64_t *at, const uint8_t *pac
         if constexpr (!WHOLE)
             if (fresh && step < steps)
                 for (int i = 0; i < 2; i++)
-                    Kind::spread(packed + (2 * step + i) * Kind::BYTES, (__m512bh *)(tiles + (2 * step + i) * TILE));
+                    Kind::spread(packed + (2 * step + i) * Kind::BYTES, (__m512i *)(tiles + (2 * step + i) * TILE));
         written();
     };
     _tile_zero(0);
@@ -235,6 +231,119 @@ void multiply_block(Columns<const bf16> x, const int64_t *at, const uint8_t *pac
     written();
 }
 
+// Rows of a panel that are multiplied with its weights at once.
+constexpr int64_t TALL = 32;
+
+// All rows times 32 outputs; `done` with the sums of each.
+template <class Kind, class Done>
+void multiply_panel(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
+                    const float *of_groups, Fetch &fetch, Done &&done) {
+    alignas(64) float sums[2][16][OUT];
+    if constexpr (Kind::BYTES == Fourths::BYTES)
+        if (rows <= SCALED) {
+            multiply_few(x, packed, tiles, rows, inputs, of_groups, fetch, sums[0]);
+            for (int64_t row = 0; row < rows; row++) done(sums[0][row], row);
+            return;
+        }
+    const int64_t tall = std::min<int64_t>(rows, 16);
+    for (int64_t block = 0; block < (rows + 31) / 32; block++) {
+        // The last tile ends with the last row, and so may hold some rows a second time.
+        const int64_t at[2] = {std::min(32 * block, rows - tall), std::min(32 * block + 16, rows - tall)};
+        const bool both = rows - 32 * block > 16;
+        auto *kernel = both ? multiply_block<Kind, true> : multiply_block<Kind, false>;
+        kernel(x, at, packed, tiles, block == 0, inputs / IN, fetch, sums);
+        for (int i = 0; i < (both ? 2 : 1); i++)
+            for (int64_t row = 0; row < tall; row++) done(sums[i][row], at[i] + row);
+    }
+}
+
+// Before and after a team's products, of tiles of up to so many rows.
+inline void configure(int64_t tall) {
+    struct alignas(64) Config {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t width[16] = {};
+        uint8_t height[16] = {};
+    } config;
+    for (int i = 0; i < 8; i++) config.width[i] = 64, config.height[i] = i < 6 ? tall : 16;
+    written();
+    _tile_loadconfig(&config);
+}
+inline void release() { _tile_release(); }
+#else
+constexpr int64_t TALL = AT_ONCE;
+inline void configure(int64_t) {}
+inline void release() {}
+
+// N rows times 32 outputs in int4, sixteen by sixteen: values are multiplied as they are, and each group's sums are scaled.
+template <int N>
+void dot_fourths(Inputs x, const uint8_t *packed, int64_t steps, const float *of_groups, Fetch &fetch, float (*sums)[OUT]) {
+    for (int half = 0; half < 2; half++) {
+        Floats total[N] = {};
+        for (int64_t step = 0; step < steps; step++) {
+            if (half == 0) fetch.step();
+            const uint8_t *tile = packed + (2 * step + half) * Fourths::BYTES;
+            const bf16 *at = x.at + step * x.step;
+            __m512 part[N][2] = {};
+            for (int i = 0; i < 8; i++) {
+                const __m512i bits = Fourths::both(tile, i);
+                const Pairs even = pairs(Fourths::whole(bits)), odd = pairs(Fourths::whole(_mm512_srli_epi16(bits, 4)));
+#pragma GCC unroll 16
+                for (int n = 0; n < N; n++) {
+                    part[n][0] = add_products(part[n][0], pairs(both_of(at + n * x.row + 4 * i)), even);
+                    part[n][1] = add_products(part[n][1], pairs(both_of(at + n * x.row + 4 * i + 2)), odd);
+                }
+            }
+            const Fourths::Scaling scaling(tile);
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) total[n] += scaling((Floats)part[n][0] + (Floats)part[n][1], of_groups[n * steps + step]);
+        }
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) store(total[n], sums[n] + LANES * half);
+    }
+}
+
+template <class Kind, class Done>
+void multiply_panel(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
+                    const float *of_groups, Fetch &fetch, Done &&done) {
+    constexpr int64_t FEWER = 8;
+    alignas(64) float sums[AT_ONCE][OUT];
+    const Inputs given = {x.data, x.row, x.block};
+    const int64_t steps = inputs / IN;
+    const auto next = [&] { fetch.step(); };
+    if constexpr (Kind::BYTES == Fourths::BYTES)
+        if (rows <= SCALED) {
+            const int64_t parts = parts_of(rows, FEWER);
+            for (int64_t part = 0; part < parts; part++) {
+                const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
+                auto *kernel = count == 1   ? dot_fourths<1>
+                               : count == 2 ? dot_fourths<2>
+                               : count == 3 ? dot_fourths<3>
+                               : count == 4 ? dot_fourths<4>
+                               : count == 5 ? dot_fourths<5>
+                               : count == 6 ? dot_fourths<6>
+                               : count == 7 ? dot_fourths<7>
+                                            : dot_fourths<8>;
+                kernel(given.from(first), packed, steps, of_groups + first * steps, fetch, sums);
+                for (int64_t row = 0; row < count; row++) done(sums[row], first + row);
+            }
+            return;
+        }
+    const int64_t parts = parts_of(rows);
+    const bool spread = Kind::BYTES == Fourths::BYTES || (Kind::BYTES != TILE && parts > 1);
+    if constexpr (Kind::BYTES != TILE)
+        if (spread)
+            for (int64_t i = 0; i < 2 * steps; i++) Kind::spread(packed + i * Kind::BYTES, (__m512i *)(tiles + i * TILE));
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
+        if (spread)
+            dot_part<Whole>(count, given.from(first), {tiles, TILE, 2 * TILE}, steps, sums[0], OUT, next);
+        else
+            dot_part<Kind>(count, given.from(first), {packed, Kind::BYTES, 2 * Kind::BYTES}, steps, sums[0], OUT, next);
+        for (int64_t row = 0; row < count; row++) done(sums[row], first + row);
+    }
+}
+#endif
+
 // To the nearest in bf16, ties to even.
 inline Floats nearest(Floats values) {
     const Words bits = (Words)values;
@@ -253,7 +362,7 @@ inline void finish(const float *sums, const float *scales, const bf16 *bias, con
             std::memcpy(added, more, outputs * sizeof(bf16));
             low = nearest(low) + load(added), high = nearest(high) + load(added + LANES);
         }
-    const __m512bh rounded = pair((__m512)low, (__m512)high);
+    const __m512i rounded = pair((__m512)low, (__m512)high);
     if (outputs == OUT)
         std::memcpy(to, &rounded, sizeof(rounded));
     else
@@ -263,16 +372,8 @@ inline void finish(const float *sums, const float *scales, const bf16 *bias, con
 // Called by all threads of a team: x [rows, inputs] -> out [rows, outputs], with `residual` (not `out` itself) added.
 template <class Kind>
 void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<const bf16> residual, Columns<bf16> out, int64_t rows) {
-    struct alignas(64) Config {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t width[16] = {};
-        uint8_t height[16] = {};
-    } config;
-    const int64_t inputs = product.inputs, outputs = product.outputs;
-    const int64_t steps = inputs / IN, panels = (outputs + OUT - 1) / OUT, tall = std::min<int64_t>(rows, 16);
-    for (int i = 0; i < 8; i++) config.width[i] = 64, config.height[i] = i < 6 ? tall : 16;
-    written();
-    if (rows > 1) _tile_loadconfig(&config);
+    const int64_t inputs = product.inputs, outputs = product.outputs, steps = inputs / IN, panels = (outputs + OUT - 1) / OUT;
+    if (rows > 1) configure(std::min<int64_t>(rows, 16));
     static thread_local std::vector<uint8_t> space;
     static thread_local std::vector<float> of_groups;  // sums of x
     constexpr bool GROUPS = Kind::BYTES == Fourths::BYTES;
@@ -285,7 +386,6 @@ void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<con
         }
     }
     uint8_t *tiles = (uint8_t *)(((uintptr_t)space.data() + 63) / 64 * 64);
-    alignas(64) float sums[2][16][OUT];
     const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
     const int64_t begin = panels * me / threads, end = panels * (me + 1) / threads, bytes = steps * 2 * Kind::BYTES;
     for (int64_t panel = begin; panel < end; panel++) {
@@ -295,34 +395,21 @@ void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<con
             finish(row_sums, product.scales ? product.scales + first : nullptr, product.bias ? product.bias + first : nullptr,
                    residual.data ? residual.at(row, panel) : nullptr, out.at(row, panel), wide);
         };
-        const int64_t blocks = (rows + 31) / 32;
+        const int64_t blocks = (rows + TALL - 1) / TALL;
         // The first panel comes with the multiplication, the others during that of the one before, whatever it takes.
         Fetch fetch{panel == begin ? packed : packed + bytes, packed + bytes + (panel + 1 < end ? bytes : 0)};
         if (panel == begin)
             for (fetch.lines = 1; fetch.at < std::min(fetch.end, packed + 8 * Kind::BYTES);) fetch.step();
         fetch.lines = (fetch.end - fetch.at + 64 * blocks * steps - 1) / (64 * blocks * steps);
-        if (rows == 1) {
-            multiply_row<Kind>(x, packed, inputs, of_groups.data(), fetch, sums[0][0]);
-            done(sums[0][0], 0);
+        if (rows > 1) {
+            multiply_panel<Kind>(x, packed, tiles, rows, inputs, of_groups.data(), fetch, done);
             continue;
         }
-        if constexpr (GROUPS)
-            if (rows <= SCALED) {
-                multiply_few(x, packed, tiles, rows, inputs, of_groups.data(), fetch, sums[0]);
-                for (int64_t row = 0; row < rows; row++) done(sums[0][row], row);
-                continue;
-            }
-        for (int64_t block = 0; block < blocks; block++) {
-            // The last tile ends with the last row, and so may hold some rows a second time.
-            const int64_t at[2] = {std::min(32 * block, rows - tall), std::min(32 * block + 16, rows - tall)};
-            const bool both = rows - 32 * block > 16;
-            auto *kernel = both ? multiply_block<Kind, true> : multiply_block<Kind, false>;
-            kernel(x, at, packed, tiles, block == 0, steps, fetch, sums);
-            for (int i = 0; i < (both ? 2 : 1); i++)
-                for (int64_t row = 0; row < tall; row++) done(sums[i][row], at[i] + row);
-        }
+        alignas(64) float sums[OUT];
+        multiply_row<Kind>(x, packed, inputs, of_groups.data(), fetch, sums);
+        done(sums, 0);
     }
-    if (rows > 1) _tile_release();
+    if (rows > 1) release();
 #pragma omp barrier
 }
 

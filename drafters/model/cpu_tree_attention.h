@@ -1,4 +1,4 @@
-// Attention of many new rows in bf16, of a tree or a batch's chains, with the matrix unit.
+// Attention of many new rows in bf16, of a tree or a batch's chains, by products of tiles.
 
 #pragma once
 
@@ -61,8 +61,7 @@ Share weigh_in_bf16(const float *scores, float scale, const bf16 *bias, int64_t 
 #pragma GCC unroll 16
     for (int64_t i = 0; i < COUNT; i++) {
         const __m512 weight = power_of_two(_mm512_sub_ps(score[i], _mm512_set1_ps(largest)));
-        const __m256bh rounded = _mm512_cvtneps_pbh(weight);
-        std::memcpy(weights + i * LANES, &rounded, sizeof(rounded));
+        store((Floats)weight, weights + i * LANES);
         total = _mm512_add_ps(total, weight);
     }
     return {largest * LN_2, _mm512_reduce_add_ps(total)};
@@ -159,7 +158,8 @@ struct ByTiles {
             if (most <= 0) return;  // a prompt's first rows see nothing of its end
             const bf16 *queries = block.queries[0][0];
             written();
-            block.count > 16 ? multiply_keys<true>(queries, laid, slots) : multiply_keys<false>(queries, laid, slots);
+            block.count > 16 ? multiply_keys<true>(queries, laid, slots, block.count)
+                             : multiply_keys<false>(queries, laid, slots, block.count);
             written();
             for (int64_t i = 0; i < block.count; i++) {
                 const Query &at = block.of[i];
@@ -167,13 +167,14 @@ struct ByTiles {
                                                      a.seen(b, at, first, slots), slots, weights[i / 16][i % 16]);
             }
             written();
-            block.count > 16 ? multiply_values<true>(laid, slots) : multiply_values<false>(laid, slots);
+            block.count > 16 ? multiply_values<true>(laid, slots, block.count) : multiply_values<false>(laid, slots, block.count);
             written();
             block.add(now, found);
         }
 
+#ifdef __AMX_BF16__
         template <bool BOTH>
-        void multiply_keys(const bf16 *queries, const Laid &laid, int64_t slots) {
+        void multiply_keys(const bf16 *queries, const Laid &laid, int64_t slots, int64_t) {
             for (int64_t s = 0; s < slots; s += 32) {  // the last 16 may be none, and are not read
                 _tile_zero(0);
                 _tile_zero(1);
@@ -201,7 +202,7 @@ struct ByTiles {
         }
 
         template <bool BOTH>
-        void multiply_values(const Laid &laid, int64_t slots) {
+        void multiply_values(const Laid &laid, int64_t slots, int64_t) {
             for (int part = 0; part < D / 16; part += 2) {
                 _tile_zero(0);
                 _tile_zero(1);
@@ -227,17 +228,25 @@ struct ByTiles {
                 }
             }
         }
-    };
+#else
+        // Whole pairs of tiles: of the last, some slots and weights may be none, which are not read, and 0.
+        template <bool>
+        void multiply_keys(const bf16 *queries, const Laid &laid, int64_t slots, int64_t count) {
+            constexpr int64_t NEXT = sizeof(laid.keys[0]);
+            for (int64_t s = 0; s < slots; s += 32)
+                dot_all<Whole>(count, {queries, D, IN}, {(const uint8_t *)laid.keys[s / 16], NEXT, TILE}, D / IN,
+                               scores[0][0] + s, MOST, [] {});
+        }
 
-    static void configure() {
-        struct alignas(64) Config {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t width[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t height[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        written();
-        _tile_loadconfig(&config);
-    }
+        template <bool>
+        void multiply_values(const Laid &laid, int64_t slots, int64_t count) {
+            constexpr int64_t NEXT = sizeof(laid.values[0]);
+            for (int part = 0; part < D / 16; part += 2)
+                dot_all<Whole>(count, {weights[0][0], MOST, IN}, {(const uint8_t *)laid.values[0][part], TILE, NEXT},
+                               (slots + IN - 1) / IN, found[0] + part * 16, D, [] {});
+        }
+#endif
+    };
 
     static void run(const Attention<bf16> &a, int64_t b, int64_t head, int64_t first, int64_t slots, Share *shares, float *sums) {
         static thread_local std::vector<Block> blocks;
@@ -246,13 +255,13 @@ struct ByTiles {
         if (int64_t(blocks.size()) * 32 < a.count()) blocks.resize((a.count() + 31) / 32);
         Query query = {0, 0};
         for (int64_t start = 0; start < a.count(); start += 32) blocks[start / 32].take(a, b, head, a.count() - start, query);
-        configure();
+        configure(16);
         for (int64_t end = first + slots; first < end; first += MOST) {
             const int64_t at = b * a.key_batch + head * a.key_head + first * D, some = std::min(end - first, MOST);
             laid.lay(a.keys + at, a.values + at, some);
             for (int64_t start = 0; start < a.count(); start += 32) work.attend(a, b, first, some, laid, blocks[start / 32]);
         }
-        _tile_release();
+        release();
         for (int64_t i = 0; i < a.count(); i++) {
             const Block &block = blocks[i / 32];
             shares[i] = {block.largest[i % 32], block.total[i % 32]};
@@ -275,7 +284,7 @@ void attend_prompt_in_team(const Attention<bf16> &a, Between &between) {
     }
     static thread_local typename Way::Block block;
     static thread_local typename Way::Work work;
-    Way::configure();
+    configure(16);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < heads * blocks; task++) {
         const int64_t head = task / blocks % a.key_heads, b = task / blocks / a.key_heads, start = task % blocks * 32;
@@ -292,7 +301,7 @@ void attend_prompt_in_team(const Attention<bf16> &a, Between &between) {
             for (int64_t d = 0; d < D; d += LANES) store(load(block.sums[i] + d) / block.total[i], to + d);
         }
     }
-    _tile_release();
+    release();
 }
 
 constexpr int64_t PROMPT = 256;  // queries of a key head from which on they are a prompt's
