@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
+from drafters.model import cpu_kernels
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 
 tiny_run.without_pictures()
@@ -138,3 +139,21 @@ def target_folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest
     shutil.copytree(tiny_checkpoint("llama", vocab_size=CHAT_VOCAB), folder)
     byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB).save_pretrained(folder)
     return folder
+
+
+LEVELS_HERE = {
+    "avx512": True,
+    "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+    "amx": torch.cpu._is_amx_tile_supported(),
+}
+
+
+@pytest.fixture(params=cpu_kernels.LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way to multiply that this processor has, for one test each."""
+    if not LEVELS_HERE[request.param]:
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setenv(cpu_kernels.SWITCH, request.param)
+    cpu_kernels.library.cache_clear()
+    yield request.param
+    cpu_kernels.library.cache_clear()

@@ -94,7 +94,7 @@ def test_a_row_attends_as_alone_to_the_last_bit(threads: int) -> None:
         assert torch.equal(together[b], alone[0])
 
 
-needs_tiles = pytest.mark.skipif(not cpu_kernels.multiplies(torch.zeros(32, 32).bfloat16()), reason="no matrix unit")
+needs_tiles = pytest.mark.skipif(not cpu_kernels.multiplies(torch.zeros(32, 32).bfloat16()), reason="no AVX-512")
 
 
 def weights(outputs: int, inputs: int) -> dict[int, tuple[cpu_kernels.Tiles, Tensor]]:
@@ -114,7 +114,7 @@ def weights(outputs: int, inputs: int) -> dict[int, tuple[cpu_kernels.Tiles, Ten
 @needs_tiles
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 96), (32, 32), (1, 64), (96, 576)])
-def test_products(bits: int, outputs: int, inputs: int) -> None:
+def test_products(level: str, bits: int, outputs: int, inputs: int) -> None:
     """Catches tiles in another order, rows of a last tile that is not full, outputs written beyond the last."""
     tiles, weight = weights(outputs, inputs)[bits]
     for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 70):
@@ -126,7 +126,7 @@ def test_products(bits: int, outputs: int, inputs: int) -> None:
 
 @needs_tiles
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_rows_that_a_cache_does_not_hold(bits: int) -> None:
+def test_rows_that_a_cache_does_not_hold(level: str, bits: int) -> None:
     """Catches rows left out where they are multiplied part by part, and a part that reads another one's rows."""
     tiles, weight = weights(40, 8192)[bits]
     for rows in (128, 129, 300):
@@ -137,7 +137,7 @@ def test_rows_that_a_cache_does_not_hold(bits: int) -> None:
 
 @needs_tiles
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_row_is_multiplied_as_in_company(bits: int) -> None:
+def test_a_row_is_multiplied_as_in_company(level: str, bits: int) -> None:
     """Catches products that depend on how many rows are verified at once: drafting would leave plain decoding's path
     more often than it need do.
     """
@@ -169,6 +169,15 @@ def without() -> Iterator[None]:
     cpu_kernels.library.cache_clear()
     yield
     cpu_kernels.library.cache_clear()
+
+
+def test_a_level_that_is_none(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a mistyped switch that is taken for no switch."""
+    monkeypatch.setenv("DRAFTERS_CPU_KERNELS", "avx2")
+    with pytest.raises(
+        ValueError, match="is 'avx2'; set it to 0 for torch's kernels, to one of avx512, avx512_bf16, amx, or not"
+    ):
+        cpu_kernels.library()
 
 
 @pytest.mark.parametrize("reason", ["off", "no compiler", "an error", "no folder"])

@@ -114,6 +114,11 @@ def test_layers_are_as_near_to_float32_as_torch_comes(name: str, context: int) -
         assert found.shape == other.shape and error(found, wanted) < 1.5 * error(other, wanted) + 0.004
 
 
+def test_layers_at_every_level(level: str) -> None:
+    """Catches attention by tiles that is right with a matrix unit alone, or with none."""
+    test_layers_are_as_near_to_float32_as_torch_comes("llama", 300)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("context", [1100, 2500])
 def test_long_rows(context: int) -> None:

@@ -55,17 +55,17 @@ struct Pile {
 };
 
 // N rows times the 32 outputs of a pile of tiles -> sums [N, 32], `width` floats from one row to the next. Each sum is taken
-// in the order of the inputs, however many rows there are. `each` is called once in each step.
-template <class Kind, int N, class Each>
-void dot_rows(Inputs x, Pile pile, int64_t steps, float *sums, int64_t width, Each &&each) {
+// in the order of the inputs, however many rows there are. `each` is called sixteen times in each step.
+template <int N, class Kind, class Each>
+void dot_rows(const Kind &kind, Inputs x, Pile pile, int64_t steps, float *sums, int64_t width, Each &&each) {
     __m512 total[N][2] = {};
     for (int64_t step = 0; step < steps; step++) {
-        each();
-        const uint8_t *tile = pile.at + step * pile.step;
+        const uint8_t *tile = kind.open(pile.at + step * pile.step), *other = kind.open(pile.at + step * pile.step + pile.other);
         const bf16 *at = x.at + step * x.step;
 #pragma GCC unroll 2
         for (int i = 0; i < IN / 2; i++) {
-            const Pairs first = pairs(Kind::row(tile, i)), second = pairs(Kind::row(tile + pile.other, i));
+            each();
+            const Pairs first = pairs(Kind::row(tile, i)), second = pairs(Kind::row(other, i));
 #pragma GCC unroll 16
             for (int n = 0; n < N; n++) {
                 const Pairs inputs = pairs(both_of(at + n * x.row + 2 * i));
@@ -84,22 +84,22 @@ constexpr int64_t AT_ONCE = 12;
 inline int64_t parts_of(int64_t rows, int64_t most = AT_ONCE) { return (rows + most - 1) / most; }
 
 template <class Kind, class Each>
-void dot_part(int64_t rows, Inputs x, Pile pile, int64_t steps, float *sums, int64_t width, Each &&each) {
+void dot_part(int64_t rows, const Kind &kind, Inputs x, Pile pile, int64_t steps, float *sums, int64_t width, Each &&each) {
     switch (rows) {
 #define ROWS(N) \
     case N: \
-        return dot_rows<Kind, N>(x, pile, steps, sums, width, each);
+        return dot_rows<N>(kind, x, pile, steps, sums, width, each);
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
 #undef ROWS
     }
 }
 
-template <class Kind, class Each>
-void dot_all(int64_t rows, Inputs x, Pile pile, int64_t steps, float *sums, int64_t width, Each &&each) {
+template <class Kind>
+void dot_all(int64_t rows, const Kind &kind, Inputs x, Pile pile, int64_t steps, float *sums, int64_t width) {
     const int64_t parts = parts_of(rows);
     for (int64_t part = 0; part < parts; part++) {
         const int64_t first = rows * part / parts, end = rows * (part + 1) / parts;
-        dot_part<Kind>(end - first, x.from(first), pile, steps, sums + first * width, width, each);
+        dot_part(end - first, kind, x.from(first), pile, steps, sums + first * width, width, [] {});
     }
 }
 

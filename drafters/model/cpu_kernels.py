@@ -2,7 +2,8 @@
 and the headers beside it.
 
 They are compiled for the machine when they are first wanted, which takes some ten seconds, and kept in the user's cache
-folder. Without a compiler everything runs on torch's kernels, as it does with DRAFTERS_CPU_KERNELS=0 set.
+folder. Without a compiler everything runs on torch's kernels, as it does with DRAFTERS_CPU_KERNELS=0 set; with the name
+of one of LEVELS there they take no instructions beyond that one's.
 """
 
 import ctypes
@@ -27,6 +28,10 @@ from ..paths import user_cache
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math")
 SWITCH = "DRAFTERS_CPU_KERNELS"
+# What our products need at least, and two better ways; for each what the compiler must not take beyond it. Processors
+# with less have our attention and argmax alone.
+NO_UNIT = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
+LEVELS = {"avx512": (*NO_UNIT, "-mno-avx512bf16"), "avx512_bf16": NO_UNIT, "amx": ()}
 WIDTHS = frozenset({16, 32, 64, 96, 128})  # of a head
 MOST_QUERIES = 16  # of one key head: for more, products of matrices are faster
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -157,14 +162,14 @@ OUTPUTS = 32  # of two tiles side by side
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether there are ``Tiles`` for a weight: bf16 on a CPU with a matrix unit (AMX), of whole tiles."""
+    """Whether there are ``Tiles`` for a weight: bf16 on a CPU with AVX-512, of whole tiles."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[1] % GROUP == 0
     loaded = library() if fits else None
-    return loaded is not None and hasattr(loaded, "multiply") and bool(loaded.products_allowed())
+    return loaded is not None and hasattr(loaded, "multiply")
 
 
 class Tiles:
-    """A weight ``[outputs, inputs]`` in the order that the matrix unit reads, multiplied with bf16.
+    """A weight ``[outputs, inputs]`` in the order that a matrix unit reads, and vectors, too, multiplied with bf16.
 
     A row's product does not depend on the other rows, but for rounding where it is alone.
 
@@ -223,10 +228,18 @@ def _in_pairs(values: Tensor, step: int) -> Tensor:
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, and a line in the log, where there is no way to have them."""
-    if os.environ.get(SWITCH) == "0":
+    most = os.environ.get(SWITCH) or "amx"
+    if most == "0":
         return None
+    if most not in LEVELS:
+        raise ValueError(
+            f"{SWITCH} is {most!r}; set it to 0 for torch's kernels, to one of {', '.join(LEVELS)}, or not"
+        )
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
+        loaded = ctypes.CDLL(str(_compiled(LEVELS[most])))
+        # A matrix unit that the system keeps to itself.
+        if hasattr(loaded, "multiply") and not loaded.products_allowed():
+            loaded = ctypes.CDLL(str(_compiled(NO_UNIT)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning("decoding on this CPU runs on torch's kernels, more slowly: %s", error)
         return None
@@ -236,7 +249,7 @@ def library() -> ctypes.CDLL | None:
         kernel.argtypes, kernel.restype = [pointer, number, ctypes.c_int], None
         kernel = getattr(loaded, f"largest_{dtype}")
         kernel.argtypes, kernel.restype = [pointer, number, number, pointer, ctypes.c_int], None
-    if hasattr(loaded, "multiply"):  # the compiler knows a matrix unit
+    if hasattr(loaded, "multiply"):
         loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 3 + [number, ctypes.c_int], None
         loaded.layers.argtypes = [pointer, number, pointer, number, ctypes.c_int]
         loaded.layers.restype = None
@@ -244,8 +257,11 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _compiled() -> Path:
+def _compiled(without: tuple[str, ...]) -> Path:
     """The shared library for this source, compiler, processor and torch; compiled unless it lies in the cache.
+
+    Args:
+        without: flags for what the processor may have and should not be taken.
 
     Raises:
         ValueError: no compiler, no OpenMP to share with torch, or the compiler's complaint. OSError: no place for it.
@@ -258,7 +274,16 @@ def _compiled() -> Path:
     age = Path(compiler).stat()
     sources = [SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h"))]
     identity = repr(
-        ([source.read_bytes() for source in sources], FLAGS, compiler, age.st_size, age.st_mtime, _processor(), openmp)
+        (
+            [source.read_bytes() for source in sources],
+            FLAGS,
+            without,
+            compiler,
+            age.st_size,
+            age.st_mtime,
+            _processor(),
+            openmp,
+        )
     )
     folder = user_cache()
     built = folder / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
@@ -270,7 +295,7 @@ def _compiled() -> Path:
         compiled, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
         # Linked with the OpenMP that torch has loaded: a second one's threads would fight the first one's.
         for words in (
-            [*FLAGS, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
+            [*FLAGS, *without, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
             ["-shared", str(compiled), openmp, "-Wl,-z,defs", "-lm", "-o", str(linked)],
         ):
             done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=300)

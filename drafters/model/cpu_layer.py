@@ -1,4 +1,4 @@
-"""Whole decoder layers on a CPU with a matrix unit, by the kernels of cpu_layer.h."""
+"""Whole decoder layers on a CPU with AVX-512, by the kernels of cpu_layer.h."""
 
 import ctypes
 from collections.abc import Sequence

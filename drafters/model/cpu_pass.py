@@ -1,4 +1,4 @@
-"""A pass of an EAGLE head on a CPU with a matrix unit, in one call: see cpu_pass.h."""
+"""A pass of an EAGLE head on a CPU with AVX-512, in one call: see cpu_pass.h."""
 
 import ctypes
 from collections.abc import Sequence

@@ -49,11 +49,13 @@ inline void written() { asm volatile("" ::: "memory"); }
 // Each kind of weight: bytes of a tile, and what is in row i of its 16. A row is for inputs 2i and 2i + 1.
 struct Whole {  // bf16 as it is
     static constexpr int BYTES = TILE;
+    static const uint8_t *open(const uint8_t *tile) { return tile; }
     static __m512i row(const uint8_t *tile, int i) { return _mm512_loadu_si512(tile + 64 * i); }
 };
 
 struct Eighths {  // int8, exact in bf16: the scale of each output is for the sums
     static constexpr int BYTES = 512;
+    static const uint8_t *open(const uint8_t *tile) { return tile; }
     static __m512i row(const uint8_t *tile, int i) {
         const auto *bytes = (const __m128i *)tile + 2 * i;
         return pair(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[0])), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes[1])));
@@ -110,26 +112,34 @@ struct Fourths {  // 16 scales and 16 middles (of value 8), then int4: a byte ho
     }
 };
 
-// Weights that are wanted soon, a few lines in every step: those of the next panel, while this one's are multiplied.
+// Weights that are wanted soon, a few lines at a time: those of the next panel, while this one's are multiplied.
 struct Fetch {
     const uint8_t *at = nullptr, *end = nullptr;
-    int64_t lines = 0;  // a step
+    int64_t lines = 0;
 
     void step() {
         for (int64_t i = 0; i < lines && at < end; i++, at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
 
+// How often in a step: all at once they keep a processor's few slots for them full, and what is wanted now waits.
+#ifdef __AMX_BF16__
+constexpr int FETCHES = 1;
+#else
+constexpr int FETCHES = 16;
+#endif
+
 // One row times 32 outputs, by products of vectors: nothing that is kept smaller has to be written out first.
 template <class Kind>
 void multiply_row(Columns<const bf16> x, const uint8_t *packed, int64_t inputs, const float *of_groups, Fetch &fetch, float *sums) {
     Floats total[2] = {};
     for (int64_t step = 0; step < inputs / IN; step++) {
-        fetch.step();
         for (int half = 0; half < 2; half++) {
             const uint8_t *tile = packed + (2 * step + half) * Kind::BYTES;
             __m512 part[2] = {};
+#pragma GCC unroll 16
             for (int i = 0; i < 16; i++) {
+                if ((16 * half + i) % (32 / FETCHES) == 0) fetch.step();
                 const Pairs inputs = pairs(both_of(x.at(0, step) + 2 * i));
                 part[i % 2] = add_products(part[i % 2], inputs, pairs(Kind::row(tile, i)));
             }
@@ -280,11 +290,11 @@ void dot_fourths(Inputs x, const uint8_t *packed, int64_t steps, const float *of
     for (int half = 0; half < 2; half++) {
         Floats total[N] = {};
         for (int64_t step = 0; step < steps; step++) {
-            if (half == 0) fetch.step();
             const uint8_t *tile = packed + (2 * step + half) * Fourths::BYTES;
             const bf16 *at = x.at + step * x.step;
             __m512 part[N][2] = {};
             for (int i = 0; i < 8; i++) {
+                fetch.step();
                 const __m512i bits = Fourths::both(tile, i);
                 const Pairs even = pairs(Fourths::whole(bits)), odd = pairs(Fourths::whole(_mm512_srli_epi16(bits, 4)));
 #pragma GCC unroll 16
@@ -301,6 +311,20 @@ void dot_fourths(Inputs x, const uint8_t *packed, int64_t steps, const float *of
         for (int n = 0; n < N; n++) store(total[n], sums[n] + LANES * half);
     }
 }
+
+// As `Whole`, tile by tile put into `tiles` before, where the next rows find them: while others are multiplied, at no cost.
+template <class Kind>
+struct Spreading : Whole {
+    const uint8_t *packed;
+    uint8_t *tiles;
+
+    Spreading(const uint8_t *packed, uint8_t *tiles) : packed(packed), tiles(tiles) {}
+    const uint8_t *open(const uint8_t *tile) const {
+        uint8_t *to = tiles + (tile - packed) / Kind::BYTES * TILE;
+        Kind::spread(tile, (__m512i *)to);
+        return to;
+    }
+};
 
 template <class Kind, class Done>
 void multiply_panel(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles, int64_t rows, int64_t inputs,
@@ -329,16 +353,21 @@ void multiply_panel(Columns<const bf16> x, const uint8_t *packed, uint8_t *tiles
             return;
         }
     const int64_t parts = parts_of(rows);
-    const bool spread = Kind::BYTES == Fourths::BYTES || (Kind::BYTES != TILE && parts > 1);
-    if constexpr (Kind::BYTES != TILE)
-        if (spread)
-            for (int64_t i = 0; i < 2 * steps; i++) Kind::spread(packed + i * Kind::BYTES, (__m512i *)(tiles + i * TILE));
     for (int64_t part = 0; part < parts; part++) {
         const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first;
-        if (spread)
-            dot_part<Whole>(count, given.from(first), {tiles, TILE, 2 * TILE}, steps, sums[0], OUT, next);
-        else
-            dot_part<Kind>(count, given.from(first), {packed, Kind::BYTES, 2 * Kind::BYTES}, steps, sums[0], OUT, next);
+        const auto by = [&](const auto &kind, Pile pile) {
+            dot_part(count, kind, given.from(first), pile, steps, sums[0], OUT, next);
+        };
+        const Pile kept = {packed, Kind::BYTES, 2 * Kind::BYTES}, whole = {tiles, TILE, 2 * TILE};
+        if constexpr (Kind::BYTES == TILE) {
+            by(Whole(), kept);
+        } else if (part > 0) {
+            by(Whole(), whole);
+        } else if (Kind::BYTES == Fourths::BYTES || parts > 1) {
+            by(Spreading<Kind>(packed, tiles), kept);
+        } else if constexpr (Kind::BYTES == Eighths::BYTES) {
+            by(Eighths(), kept);
+        }
         for (int64_t row = 0; row < count; row++) done(sums[row], first + row);
     }
 }
@@ -400,7 +429,7 @@ void multiply_in_team(const Product &product, Columns<const bf16> x, Columns<con
         Fetch fetch{panel == begin ? packed : packed + bytes, packed + bytes + (panel + 1 < end ? bytes : 0)};
         if (panel == begin)
             for (fetch.lines = 1; fetch.at < std::min(fetch.end, packed + 8 * Kind::BYTES);) fetch.step();
-        fetch.lines = (fetch.end - fetch.at + 64 * blocks * steps - 1) / (64 * blocks * steps);
+        fetch.lines = (fetch.end - fetch.at + 64 * blocks * steps * FETCHES - 1) / (64 * blocks * steps * FETCHES);
         if (rows > 1) {
             multiply_panel<Kind>(x, packed, tiles, rows, inputs, of_groups.data(), fetch, done);
             continue;

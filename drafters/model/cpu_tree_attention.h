@@ -234,16 +234,16 @@ struct ByTiles {
         void multiply_keys(const bf16 *queries, const Laid &laid, int64_t slots, int64_t count) {
             constexpr int64_t NEXT = sizeof(laid.keys[0]);
             for (int64_t s = 0; s < slots; s += 32)
-                dot_all<Whole>(count, {queries, D, IN}, {(const uint8_t *)laid.keys[s / 16], NEXT, TILE}, D / IN,
-                               scores[0][0] + s, MOST, [] {});
+                dot_all(count, Whole(), {queries, D, IN}, {(const uint8_t *)laid.keys[s / 16], NEXT, TILE}, D / IN,
+                               scores[0][0] + s, MOST);
         }
 
         template <bool>
         void multiply_values(const Laid &laid, int64_t slots, int64_t count) {
             constexpr int64_t NEXT = sizeof(laid.values[0]);
             for (int part = 0; part < D / 16; part += 2)
-                dot_all<Whole>(count, {weights[0][0], MOST, IN}, {(const uint8_t *)laid.values[0][part], TILE, NEXT},
-                               (slots + IN - 1) / IN, found[0] + part * 16, D, [] {});
+                dot_all(count, Whole(), {weights[0][0], MOST, IN}, {(const uint8_t *)laid.values[0][part], TILE, NEXT},
+                               (slots + IN - 1) / IN, found[0] + part * 16, D);
         }
 #endif
     };

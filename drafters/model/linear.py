@@ -44,7 +44,7 @@ class Product:
 
     On a CPU the weight is laid out once more for its kernels, where memory allows it: a plain product does so again in
     every call, which may take as long as the product itself (two cores, 5 rows, 4096 x 4096: 1.7 times faster in bf16,
-    4 times in float32). In bf16 they are kernels of our own, where the processor has a matrix unit.
+    4 times in float32). In bf16 they are kernels of our own, where the processor has AVX-512.
 
     Args:
         changes: whether ``put`` will be called: then there is no layout in which single outputs cannot be found again.

@@ -56,8 +56,8 @@ class TargetModel:
             later), and on a CPU the others copy the weights, which must not change any more.
         quantize: keeps the layers' projections as "int8" (a scale an output) or "int4" (scale and zero point for each
             group of 32 inputs), and nothing else of them: other outputs than the model's own, half or a
-            quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with a
-            matrix unit, where it is read as int8: of a small model it is half of what is left.
+            quarter of the bytes a step reads. The embedding stays as it is; so does the LM head but on a CPU with
+            AVX-512, where it is read as int8: of a small model it is half of what is left.
 
     Attributes:
         hidden_size: H, the width of a feature. vocab_size: V, rows of the LM head. num_layers: decoder layers.
