@@ -42,6 +42,23 @@ def jobs(settings: dict[str, Any], folder: Path, changes: dict[str, dict[str, An
 
 
 @pytest.mark.slow
+def test_muon_is_the_same_at_every_stage(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a matrix of which a rank takes another's part, padding taken for weights, parts made orthogonal alone."""
+    muon = {**settings, "optimizer": "muon", "weight_decay": 0.1}
+    tiny_run.train_here("eagle", {**muon, "gradient_accumulation": 4, "out": str(tmp_path / "alone")})
+    changes = {f"zero{stage}": {"zero_stage": stage} for stage in (0, 1, 2)}
+    tiny_run.train_on_ranks(2, tmp_path, jobs(muon, tmp_path, changes))
+    for name in changes:
+        out = tmp_path / name
+        assert figures(out, "loss") == pytest.approx(figures(tmp_path / "alone", "loss"), rel=1e-3), name
+        for kind in ("weights", "exp_avg"):
+            for key, value in state(tmp_path / "alone", 6, kind).items():
+                ours = state(out, 6, kind)[key]
+                assert (ours - value).norm() < 0.02 * value.norm(), (name, kind, key)
+    assert all(value.dim() == 1 for value in state(tmp_path / "zero2", 6, "exp_avg_sq").values())
+
+
+@pytest.mark.slow
 def test_stages_offload_and_ranks_train_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
     """A loss scaled for one stage only, a norm after clipping, weights that no rank updates or exports."""
     tiny_run.train_here("eagle", {**settings, "gradient_accumulation": 4, "out": str(tmp_path / "alone")})

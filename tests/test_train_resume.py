@@ -79,15 +79,16 @@ def losses(out: Path) -> list[dict[str, float]]:
 
 # Stages 1 and 2 are one class of DeepSpeed's, and bf16 runs stage 0 as stage 1: each class in each precision, once.
 @pytest.mark.parametrize(
-    ("precision", "stage", "offload"),
-    [*(("float32", stage, "none") for stage in (0, 2, 3)), *(("bf16", stage, "none") for stage in (0, 2, 3)),
-     ("bf16", 2, "optimizer")],
+    ("precision", "stage", "offload", "optimizer"),
+    [*(("float32", stage, "none", "adamw") for stage in (0, 2, 3)),
+     *(("bf16", stage, "none", "adamw") for stage in (0, 2, 3)),
+     ("bf16", 2, "optimizer", "adamw"), ("float32", 0, "none", "muon"), ("bf16", 2, "none", "muon")],
 )  # fmt: skip
 def test_resume_is_exact_with_every_optimiser(
-    settings: dict[str, Any], tmp_path: Path, precision: str, stage: int, offload: str
+    settings: dict[str, Any], tmp_path: Path, precision: str, stage: int, offload: str, optimizer: str
 ) -> None:
     """Float32 masters rounded to bf16, moments or Adam's count of steps lost, on the way through a state."""
-    zero = {"zero_stage": stage, "offload": offload}
+    zero = {"zero_stage": stage, "offload": offload, "optimizer": optimizer}
     values = {**settings, **zero, "precision": precision, "schedule": "constant", "export_every": 1000}
     tiny_run.train_here("eagle", {**values, "steps": 8, "out": str(tmp_path / "whole")})
     tiny_run.train_here("eagle", {**values, "steps": 4, "out": str(tmp_path / "parts")})
@@ -98,6 +99,7 @@ def test_resume_is_exact_with_every_optimiser(
         ours, theirs = (
             load_file(tmp_path / o / "state/step-00000008" / f"{kind}.safetensors") for o in ("parts", "whole")
         )
+        assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -156,7 +158,7 @@ def test_resume_on_another_number_of_ranks_and_stage(settings: dict[str, Any], t
     for name, reference in pairs:
         found, expected = losses(tmp_path / name), losses(tmp_path / reference)
         assert [row["tokens"] for row in found] == [row["tokens"] for row in expected], name  # the same data
-        tolerance = 0.05 if "bf16" in name else 2e-5
+        tolerance = 0.05 if "bf16" in name else 2e-4  # sums in another order, on some processors more than on others
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=tolerance), name
 
 

@@ -66,6 +66,7 @@ class TrainConfig(Config):
 
     batch_tokens: int = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches a rank takes one after another in a step")
+    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training.md")
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
@@ -205,6 +206,13 @@ class TrainConfig(Config):
             raise ValueError("offload: optimizer needs zero_stage: 1, 2 or 3 (it is 0); set one, or offload: none")
         if self.offload == "parameters" and stage != 3:
             raise ValueError(f"offload: parameters needs zero_stage: 3 (it is {stage}); set it, or offload: optimizer")
+        if self.optimizer == "muon" and (stage == 3 or self.offload != "none"):
+            raise ValueError(
+                f"optimizer: muon needs zero_stage: 0, 1 or 2 and offload: none (they are {stage} and {self.offload}); "
+                "set them, or optimizer: adamw"
+            )
+        if self.optimizer == "muon" and self.lora is not None:
+            raise ValueError("optimizer: muon is for whole matrices, and lora trains parts; set optimizer=adamw")
         if self.weight_average is not None and stage == 3:
             raise ValueError(
                 f"weight_average: {self.weight_average} needs zero_stage: 0, 1 or 2 (it is 3, where no rank has whole "

@@ -6,7 +6,7 @@ Where DeepSpeed has no call for what is needed, its insides are used here, and e
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.wording import size_text
 from train.config import TrainConfig
+from train.muon import SHAPE, Muon, matrix_groups
 from train.optimizer import exact_buffers
 from train.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
 
 # Ranks wait for the first one while it measures tau, exports or saves. (Where one dies, the launcher ends the others.)
 PATIENCE = timedelta(hours=2)
+PART = "part"  # of a group of parameters, which of the parts it is
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")  # what a state has of each parameter
 
 
@@ -97,20 +99,19 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         zero["offload_optimizer"] = host
     if config.offload == "parameters":
         zero["offload_param"] = host
+    adam = {
+        "type": "AdamW",
+        "params": {
+            **adam_settings(config),
+            "torch_adam": True,  # DeepSpeed's own Adam would be compiled at the first start
+        },
+    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.gradient_accumulation,
         "gradient_clipping": config.gradient_clipping,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": config.learning_rate,
-                "betas": list(config.betas),
-                "weight_decay": config.weight_decay,
-                "torch_adam": True,  # DeepSpeed's own Adam would be compiled at the first start
-                "fused": True,  # as fast as that one, also on the host
-            },
-        },
+        # Muon is handed over as it is: DeepSpeed's own would have its orthogonal matrices clipped by their norm.
+        **({"optimizer": adam} if config.optimizer == "adamw" else {"zero_allow_untested_optimizer": True}),
         # By default it clears gradients when those of the module's output arrive: those of an LM head, behind which the
         # loss is, are there before.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and config.trains_lm_head},
@@ -121,34 +122,55 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def adam_settings(config: TrainConfig) -> dict[str, Any]:
+    """AdamW's arguments."""
+    return {
+        "lr": config.learning_rate,
+        "betas": list(config.betas),
+        "weight_decay": config.weight_decay,
+        "fused": True,  # as fast as DeepSpeed's own, also on the host
+    }
+
+
 class Engine:
     """DeepSpeed's engine around a module: its backward pass, its update, and its state as whole tensors.
 
     Args:
         parts: beginnings of weights' names; those that begin alike can have a learning rate of their own.
+        lm_heads: names of matrices that are LM heads or embeddings.
 
     Raises:
         ValueError: ``offload`` needs more host memory than there is.
     """
 
-    def __init__(self, module: nn.Module, config: TrainConfig, parts: Iterable[str] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, config: TrainConfig, parts: Iterable[str] = (), lm_heads: Collection[str] = ()
+    ) -> None:
         import deepspeed
 
         if config.offload != "none":
             _check_host_memory(module, config)
         if config.activation_checkpointing:
             checkpoint_activations(module)
-        self._parts = [*parts, ""]
+        groups, muon = parameter_groups(module, [*parts, ""]), None
+        if config.optimizer == "muon":
+            leave = [module.get_parameter(name) for name in lm_heads]
+            groups = [own for group in groups for own in matrix_groups(group, leave)]
+            muon = Muon(groups, **adam_settings(config))
+        self._matrices = {id(weights) for group in groups if SHAPE in group for weights in group["params"]}
         with exact_buffers(module):
             self._engine, *_ = deepspeed.initialize(
                 model=module,
-                model_parameters=parameter_groups(module, self._parts),
+                optimizer=muon,
+                model_parameters=groups if muon is None else None,
                 config=deepspeed_config(config),
                 dist_init_required=False,
             )
         self.module: nn.Module = module
         self.device: torch.device = self._engine.device
         self._stage: int = self._engine.zero_optimization_stage()
+        if len(groups) > 1 and self._stage in (1, 2):  # or DeepSpeed looks for all when only the first has been updated
+            self.make_moments(0)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's forward."""
@@ -167,8 +189,8 @@ class Engine:
 
         ``factors``: by part, its share of the learning rate.
         """
-        for part, group in zip(self._parts, self._engine.optimizer.param_groups, strict=True):
-            group["lr"] = learning_rate * (factors or {}).get(part, 1.0)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate * (factors or {}).get(group[PART], 1.0)
         norm = None
         if self._stage == 0:  # DeepSpeed clips here without telling the norm
             norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
@@ -189,6 +211,10 @@ class Engine:
             with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
                 weights[name] = value.detach().to("cpu", copy=True)
         return weights
+
+    def kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """What a state has of a trained weight: Muon keeps one moment of a matrix."""
+        return (WEIGHTS, *MOMENTS[: 1 if id(parameter) in self._matrices else None])
 
     def gather(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """One whole float32 tensor: the parameter's master weights, or a moment of them. A collective."""
@@ -220,22 +246,27 @@ class Engine:
             utils.safe_set_full_optimizer_state(parameter, whole, kind)
 
     def make_moments(self, steps: int) -> None:
-        """Adam's state as it is after ``steps`` steps, zero as yet; DeepSpeed would make it in the first step."""
+        """The optimizer's state as it is after ``steps`` steps, zero as yet; without, it would be made in the first."""
         optimizer = self._engine.optimizer
         adam = optimizer if self._stage == 0 else optimizer.optimizer
-        held = [value for group in adam.param_groups for value in group["params"]]
+        held = [
+            (value, MOMENTS[: 1 if SHAPE in group else None])
+            for group in adam.param_groups
+            for value in group["params"]
+        ]
         if self._stage == 3:  # its groups are empty between steps
-            held = optimizer.fp32_partitioned_groups_flat
-        for value in held:
+            held = [(value, MOMENTS) for value in optimizer.fp32_partitioned_groups_flat]
+        for value, kinds in held:
             adam.state[value] = {"step": torch.tensor(float(steps), device=value.device)}
-            adam.state[value] |= {kind: torch.zeros_like(value, requires_grad=False) for kind in MOMENTS}
+            adam.state[value] |= {kind: torch.zeros_like(value, requires_grad=False) for kind in kinds}
         if self._stage in (1, 2):
+            optimizer._hp_optimizer_states_linked = False  # to others, perhaps
             optimizer._lazy_init_hp_params_optimizer_state()  # where each parameter's moments lie in the flat ones
 
 
 def parameter_groups(module: nn.Module, parts: Sequence[str]) -> list[dict[str, Any]]:
     """The trained weights by the first of ``parts`` that their names begin with, as optimizers take them."""
-    groups: list[dict[str, Any]] = [{"params": []} for _ in parts]
+    groups: list[dict[str, Any]] = [{"params": [], PART: part} for part in parts]
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             groups[next(n for n, part in enumerate(parts) if name.startswith(part))]["params"].append(parameter)

@@ -86,7 +86,7 @@ class TrainRun:
             saved.load_weights(task.module)
         cost = training_cost(task)
         find_frequent(task, inputs.train)
-        self.engine = Engine(task.module, self.config, task.rate_factors(0))
+        self.engine = Engine(task.module, self.config, task.rate_factors(0), task.lm_heads)
         decay = self.config.weight_average
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
         task.ends.to(self.engine.device)

@@ -74,10 +74,10 @@ class SavedState:
                 value.copy_(file.get_tensor(name))
 
     def load_optimizer(self, engine: Engine, steps: int) -> None:
-        """Set the engine's float32 weights and Adam's state after ``steps``; its module has its weights already."""
+        """Set the float32 weights and the optimizer's state after ``steps``; the module has its weights already."""
         engine.make_moments(steps)
         for name, parameter in _trained(engine.module):
-            for kind in ALWAYS:
+            for kind in engine.kept_of(parameter):
                 engine.scatter(parameter, kind, self._files[kind].get_tensor(name))
 
     def weight_average(self) -> dict[str, Tensor]:
@@ -122,6 +122,8 @@ def save_state(
     for kind in kinds:
         tensors = {}
         for name, parameter in _trained(engine.module):
+            if kind != AVERAGE and kind not in engine.kept_of(parameter):
+                continue
             # A collective, also after a failure.
             whole = averages[name] if kind == AVERAGE else engine.gather(parameter, kind)
             if ranks.is_first and failure is None:

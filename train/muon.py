@@ -1,0 +1,108 @@
+"""Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al. 2024), AdamW for the rest.
+
+AdamW moves each number by about as much as any other, so that a matrix moves along the few directions in which its
+gradients are large. Made orthogonal, it moves as far in all of them. Scaled as Liu et al. 2025 (Muon is Scalable for
+LLM Training, arXiv:2502.16982, equation 4) do it, one learning rate serves both.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MOMENTUM = 0.95  # Jordan's, and Liu's
+ADAM_SIZE = 0.2  # the size (root mean square) of AdamW's updates, which those of matrices get
+# Of x -> a x + b x^3 + c x^5: five times over it takes singular values from 0.003 to 1 to between 0.7 and 1.2 (Jordan).
+A, B, C = 3.4445, -4.7750, 2.0315
+TIMES = 5
+SHAPE = "shape"  # a group has one if its one weight is a matrix that is moved so
+
+
+def matrix_groups(group: dict[str, Any], leave: Collection[nn.Parameter]) -> list[dict[str, Any]]:
+    """A group of parameters as ``Muon`` wants it: each matrix alone, and the rest together, if any.
+
+    Args:
+        leave: matrices that stay with the rest: embeddings and LM heads, whose rows are about one token each.
+    """
+    left = {id(weights) for weights in leave}
+    matrices = [weights for weights in group["params"] if weights.dim() == 2 and id(weights) not in left]
+    moved = {id(weights) for weights in matrices}
+    rest = [weights for weights in group["params"] if id(weights) not in moved]
+    groups = [{**group, "params": [weights], SHAPE: tuple(weights.shape)} for weights in matrices]
+    return groups + ([{**group, "params": rest}] if rest or not groups else [])
+
+
+class Muon(torch.optim.AdamW):
+    """``M <- 0.95 M + 0.05 G;  W <- W - rate (0.2 sqrt(max(rows, columns)) orthogonal(0.95 M + 0.05 G) + decay W)``
+
+    for a group of one matrix, as ``matrix_groups`` makes them; AdamW for any other. M is in the state as ``exp_avg``.
+
+    A matrix may lie flat and, in equal parts and padded, on all ranks, as DeepSpeed's stages 1 and 2 have it: each then
+    makes the whole of it orthogonal, and takes its own part.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if SHAPE not in group]
+        try:
+            found = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            for weights in group["params"] if SHAPE in group else ():
+                if weights.grad is not None:
+                    self._move(weights, weights.grad, group)
+        return found
+
+    def _move(self, weights: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weights]
+        if not state:
+            state |= {"step": torch.tensor(0.0, device=weights.device), "exp_avg": torch.zeros_like(weights)}
+        state["step"] += 1
+        momentum = state["exp_avg"]
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        looked_ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov's
+        rows, columns = group[SHAPE]
+        way = orthogonal(_whole(looked_ahead, rows, columns)).mul_(ADAM_SIZE * max(rows, columns) ** 0.5)
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        weights.sub_(_part(way, weights), alpha=group["lr"])
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows, or columns, ``U V^T`` of ``U S V^T``, roughly: its singular values are
+    between 0.7 and 1.2. float32 ``[rows, columns]`` -> the same."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-30)
+    x = x.to(_dtype(matrix.device))
+    for _ in range(TIMES):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=B, alpha=C), x, beta=A)
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    """In which it is made orthogonal: rough as that is, 8 bits of precision do, where they are not slower."""
+    fast = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _whole(part: Tensor, rows: int, columns: int) -> Tensor:
+    if part.dim() == 2:
+        return part
+    ranks = torch.distributed.get_world_size()
+    flat = part.new_empty(ranks * len(part)) if ranks > 1 else part
+    if ranks > 1:
+        torch.distributed.all_gather_into_tensor(flat, part.contiguous())
+    return flat[: rows * columns].view(rows, columns)
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    if like.dim() == 2:
+        return whole
+    start = torch.distributed.get_rank() * len(like)
+    own = whole.flatten()[start : start + len(like)]
+    return nn.functional.pad(own, (0, len(like) - len(own)))
