@@ -36,7 +36,7 @@ HOUSE = {
     ],
     "data_prep": ["disk other_python progress ranks", "dialogues", "store", "answers", "extraction"],
     "train": [
-        "attention average config engine lora losses optimizer runtime task unroll",
+        "attention average config engine lora losses muon optimizer runtime task unroll",
         "data",
         "draft",
         "run",
