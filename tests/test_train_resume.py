@@ -158,7 +158,7 @@ def test_resume_on_another_number_of_ranks_and_stage(settings: dict[str, Any], t
     for name, reference in pairs:
         found, expected = losses(tmp_path / name), losses(tmp_path / reference)
         assert [row["tokens"] for row in found] == [row["tokens"] for row in expected], name  # the same data
-        tolerance = 0.05 if "bf16" in name else 2e-4  # sums in another order, on some processors more than on others
+        tolerance = 0.05 if "bf16" in name else 2e-3  # sums in another order, on some processors more than on others
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=tolerance), name
 
 
