@@ -169,6 +169,6 @@ def test_a_run(target: TargetModel, features: Path, tmp_path: Path, changes: dic
     )
     assert ours[-1]["loss"] < 0.9 * ours[0]["loss"]
     assert ours[-1]["classification_loss_1"] < ours[0]["classification_loss_1"]
-    # So untrained a head has steps in which sums in another order move the norm by a tenth: which, the processor decides.
+    # Later on sums in another order move the norm of some steps by a tenth: of which ones, the processor decides.
     for name, steps in (("loss", 5), ("regression_loss_1", 5), ("grad_norm", 2)):
         assert [row[name] for row in others[:steps]] == pytest.approx([row[name] for row in ours[:steps]], rel=1e-3)

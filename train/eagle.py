@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
 
     from torch import Tensor
 
-    from train.data.packing import Batch, Span
+    from train.data.packing import Batch, Source, Span
 
 NOISE_WIDTH = 0.1  # e: U(-0.1, 0.1)
 CHAIN_DEPTH = 5  # 0-alpha to 4-alpha, as the paper reports
@@ -46,6 +46,7 @@ class EagleConfig(TrainConfig):
     inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
     fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
+    start: Literal["random", "regression"] = Field("random", description="of fc's weights: docs/training.md")
     noise: Noise = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
     unroll: int = Field(1, ge=1, le=8, description="predictions in a row of each trained position; the paper's: 1")
@@ -60,6 +61,14 @@ class EagleConfig(TrainConfig):
             )
         if self.fc_bias and self.inputs not in (SHIFTED, UNSHIFTED):
             raise ValueError(f"fc_bias: true, and a head with inputs: {self.inputs} has no fc; set fc_bias=false")
+        if self.start == "regression" and self.inputs not in (SHIFTED, UNSHIFTED):
+            raise ValueError(
+                f"start: regression fits fc, and a head with inputs: {self.inputs} has none; set start=random"
+            )
+        if self.start == "regression" and self.init_from is not None:
+            raise ValueError(
+                f"start: regression fits new weights, and init_from: {self.init_from} gives trained ones; leave one out"
+            )
         return self
 
 
@@ -110,6 +119,12 @@ class EagleTask(Task):
             return batch
         noise = feature_noise(batch.features, batch.spans, self.config.noise, seed)
         return replace(batch, features=batch.features + noise)
+
+    def fit(self, train: Source) -> None:
+        if self.config.start == "regression":
+            from train.regression import fit_fc
+
+            fit_fc(self, train)
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         # The last one of a dialogue is never trained.

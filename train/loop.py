@@ -38,7 +38,7 @@ from train.run.files import (
     describe_run,
 )
 from train.run.state import SavedState, save_state
-from train.runtime import Ranks, check_same_step, seed_step
+from train.runtime import Ranks, check_same_step, rank_device, seed_step
 from train.summary import write_summary
 from train.task import Task
 from train.watch.energy import TrainingEnergy
@@ -86,11 +86,13 @@ class TrainRun:
             saved.load_weights(task.module)
         cost = training_cost(task)
         find_frequent(task, inputs.train)
+        task.ends.to(rank_device())
+        inputs.load_target(self.config, rank_device())
+        if saved is None:
+            task.fit(inputs.train)
         self.engine = Engine(task.module, self.config, task.rate_factors(0), task.lm_heads)
         decay = self.config.weight_average
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
-        task.ends.to(self.engine.device)
-        inputs.load_target(self.config, self.engine.device)
         self.meter = Meter(task, cost, self.engine.device)
         stores = [inputs.train, inputs.heldout] if self.config.verify else []
         self.check = ShardCheck(stores, ranks, self.engine.device)

@@ -155,3 +155,12 @@ def take_device(environment: MutableMapping[str, str]) -> None:
         raise ValueError(f"process {local + 1} of this machine has no GPU, there are {count}: start no more than that")
     environment["LOCAL_RANK"] = str(local)
     torch.accelerator.set_device_index(local)
+
+
+def rank_device() -> torch.device:
+    """Where this rank trains, once it has taken its device."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())

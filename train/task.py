@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from drafters.checkpoint import BaseHead, TargetIdentity
     from drafters.model.ends import FrozenEnds
     from drafters.model.target import TargetModel
-    from train.data.packing import Batch, Rewrite, TrainData
+    from train.data.packing import Batch, Rewrite, Source, TrainData
     from train.engine import Engine
 
 
@@ -153,6 +153,9 @@ class Task(ABC):
         plain = self.new_module()
         load_state(plain, weights, source)
         load_base(self.module, plain.state_dict())
+
+    def fit(self, train: Source) -> None:  # noqa: B027 (most draw all of them)
+        """Set new weights that are solved for, from the training data, before the first step."""
 
     @property
     def drafting_module(self) -> nn.Module:
