@@ -93,6 +93,7 @@ def assert_same_figures(out: Path, reference: Path, tolerance: float = 1e-5) -> 
     [
         ("eagle", {}),
         ("eagle", {"gradient_accumulation": 2, "noise": "code"}),
+        ("eagle", {"start": "regression"}),
         ("kangaroo", {"exit_layer": tiny_run.TAP}),
         ("kangaroo", {"exit_layer": tiny_run.TAP, "gradient_accumulation": 3}),
     ],
