@@ -99,7 +99,7 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"inputs": "feature"}, "has none; set start=random"), ({"init_from": "x"}, "gives trained ones; leave one out")],
+    [({"inputs": "feature"}, "has none; set"), ({"init_from": "x"}, "gives trained ones; set start=random")],
 )
 def test_what_it_is_not_for(changes: dict[str, Any], message: str) -> None:
     """Catches a fit that is thrown away, or of weights that there are not."""

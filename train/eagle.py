@@ -67,7 +67,8 @@ class EagleConfig(TrainConfig):
             )
         if self.start == "regression" and self.init_from is not None:
             raise ValueError(
-                f"start: regression fits new weights, and init_from: {self.init_from} gives trained ones; leave one out"
+                f"start: regression fits new weights, and init_from: {self.init_from} gives trained ones; "
+                "set start=random"
             )
         return self
 

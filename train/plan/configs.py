@@ -10,6 +10,7 @@ ASKED = 192  # most tokens of a question
 FORWARD = 4096  # tokens of one forward that features are taken from
 SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
 LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2.md
+SHORT = 30  # minutes of training, below which small steps over the most frequent tokens were seen to learn more
 
 Reasons = Mapping[str, str]
 
@@ -99,7 +100,7 @@ def training(
         values["exit_layer"] = exit_layer(model)
     values |= {
         "minutes": round(minutes, 2),
-        "batch_tokens": (2048 if minutes >= 30 else 1024) if cpu else 8192,
+        "batch_tokens": (2048 if minutes >= SHORT else 1024) if cpu else 8192,
         "learning_rate": 2.0e-3 if small else (3.0e-5 if method == "eagle" else 5.0e-5),
         "warmup_steps": 50 if small else 200,
         "schedule": "cosine",
@@ -113,8 +114,12 @@ def training(
         "learning_rate": "docs/smollm2.md" if small else "the paper's; nothing larger was tried here",
         "schedule": "acceptance rises each time that the learning rate falls",
     }
+    if method == "eagle" and small:
+        values["start"] = "regression"
+        reasons["start"] = "what fc can do by itself is solved for: docs/training.md"
     if not small_vocabulary(model):
-        values |= {"loss_vocab": LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
+        short = cpu and method == "eagle" and minutes < SHORT
+        values |= {"loss_vocab": FREQUENT if short else LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
         reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2.md"
         reasons["draft_vocab"] = "the most frequent tokens, of which decoding takes as many as it likes"
     values |= {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}
