@@ -121,11 +121,14 @@ class EagleTask(Task):
         noise = feature_noise(batch.features, batch.spans, self.config.noise, seed)
         return replace(batch, features=batch.features + noise)
 
-    def fit(self, train: Source) -> None:
-        if self.config.start == "regression":
-            from train.regression import fit_fc
+    @property
+    def fits(self) -> bool:
+        return self.config.start == "regression"
 
-            fit_fc(self, train)
+    def fit(self, train: Source) -> None:
+        from train.regression import fit_fc
+
+        fit_fc(self, train)
 
     def predict(self, module: Callable[..., Tensor], batch: Batch) -> Tensor:
         # The last one of a dialogue is never trained.

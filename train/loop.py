@@ -86,11 +86,14 @@ class TrainRun:
             saved.load_weights(task.module)
         cost = training_cost(task)
         find_frequent(task, inputs.train)
-        task.ends.to(rank_device())
-        inputs.load_target(self.config, rank_device())
-        if saved is None:
+        if saved is None and task.fits:
+            task.ends.to(rank_device())
+            inputs.load_target(self.config, rank_device())
             task.fit(inputs.train)
         self.engine = Engine(task.module, self.config, task.rate_factors(0), task.lm_heads)
+        task.ends.to(self.engine.device)
+        if inputs.target is None:
+            inputs.load_target(self.config, self.engine.device)
         decay = self.config.weight_average
         self.average = None if decay is None else WeightAverage(self.engine.module, decay)
         self.meter = Meter(task, cost, self.engine.device)

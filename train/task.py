@@ -154,6 +154,11 @@ class Task(ABC):
         load_state(plain, weights, source)
         load_base(self.module, plain.state_dict())
 
+    @property
+    def fits(self) -> bool:
+        """Whether ``fit`` does anything."""
+        return False
+
     def fit(self, train: Source) -> None:  # noqa: B027 (most draw all of them)
         """Set new weights that are solved for, from the training data, before the first step."""
 
