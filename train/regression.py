@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from train.data.packing import Source, collate, complete
+from train.data.packing import Source, collate, complete, epoch_batches
 from train.eagle import NOISE_WIDTH
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ ADDING = {"o_proj", "down_proj", "c_proj", "dense"}
 RIDGE = 1e-3  # of an input's mean square: what few rows do not tell is left small
 
 
+@torch.no_grad()
 def fit_fc(task: EagleTask, train: Source) -> None:
     """Give the head's fc the least squares over trained positions of dialogues all over ``train``, and have its layer
     add nothing yet.
@@ -37,8 +38,7 @@ def fit_fc(task: EagleTask, train: Source) -> None:
     if task.config.noise != "none":
         noise[width:] = NOISE_WIDTH**2 / 3  # the mean square of U(-a, a)
     solution = least_squares(_pairs(task, train, ROWS * 2 * width), noise)
-    with torch.no_grad():
-        task.module.get_parameter("fc.weight").copy_(solution)
+    task.module.get_parameter("fc.weight").copy_(solution)
     add_nothing(task.module)
 
 
@@ -53,14 +53,10 @@ def add_nothing(head: nn.Module) -> None:
 
 def _pairs(task: EagleTask, train: Source, wanted: int) -> Iterator[tuple[Tensor, Tensor]]:
     """What fc reads, ``[n, 2 H]``, and what it should say, ``[n, H]``, until there are ``wanted`` rows or no more."""
-    device = task.ends.embed.weight.device
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(task.config.seed)).tolist()
-    lengths, found = train.lengths.tolist(), 0
-    while order and found < wanted:
-        part, tokens = [order.pop()], 0
-        while order and tokens + lengths[order[-1]] <= PART_TOKENS:
-            part.append(order.pop())
-            tokens += lengths[part[-1]]
+    device, found = task.ends.embed.weight.device, 0
+    for part in epoch_batches(train.lengths.tolist(), PART_TOKENS, task.config.seed, 0):
+        if found >= wanted:
+            return
         batch = collate(train, part, one_row=True)
         rows = task.rows(batch)
         batch = complete(train, batch, ()).to(device, torch.float32)

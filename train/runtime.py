@@ -159,8 +159,5 @@ def take_device(environment: MutableMapping[str, str]) -> None:
 
 def rank_device() -> torch.device:
     """Where this rank trains, once it has taken its device."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())

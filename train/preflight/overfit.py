@@ -149,9 +149,8 @@ def run_overfit(config: TrainConfig, inputs: Inputs, ranks: runtime.Ranks, count
 
     if isinstance(few, FeatureStore) and ranks.is_first:  # what is computed online can be nothing else
         add(check_features(config, few, config.taps))
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    unsound = torch.tensor([not finding.sound for finding in findings] or [False], dtype=torch.int64, device=device)
-    if int(ranks.total(unsound)):
+    unsound = [not finding.sound for finding in findings] or [False]
+    if int(ranks.total(torch.tensor(unsound, dtype=torch.int64, device=runtime.rank_device()))):
         return findings
     run = TrainRun(task, Inputs(inputs.ends, few, few), ranks, resume=False, arguments=sys.argv[1:])
     batches = [complete(few, batch, config.taps) for batch in batches]
