@@ -18,8 +18,9 @@ from transformers import PretrainedConfig
 from .base import LearnedDrafter, Promised
 from .choices import SHIFTED, UNSHIFTED, HeadInputs
 from .decoding.acceptance import Verdict
-from .decoding.cost import Costs, CostsByLength, Run, behind, step_costs
+from .decoding.cost import CostsByLength, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
+from .decoding.kept_costs import Costs
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Probability, Way

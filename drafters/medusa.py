@@ -21,8 +21,9 @@ from transformers import PretrainedConfig
 from .base import LearnedDrafter, Promised
 from .config import validate
 from .decoding.acceptance import TINY, Rule, Verdict, collect
-from .decoding.cost import Costs, Curve, step_costs
+from .decoding.cost import step_costs
 from .decoding.draft_tree import DraftTree
+from .decoding.kept_costs import Costs, Curve
 from .decoding.loop import DecodeState, last_of
 from .decoding.sampling import Sampling
 from .drafting.auto import Chooser, Path, Probability, Rates, Table, Way, likeliest

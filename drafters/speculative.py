@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .base import Promised
 from .decoding.acceptance import Verdict
-from .decoding.cost import Costs, Run, behind, step_costs
+from .decoding.cost import Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
+from .decoding.kept_costs import Costs
 from .decoding.loop import DecodeState, last_of, padded
 from .decoding.sampling import Sampling
 from .decoding.waiting import trials

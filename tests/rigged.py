@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from drafters import FeatureOutput, TargetModel
 from drafters.choices import HeadInputs
-from drafters.decoding.cost import Costs, CostsByLength, Curve
+from drafters.decoding.cost import CostsByLength
 from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.auto import Chooser, Shape

@@ -16,8 +16,8 @@ from test_eagle import from_scratch
 
 from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.decoding import cost
-from drafters.decoding.cost import Costs, Curve
 from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
 from drafters.drafting import auto

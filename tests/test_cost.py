@@ -11,9 +11,10 @@ import torch
 from conformance import target_of
 from rigged import auto_eagle
 
-from drafters.decoding import cost
-from drafters.decoding.cost import Costs, CostsByLength, Curve
+from drafters.decoding import cost, kept_costs
+from drafters.decoding.cost import CostsByLength
 from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.paying import Paying
 from drafters.model.kv_cache import KVCache
@@ -43,8 +44,8 @@ def test_curve() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cost.CACHE, str(tmp_path / "kept"))
-    monkeypatch.setattr(cost, "_known", {})
+    monkeypatch.setenv(kept_costs.CACHE, str(tmp_path / "kept"))
+    monkeypatch.setattr(kept_costs, "_known", {})
     return tmp_path / "kept"
 
 
@@ -56,26 +57,62 @@ def test_costs_are_kept_on_disk(store: Path, monkeypatch: pytest.MonkeyPatch) ->
         measured.append(1)
         return linear(0)
 
-    def get(name: str = "a", outdated: Callable[[Costs], bool] = lambda costs: False) -> Costs:
-        cost._known.clear()
-        return cost.kept({"name": name}, measure, outdated)
+    def get(name: str = "a", now: float = 1.0) -> Costs:
+        kept_costs._known.clear()
+        return kept_costs.kept({"name": name}, measure, lambda: now)
 
     first = get()
     assert get() == first and len(measured) == 1
     assert get("b") == first and len(measured) == 2
-    for damage in ("", "[]", '{"key": {"name": "a"}}', json.dumps({"key": {"name": "a"}, "verify": {}, "draft": {}})):
+    empty = {"plain": 1, "first": 1, "accepted": 0, "verify": {}, "chain": {}, "draft": {}}
+    lacking = [json.dumps({"key": {"name": "a"}} | more) for more in ({}, {"moments": [empty]}, {"moments": []})]
+    whole = json.loads(next(store.iterdir()).read_text())
+    negative = json.dumps(whole | {"moments": [whole["moments"][0] | {"plain": -1.0}]})
+    for damage in ("", "[]", *lacking, negative):
         for file in store.iterdir():
             file.write_text(damage)
         before = len(measured)
         assert get() == first and len(measured) == before + 1 and get() == first
     before = len(measured)
-    get(outdated=lambda costs: True)
-    monkeypatch.setenv(cost.AGAIN, "1")
+    assert get(now=0.5) == first and get(now=4.0) == first
+    monkeypatch.setenv(kept_costs.AGAIN, "1")
     get()
     assert len(measured) == before + 2
-    monkeypatch.setenv(cost.CACHE, "/proc/nowhere")
+    monkeypatch.setenv(kept_costs.CACHE, "/proc/nowhere")
     assert get() == first
     assert all(file.suffix == ".json" for file in store.iterdir())
+
+
+def test_a_machine_that_is_another_by_the_hour(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches auto that goes by the one moment in which it was measured, a moment more with every process, and one that
+    was taken of a machine at work on something else."""
+    measured: list[float] = []
+
+    def costs_of(plain: float, row: float) -> Costs:
+        line = Curve((1, 8), (plain, plain + row))
+        return Costs(plain, line, line, plain / 10, Curve((1, 2), (row, 2 * row)), plain / 100)
+
+    def get(now: float, row: float = 1.0) -> Costs:
+        kept_costs._known.clear()
+
+        def measure() -> Costs:
+            measured.append(now)
+            return costs_of(now, row)
+
+        return kept_costs.kept({"name": "a"}, measure, lambda: now)
+
+    slow_memory = costs_of(9.0, 5.0)
+    assert get(9.0, 5.0) == slow_memory and get(8.2) == slow_memory and get(9.9) == slow_memory
+    both = get(7.0, 9.0)
+    assert (both.plain, both.first, both.accepted) == pytest.approx((8.0, 0.8, 0.08))
+    assert both.verify == both.chain == Curve((1, 8), (8.0, 15.0)) and both.draft == Curve((1, 2), (7.0, 14.0))
+    assert get(9.0) == both and get(7.2) == both and get(14.0) == get(30.0) == both  # busy
+    assert measured == [9.0, 7.0]
+    monkeypatch.setattr(kept_costs, "MOMENTS", 2)
+    assert get(6.0) == both and get(10.2) == both
+    monkeypatch.setattr(kept_costs, "MOMENTS", 3)
+    assert get(6.0).plain == pytest.approx(22 / 3) and get(10.2) == get(6.0) and measured == [9.0, 7.0, 6.0]
+    assert get(5.0).plain == pytest.approx(6.0) and measured[3:] == [5.0]  # the first one was of a busy machine, then
 
 
 class Watched:
@@ -146,7 +183,7 @@ def test_what_is_accepted_costs_where_tokens_are_sampled(store: Path, monkeypatc
     found = cost.step_costs(target, {}, 1, sampled, 9, drawn=True)
     assert tried == {(False, 0), (True, 0), (True, 3)}
     assert (found.plain, found.chain.at(4), found.accepted) == (1.0, 1.5, 0.25)
-    cost._known.clear()
+    kept_costs._known.clear()
     assert cost.step_costs(target, {}, 1, sampled, 9, drawn=True) == found
     tried.clear()
     copied = cost.step_costs(target, {}, 1, sampled, 9)
@@ -174,14 +211,14 @@ def test_long_contexts_are_measured_when_they_are_met(store: Path, monkeypatch: 
         near, far = (cost.step_costs(target, {}, 1, GREEDY, length, watched.drafting) for length in (13, 200))
         assert watched.contexts == [8, 108] and min(lengths) == 108 and max(lengths) < 108 + cost.LONGER
     assert near.plain <= far.plain and len(list(store.iterdir())) == 2
-    cost._known.clear()
-    monkeypatch.setattr(cost, "BUSY", 0.0)
+    kept_costs._known.clear()
+    monkeypatch.setattr(kept_costs, "MOMENTS", 1)
     assert cost.step_costs(target, {}, 1, GREEDY, 200, watched.drafting) == far and watched.contexts == [8, 108]
     for file in store.iterdir():
         kept = json.loads(file.read_text())
         assert kept["key"].pop("context") in (8, 108)
         file.write_text(json.dumps(kept))
-    cost._known.clear()
+    kept_costs._known.clear()
     cost.step_costs(target, {}, 1, GREEDY, 200, watched.drafting)
     assert watched.contexts == [8, 108, 8, 108]
 

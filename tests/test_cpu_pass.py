@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters import TargetModel, generate
 from drafters.choices import UNSHIFTED
 from drafters.decoding import cost
-from drafters.decoding.cost import Costs, Curve
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS

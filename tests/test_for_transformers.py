@@ -26,7 +26,7 @@ from transformers.generation import MaxLengthCriteria, StoppingCriteria
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.decoding import cost
-from drafters.decoding.cost import Costs, Curve
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.for_transformers import FromTransformers, sampling_of
 
 ROOT = Path(__file__).parents[1]

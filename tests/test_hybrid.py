@@ -19,8 +19,8 @@ from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.base import Promised
-from drafters.decoding.cost import Costs, Curve
 from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
 from drafters.drafting.one_tree import held_nodes, leaves_draft, with_copies
 from drafters.drafting.retrieval import NOTHING, Found

@@ -13,8 +13,9 @@ from test_eagle import from_scratch, path_of, trained_head
 from torch import Tensor
 
 from drafters import generate
-from drafters.decoding.cost import Costs, CostsByLength, Curve
+from drafters.decoding.cost import CostsByLength
 from drafters.decoding.draft_tree import DraftTree
+from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
 from drafters.drafting.passes import Level, TorchPasses
 from drafters.drafting.paying import FRONTIER, Confidence, Paying, _Growth

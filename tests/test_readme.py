@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from drafters.decoding import cost
-from drafters.decoding.cost import Costs, Curve
+from drafters.decoding.kept_costs import Costs, Curve
 from eval.figures.metrics import ends_in_loop
 
 ROOT = Path(__file__).parents[1]

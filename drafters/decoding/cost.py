@@ -1,4 +1,4 @@
-"""What a step costs on this machine by its rows: measured once, kept on disk, the ground on which drafts are shaped.
+"""What a step costs on this machine by its rows: measured, and kept on disk; the ground on which drafts are shaped.
 
 Where a step is bound by memory, a row more is nearly free; where it is bound by arithmetic, it is not. No rule of thumb
 knows which: it depends on the target, its dtype, the engine, the threads and the machine. And on the context: over a
@@ -7,35 +7,29 @@ included, of a draft that is there already: where a forward is short, the host's
 """
 
 import hashlib
-import json
-import logging
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, cycle
+from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files import replace_json
 from ..model.cpu_kernels import SWITCH
 from ..model.kv_cache import KVCache
 from ..model.target import TargetModel
-from ..paths import user_cache
 from ..provenance import hardware
 from ..wording import dtype_name
 from .acceptance import Verdict, rule_for
 from .draft_tree import ROOT, DraftTree
+from .kept_costs import Costs, Curve, kept
 from .loop import DecodeState, step
 from .sampling import Sampling
 
-CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the folder; "1" measures what is kept anew
 VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; those of a batch together are at most...
 CHAINED, DRAFTED = (2, 4, 8), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
 MOST_ROWS = 128
@@ -44,9 +38,6 @@ LONG = 512  # tokens; longer contexts go by the line through a second one...
 FAR = 4096  # ...in a cache of so many rows, of all prompts
 SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
 SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over
-BUSY = 0.6  # of the seconds that are kept: where a forward takes less now, all are measured anew
-
-CURVES, NUMBERS = ("verify", "chain", "draft"), ("plain", "first", "accepted")  # of Costs
 
 LIKELY = 1e4  # a logit
 SIBLINGS = 3  # in a measured tree: so many are tried in vain
@@ -54,67 +45,6 @@ RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 
 Run = Callable[[], object]
 Drafting = Callable[[int], tuple[Run, Callable[[int], Run] | None]]
-_known: dict[str, "Costs"] = {}  # what this process has measured or read, by key
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds by rows: on the line between two measured counts, beyond the last on the line through the last two.
-
-    Args:
-        rows: ascending. seconds: of a forward of so many rows; never falling.
-    """
-
-    rows: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def at(self, rows: float) -> float:
-        """Seconds of a forward of ``rows`` rows."""
-        if len(self.rows) == 1:
-            return self.seconds[0]
-        place = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
-        (x0, x1), (y0, y1) = self.rows[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
-        return max(y0 + (rows - x0) * (y1 - y0) / (x1 - x0), self.seconds[0])
-
-    def points(self) -> dict[int, float]:
-        """The measured seconds by rows."""
-        return dict(zip(self.rows, self.seconds, strict=True))
-
-    @classmethod
-    def of(cls, measured: Mapping[int, float]) -> "Curve":
-        """The curve through measured points; noise that lets more rows take less time is levelled."""
-        rows = sorted(measured)
-        return cls(tuple(rows), tuple(accumulate((measured[count] for count in rows), max)))
-
-
-class Costs(NamedTuple):
-    """Seconds of a step's parts; rows are those of each batch row.
-
-    Attributes:
-        plain: a step without a draft. verify, chain: what follows drafting a tree, a chain, by the target's rows.
-        first: a draft of one token. draft: one more pass of the drafter by its rows.
-        accepted: what each accepted token adds: where tokens are sampled, its distribution is made, and it is tried.
-    """
-
-    plain: float
-    verify: Curve
-    chain: Curve
-    first: float
-    draft: Curve
-    accepted: float = 0.0
-
-    def towards(self, far: "Costs", share: float) -> "Costs":
-        """So far on the line to those behind a longer context, which take no less; beyond them with a share above 1."""
-
-        def on(near: float, other: float) -> float:
-            return near + share * max(other - near, 0.0)
-
-        def along(near: Curve, other: Curve) -> Curve:
-            return Curve.of({rows: on(seconds, other.at(rows)) for rows, seconds in near.points().items()})
-
-        curves = (along(getattr(self, name), getattr(far, name)) for name in CURVES)
-        plain, first, accepted = (on(getattr(self, name), getattr(far, name)) for name in NUMBERS)
-        return Costs(plain, first=first, accepted=accepted, **dict(zip(CURVES, curves, strict=True)))
 
 
 class CostsByLength:
@@ -208,7 +138,7 @@ def _costs_behind(
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
     way |= {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
     key = {"draft": dict(name), "batch": batch, "context": context} | way | machine_key(target)
-    return kept(key, measure, lambda costs: plain() < BUSY * costs.plain)
+    return kept(key, measure, plain)
 
 
 def verification(
@@ -353,44 +283,3 @@ def _code() -> str:
     ):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def kept(key: Mapping[str, Any], measure: Callable[[], Costs], outdated: Callable[[Costs], bool]) -> Costs:
-    """The costs that are kept under ``key``, else ``measure()``, which are kept from now on.
-
-    A file that cannot be read, or that is ``outdated``, counts as none, and one that cannot be written is not missed:
-    it is only time.
-    """
-    text = json.dumps(key, sort_keys=True)
-    if text in _known:
-        return _known[text]
-    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-    costs = None if os.environ.get(AGAIN) == "1" else _read(path, key)
-    if costs is None or outdated(costs):
-        costs = measure()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            curves = {name: getattr(costs, name).points() for name in CURVES}
-            replace_json(path, {"key": key} | {name: getattr(costs, name) for name in NUMBERS} | curves)
-        except OSError as error:
-            logging.getLogger(__name__).info("what a step costs is not kept: %s", error)
-    _known[text] = costs
-    return costs
-
-
-def _read(path: Path, key: Mapping[str, Any]) -> Costs | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        curves = {name: Curve.of({int(rows): float(value) for rows, value in found[name].items()}) for name in CURVES}
-        plain, first, accepted = (float(found[name]) for name in NUMBERS)
-        costs = Costs(plain, first=first, accepted=accepted, **curves)
-        sound = found["key"] == key and all(curve.rows for curve in curves.values())
-        return costs if sound and min(costs.plain, *costs.verify.seconds, *costs.chain.seconds) > 0 else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _folder() -> Path:
-    """``DRAFTERS_CACHE``, else the user's cache."""
-    given = os.environ.get(CACHE)
-    return Path(given).expanduser() if given else user_cache()

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from ..base import Promised
-from ..decoding.cost import Costs, CostsByLength
+from ..decoding.cost import CostsByLength
+from ..decoding.kept_costs import Costs
 from ..decoding.sampling import Sampling
 from ..decoding.waiting import Hindsight, trials
 from .tree_plan import TreePlan

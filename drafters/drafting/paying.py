@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from ..base import Promised
-from ..decoding.cost import Costs, Curve
 from ..decoding.draft_tree import ROOT, DraftTree
+from ..decoding.kept_costs import Costs, Curve
 from .auto import WORTH, probe_after
 from .counted import Counted
 from .passes import Level, Nodes, Passes

@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise
 
 from ..base import Promised
 from ..decoding.acceptance import Verdict
-from ..decoding.cost import Costs, CostsByLength, step_costs
+from ..decoding.cost import CostsByLength, step_costs
 from ..decoding.draft_tree import ROOT
+from ..decoding.kept_costs import Costs
 from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
 from ..decoding.waiting import Hindsight
