@@ -334,6 +334,13 @@ class EagleDrafter(LearnedDrafter):
         elif self.auto is not None:
             self.auto.learn_step(self.plan, draft.size, state, verdict)
 
+    def may_rest(self) -> int:
+        return 0 if self.auto is None or self._growing is not None else self.auto.may_rest()
+
+    def rest(self, steps: int) -> None:
+        if self.auto is not None:
+            self.auto.rest(steps)
+
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._more.append(_of_step(output, verdict))
 

@@ -22,6 +22,7 @@ from .methods import inner_drafter
 from .model.target import FeatureOutput, TargetModel
 
 LOOKUP: dict[str, Any] = {"drafter": "prompt_lookup", "gamma": 16, "max_ngram": 8}
+NOT_DRAFTED = Promised(0, 0, 0, ""), Promised(1, 1, 1, "")  # before and after a step that the head leaves as it is
 
 
 class HybridOptions(Config):
@@ -131,6 +132,21 @@ class HybridDrafter(Drafter):
         if whole is not draft:
             whole.source = f"{self.head.name} and {self.lookup.name}"
         return whole
+
+    def may_rest(self) -> int:
+        return 0 if self.weighing is None or self._copied else min(self.head.may_rest(), self.weighing.may_rest())
+
+    def rest(self, steps: int) -> None:
+        if self.weighing is not None:
+            self.head.rest(steps)
+            self.weighing.rest(steps)
+            for _ in range(steps):
+                self.weighing.note_head(*NOT_DRAFTED)
+
+    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
+        """Of a step of its own that nothing was drafted for."""
+        self.head.follow(state, output, verdict)
+        self.lookup.follow(state, output, verdict)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.weighing is not None:

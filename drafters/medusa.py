@@ -202,6 +202,13 @@ class MedusaDrafter(LearnedDrafter):
         if self.auto is not None:
             self.auto.learn_step(self._used, draft.size, state, verdict)
 
+    def may_rest(self) -> int:
+        return 0 if self.auto is None else self.auto.may_rest()
+
+    def rest(self, steps: int) -> None:
+        if self.auto is not None:
+            self.auto.rest(steps)
+
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)
         self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]

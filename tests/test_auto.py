@@ -348,6 +348,66 @@ def test_steps_without_a_draft_leave_nothing_out(temperature: float, monkeypatch
     assert len(checked) > 12
 
 
+def unpaid(kind: str, target: TargetModel) -> Drafter:
+    """A drafter whose drafts seldom pay."""
+    drafter: Any
+    if kind == "eagle":
+        return auto_eagle(target, None, DEAR)
+    if kind == "hybrid":
+        parts = unpaid("eagle", target), unpaid("prompt_lookup", target)
+        drafter = make_drafter("hybrid", target, head=parts[0], lookup=parts[1])
+        drafter.weighing.ask = lambda *given: DEAR
+        return drafter
+    if kind == "speculative":
+        drafter = by_length(kind, target, draft_model=perturbed(target, 3.0))
+        drafter.auto._ask = lambda *given: DEAR
+        return drafter
+    if kind == "medusa":
+        drafter = medusa(target, None, "auto")
+        drafter.auto._ask = lambda *given: DEAR
+        return drafter
+    return weighs(kind, target, DEAR, **({"gamma": "auto"} if kind == "prompt_lookup" else {"nodes": "auto"}))
+
+
+DEAR = priced(0.4, 0.3, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "speculative", "prompt_lookup", "suffix", "hybrid"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_rests_does_as_if_it_were_asked(
+    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches rest that lasts longer than nothing pays, what it leaves untaken in, and steps that no promise counts:
+    asked every step, which costs a twentieth of one that takes half a millisecond, it drafts the same."""
+    target = target_of("llama")
+    found = []
+    for rests in (True, False):
+        drafter, asked = unpaid(kind, target), list[int]()
+        if not rests:
+            monkeypatch.setattr(type(drafter), "may_rest", lambda self: 0)
+        propose = drafter.propose
+        monkeypatch.setattr(
+            drafter, "propose", lambda state, propose=propose, asked=asked: asked.append(1) or propose(state)
+        )
+        texts = [prompt(8, 0), prompt(9, 1), [*prompt(6, 2), *prompt(6, 2), *prompt(5, 2)]]
+        runs = [
+            generate(
+                target, drafter, [text], max_new_tokens=150, temperature=temperature, seed=seed, eos_token_id=NO_EOS
+            )
+            for seed, text in enumerate(texts)
+        ]
+        steps = [step for run in runs for step in run.trace.steps]
+        drafted = [(step.drafted, step.accepted, step.source) for step in steps]
+        promised = drafter.promised()
+        assert promised is not None
+        found.append((len(asked), [rows_of(run) for run in runs], drafted, promised[:3], promised.choice))
+    (asked_rested, *rested), (asked_always, *always) = found
+    assert rested == always
+    assert asked_always == len(always[1])
+    if temperature or kind not in ("eagle", "hybrid"):  # whose trees grow by themselves, and do not rest
+        assert asked_rested < 0.6 * asked_always
+
+
 def test_auto_learns_from_what_the_loop_accepts() -> None:
     """Catches verdicts that teach nothing: an oracle's chain grows to its bound, a random head is left alone."""
     target = target_of("llama")

@@ -203,6 +203,9 @@ class _Proposing:
     def observe(self, *given: object) -> None:
         pass
 
+    def may_rest(self) -> int:
+        return 0
+
 
 def behind(target: TargetModel, batch: int, context: int, layers: int | None = None) -> Callable[[], KVCache]:
     """A cache with so many committed rows, and with room for more; every time that it is asked for, it is a row longer,

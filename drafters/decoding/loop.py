@@ -39,6 +39,7 @@ class DecodeState:
         finished: per batch row, whether EOS, the limit or what ``control`` says was reached.
         control: what else decides on the tokens, if anything does.
         steps: of the loop so far. refilled: whether other prompts take the place of rows that have finished.
+        resting: so many of the next steps have the empty ``idle`` draft unasked (``Drafter.may_rest``).
     """
 
     target: TargetModel
@@ -53,6 +54,8 @@ class DecodeState:
     control: Control | None = None
     steps: int = 0
     refilled: bool = False
+    resting: int = 0
+    idle: DraftTree | None = None
     _roots: Tensor | None = None
 
     @classmethod
@@ -227,20 +230,36 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     ``lap`` is called when the draft is there, when it is verified, and at the end.
     """
     _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
-    draft = drafter.propose(state)
+    rests = state.idle if state.resting else None
+    draft = drafter.propose(state) if rests is None else rests
     lap()
     see = draft.ancestors()
     output, logits = _forward(state, drafter, draft, see)
-    drafter.while_verifying(state, draft, output)
+    if rests is None:
+        drafter.while_verifying(state, draft, output)
     proposed, see = draft.proposed(see)
     verdict = rule(proposed, logits, see, state.sampling, state.generator)
     lap()
     steps = _commit(state, draft, verdict)
     state.steps += 1
     if not all(state.finished):
-        drafter.observe(state, draft, output, verdict)
+        _look_back(state, drafter, draft, output, verdict)
     lap()
     return steps
+
+
+def _look_back(
+    state: DecodeState, drafter: "Drafter", draft: DraftTree, output: FeatureOutput, verdict: Verdict
+) -> None:
+    """Let the drafter learn what was committed; if it has drafted nothing for one row, and will not soon, it rests."""
+    if state.resting:
+        state.resting -= 1
+        drafter.follow(state, output, verdict)
+        return
+    drafter.observe(state, draft, output, verdict)
+    if not draft.size and state.batch == 1 and (steps := min(drafter.may_rest(), state.room() - 1)):
+        drafter.rest(steps)
+        state.resting, state.idle = steps, draft
 
 
 def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tensor) -> tuple[FeatureOutput, Tensor]:

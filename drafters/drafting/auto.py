@@ -40,6 +40,7 @@ DOUBT = 8.0  # trials that the prior counts for
 WINDOW = 200.0  # trials that are remembered: the next prompt may be another kind of text
 WORTH = 1.02  # times plain decoding's speed that a draft has to promise
 SWITCH = 1.01  # times its own speed that another shape has to promise
+SELDOM, SELDOM_IDLE = 64, 256  # steps from one decision to the next, at most: where drafts pay, where none does
 PROBES = 0.01  # of the time may go into drafts that do not pay, to learn whether they do by now
 RARE = 0.005  # nodes less likely than that are not considered
 CAME = 0.85  # of what drafts promise a batch, to its last row, before anything is known
@@ -327,6 +328,21 @@ class Chooser:
         """What the next draft would be; nothing is counted, for something else may draft it."""
         return self._next(batch, sampling, length).shape
 
+    def may_rest(self) -> int:
+        """How many of the next steps will draft nothing: until a probe, or until it is decided anew."""
+        course = self._now
+        if course is None or course.shape.paths or course.probed:
+            return 0
+        probe_at = math.inf if course.probe is None else course.probe_at - course.steps - 1
+        return int(max(min(course.decide_at - course.steps, probe_at), 0))
+
+    def rest(self, steps: int) -> None:
+        """So many are not asked for."""
+        assert self._now is not None and not self._now.shape.paths
+        self._now.steps += steps
+        for place in range(3):
+            self._now.promised[place] += steps
+
     def learn(self, depth: int, candidates: int, right: int | None, weight: float = 1.0) -> None:
         """As ``Rates.learn``, of the draft that was shaped last."""
         if self._now is not None and depth < self._now.rates.depths:
@@ -374,7 +390,8 @@ class Chooser:
         course = self._now = self._course(batch, sampling, length)
         if course.steps >= course.decide_at or self._may_pay(course):
             self._decide(course)
-            course.decide_at = course.steps + min(max(course.steps, 4), 64)
+            # Where nothing is drafted, probes alone teach, and what they do is looked at after each.
+            course.decide_at = course.steps + min(max(course.steps, 4), SELDOM if course.shape.paths else SELDOM_IDLE)
         course.steps += 1
         return course
 

@@ -141,6 +141,15 @@ class Retrieval(Drafter):
         if self.weighing is not None:
             self.weighing.learn(state, self._found, verdict)
 
+    def may_rest(self) -> int:
+        return 0 if self.weighing is None else self.weighing.may_rest()
+
+    def rest(self, steps: int) -> None:
+        if self.weighing is not None:
+            self.weighing.rest(steps)
+            for _ in range(steps):
+                self.weighing.note_plain()
+
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         """The texts say it."""
 

@@ -264,6 +264,16 @@ class Weighing:
         """What each row could go on with; nothing in a step that does not look."""
         return lookup.retrieve_all(state) if self._now.looking.step() else [NOTHING] * state.batch
 
+    def may_rest(self) -> int:
+        """How many of the next steps will not look for a copy."""
+        return self._now.looking.rests
+
+    def rest(self, steps: int) -> None:
+        """So many steps will not ask."""
+        self._now.looking.rest(steps)
+        for _ in range(steps):
+            self._now.settle(0)
+
     def note_head(self, before: Promised, after: Promised) -> None:
         """As ``Scales.note_head``."""
         self._now.note_head(before, after)
