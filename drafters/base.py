@@ -20,6 +20,7 @@ from .model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
     from .decoding.loop import DecodeState
+    from .drafting.auto import Chooser
 
 
 class Promised(NamedTuple):
@@ -51,6 +52,7 @@ class Drafter:
         max_context: positions that the target, and whatever else drafts, were made for.
         taps: hidden states wanted from every target forward, by the number of layers before them.
         remembers: whether what one prompt taught serves the next (a pool that outlives it).
+        auto: what chooses the shape of its drafts, where that is not fixed.
     """
 
     name: ClassVar[str] = ""
@@ -62,6 +64,7 @@ class Drafter:
     max_draft: int = 0
     taps: tuple[int, ...] = ()
     remembers: bool = False
+    auto: "Chooser | None" = None
 
     def __init__(self, target: TargetModel, options: Config) -> None:
         self.target, self.max_context = target, target.max_context
@@ -143,10 +146,12 @@ class Drafter:
 
         Where a step takes half a millisecond, asking for nothing takes a twentieth of it.
         """
-        return 0
+        return self.auto.may_rest() if self.auto is not None else 0
 
     def rest(self, steps: int) -> None:
         """So many of the next steps will not ask for a draft; each of them is told by ``follow``."""
+        if self.auto is not None:
+            self.auto.rest(steps)
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
         """As ``observe``, of a step that another drafter drafted.

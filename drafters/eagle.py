@@ -156,7 +156,6 @@ class EagleDrafter(LearnedDrafter):
         forwarded = {"dynamic": self.top_k * self.depth, "auto": FRONTIER * self.depth}
         self.max_draft = max(self.nodes, forwarded[self.tree]) if self.tree in forwarded else self.plan.size
         self.acceptance: Any = options.acceptance
-        self.auto: Chooser | None = None
         # Beside it, where the host can look on (greedy, alone, on a CPU), trees that grow: more accepted for more time.
         self.paying: Paying | None = None
         self._grown_costs = CostsByLength(partial(self._step_costs, 1, Sampling(), grows=True))
@@ -335,11 +334,7 @@ class EagleDrafter(LearnedDrafter):
             self.auto.learn_step(self.plan, draft.size, state, verdict)
 
     def may_rest(self) -> int:
-        return 0 if self.auto is None or self._growing is not None else self.auto.may_rest()
-
-    def rest(self, steps: int) -> None:
-        if self.auto is not None:
-            self.auto.rest(steps)
+        return super().may_rest() if self._growing is None else 0
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         self._more.append(_of_step(output, verdict))

@@ -140,7 +140,6 @@ class MedusaDrafter(LearnedDrafter):
         self.lm_heads = [self.draft_head(options, head) for head in own] or [self.draft_head(options)]
         self._ranks = min(options.top_k, self.lm_heads[0].width)
         self._read(module, options)
-        self.auto: Chooser | None = None
         if options.tree == "auto":
             self.auto = Chooser(self._step_costs, options.nodes, self.depth, self._ranks, self._tables())
             self.remembers = True
@@ -201,13 +200,6 @@ class MedusaDrafter(LearnedDrafter):
         self.follow(state, output, verdict)
         if self.auto is not None:
             self.auto.learn_step(self._used, draft.size, state, verdict)
-
-    def may_rest(self) -> int:
-        return 0 if self.auto is None else self.auto.may_rest()
-
-    def rest(self, steps: int) -> None:
-        if self.auto is not None:
-            self.auto.rest(steps)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)

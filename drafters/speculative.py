@@ -94,13 +94,6 @@ class SpeculativeDrafter(DraftModelDrafter):
                 if not finished:  # else cut short
                     self.auto.learn_chain(draft.size, count, weight)
 
-    def may_rest(self) -> int:
-        return 0 if self.auto is None else self.auto.may_rest()
-
-    def rest(self, steps: int) -> None:
-        if self.auto is not None:
-            self.auto.rest(steps)
-
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """The draft model reads what it has not read before it drafts."""
 
