@@ -16,7 +16,7 @@ from drafters.program import CommandLine, run_program
 
 # Two-sided 95% quantiles of Student's t, from one degree of freedom on.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
-TRAINED = {"checkpoint", "draft_model"}  # what a seed gives
+TRAINED = {"checkpoint", "draft_model", "draft_models"}  # what a seed gives
 REPORT = "report.json"
 
 

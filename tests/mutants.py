@@ -9,6 +9,7 @@ The outcomes stand in docs/results/mutants.json, written after every mutant, and
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import json
@@ -21,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,16 @@ class Mutant:
 def read_list() -> list[Mutant]:
     """All mutants."""
     return [Mutant(**entry) for entry in yaml.safe_load(LIST.read_text())]
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    """A folder that goes with this process: tempfile's own goes with the first fork of it, in some test, that exits."""
+    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_tree(into: Path) -> None:
@@ -197,15 +209,15 @@ def main() -> None:
     if words:
         due = [mutant for mutant in mutants if any(word in mutant.name for word in words)]
     load_libraries()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy_tree(Path(folder))
+    with temporary() as folder:
+        copy_tree(folder)
         for number, mutant in enumerate(due, start=1):
-            known[mutant.name] = outcome = judge(mutant, Path(folder))
+            known[mutant.name] = outcome = judge(mutant, folder)
             write(mutants, known)
             told = f"{outcome['outcome']} {outcome['by'] or ''}"
             print(f"{number}/{len(due)} {mutant.name}: {told} ({outcome['seconds']} s)", flush=True)
         current = {m.name: known[m.name] for m in mutants if known.get(m.name, {}).get("key") == m.key()}
-        for name in check_killers(current, Path(folder)):
+        for name in check_killers(current, folder):
             del known[name]
     write(mutants, known)
     left = [m.name for m in mutants if known.get(m.name, {}).get("outcome") != KILLED and not m.equivalent]
