@@ -115,9 +115,8 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Costs], plain: Callable[[
         return _known[text]
     path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     moments = [] if os.environ.get(AGAIN) == "1" else _read(path, key)
-    if moments:
-        now = plain()
-        moments = [costs for costs in moments if now >= BUSY * costs.plain]
+    now = plain() if moments else 0.0
+    moments = [costs for costs in moments if now >= BUSY * costs.plain]
     if not moments or (len(moments) < MOMENTS and _is_another([costs.plain for costs in moments], now)):
         moments.append(measure())
         _write(path, key, moments)
@@ -125,9 +124,9 @@ def kept(key: Mapping[str, Any], measure: Callable[[], Costs], plain: Callable[[
     return _known[text]
 
 
-def _is_another(kept: Sequence[float], now: float) -> bool:
-    """Whether the machine is none of those whose steps took as long as is kept, and is not merely busy."""
-    return now < SLOWER * min(kept) and all(max(now, seconds) > APART * min(now, seconds) for seconds in kept)
+def _is_another(before: Sequence[float], now: float) -> bool:
+    """Whether the machine is none of those on which a step took so long ``before``, and is not merely busy."""
+    return now < SLOWER * min(before) and all(max(now, each) > APART * min(now, each) for each in before)
 
 
 def _write(path: Path, key: Mapping[str, Any], moments: Sequence[Costs]) -> None:
