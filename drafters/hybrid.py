@@ -73,7 +73,7 @@ class HybridDrafter(Drafter):
         self.max_context = min(self.head.max_context, self.lookup.max_context)
         self.taps = self.head.taps
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
-        self.weighing = Weighing(target) if self.match == "auto" else None
+        self.weighing = Weighing(target, self.lookup) if self.match == "auto" else None
         self._found: list[Found] = []
         self._copied = False
         self._own: DraftTree  # the head's part of the latest draft

@@ -3,6 +3,8 @@ of other texts, as a tree of what is frequent there. Untrained; ``python -m data
 """
 
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import cycle
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,6 +17,7 @@ from .drafting.weighing import Weighing
 from .model.target import TargetModel
 
 MOST_NODES = 64
+LOOKS = 97  # places of the datastore after which is looked when that is timed
 
 
 class RestOptions(Config):
@@ -47,19 +50,32 @@ class RestDrafter(Retrieval):
     def __init__(self, target: TargetModel, options: RestOptions) -> None:
         super().__init__(target, options)
         self.depth, self.places, self.chain = options.depth, options.places, options.chain
-        self.weighing = Weighing(target) if options.nodes == "auto" else None
         self.nodes = MOST_NODES if options.nodes == "auto" else options.nodes
-        self.remembers = self.weighing is not None
         self.max_draft, self.sizes = self.nodes, (options.min_ngram, options.max_ngram)
         if options.min_ngram > options.max_ngram:
             raise ValueError(
                 f"min_ngram is {options.min_ngram} and max_ngram {options.max_ngram}: nothing lies between; swap them?"
             )
         self.store = load_datastore(options.datastore, target)
+        self.weighing = Weighing(target, self) if options.nodes == "auto" else None
+        self.remembers = self.weighing is not None
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        depth = min(self.depth, state.room(row) - 1)
-        match, found = self.store.find(state.tokens[row], *self.sizes)
+        return self._after(state.tokens[row], min(self.depth, state.room(row) - 1), state.eos)
+
+    def look(self) -> Callable[[], object]:
+        tokens = self.store.tokens
+        places = cycle(range(0, len(tokens), max(len(tokens) // LOOKS, 1)))
+
+        def once() -> object:
+            place = next(places)
+            return self._after(tokens[place : place + self.sizes[1]].tolist(), self.depth, frozenset())
+
+        return once
+
+    def _after(self, text: list[int], depth: int, stop: frozenset[int]) -> Found:
+        """What follows the text's end in the datastore, up to ``depth`` tokens."""
+        match, found = self.store.find(text, *self.sizes)
         if not match or depth < 1:
             return NOTHING
         chosen = found[:: -(-len(found) // self.places)]
@@ -74,4 +90,4 @@ class RestDrafter(Retrieval):
                     going[text[size]].append(text)
             return [Next(token, len(some), 0, (size + 1, some)) for token, some in going.items()]
 
-        return likeliest_tree(after, (0, texts), match, self.nodes, 0.0, state.eos, self.chain)[1]
+        return likeliest_tree(after, (0, texts), match, self.nodes, 0.0, stop, self.chain)[1]

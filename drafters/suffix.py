@@ -66,7 +66,7 @@ class SuffixDrafter(Retrieval):
     def __init__(self, target: TargetModel, options: SuffixOptions) -> None:
         super().__init__(target, options)
         self.alpha, self.chance, self.chain, self.memory = options.alpha, options.chance, options.chain, options.memory
-        self.weighing = Weighing(target) if options.nodes == "auto" else None
+        self.weighing = Weighing(target, self) if options.nodes == "auto" else None
         self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes
         self.remembers = self.memory > 0 or self.weighing is not None
         self._answers: list[int] = []  # past ones, with BETWEEN after each

@@ -201,9 +201,9 @@ def test_a_head_learns_of_its_own_rows_alone(kind: str, rows: int) -> None:
     assert any(beyond)
 
 
-def costs(row: float, look: float = 0.0) -> Costs:
+def costs(row: float, look: float = 0.0, search: float = 0.0) -> Costs:
     line = Curve((1, 2), (1.0, 1.0 + row))
-    return Costs(1.0, line, line, look, Curve((1,), (0.0,)))
+    return Costs(1.0, line, line, look, Curve((1,), (search,)))
 
 
 CHAIN = Found([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
@@ -294,6 +294,11 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     run(dear, [NOTHING], 1000)
     dear.looking.begin()
     assert dear.looking.step()  # another text
+    searched = Scales(costs(0.25, look=0.02, search=0.09))
+    run(searched, [NOTHING], 1300)
+    before = searched.promised[2]
+    assert run(searched, [NOTHING], 300) == pytest.approx(30, abs=4)
+    assert searched.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
 
 
 def test_what_a_look_gains_beside_a_head_counts() -> None:

@@ -12,14 +12,18 @@ import tiny
 import torch
 from conformance import prompt, target_of
 from distribution import LIMIT, PROMPT, WARPS, deviation, toy
+from rigged import auto_eagle
 from safetensors.torch import load_file, save_file
 from test_suffix import places, state_of
 
 from data_prep import datastore as program
 from drafters import Drafter, TargetModel, make_drafter
+from drafters.decoding import cost, kept_costs
+from drafters.decoding.sampling import Sampling
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
 from drafters.drafting.draft_model import vocabulary_facts
 from drafters.drafting.retrieval import BETWEEN, Found
+from drafters.methods import inner_drafter
 from drafters.rest import RestDrafter
 
 
@@ -150,6 +154,33 @@ def test_what_is_refused(tmp_path: Path) -> None:
         make_drafter("rest", target, datastore=str(path), min_ngram=4, max_ngram=3)
     with pytest.raises(ValueError, match="a datastore needs a text"):
         Datastore.of([[]])
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_look_costs_what_a_search_takes(hybrid: bool, answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches auto that takes a search of the datastore for as short as weighing what it finds: it searches in every
+    step, and is slower than plain decoding."""
+    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1,)}.items():
+        monkeypatch.setattr(cost, name, value)
+    seconds, looked, after = [1.0], list[list[int]](), RestDrafter._after
+
+    def slow(drafter: RestDrafter, text: list[int], depth: int, stop: frozenset[int]) -> Found:
+        seconds[0] += 20
+        looked.append(text)
+        found = after(drafter, text, depth, stop)
+        assert found.tokens
+        return found
+
+    monkeypatch.setattr(kept_costs, "_known", {})
+    monkeypatch.setattr(RestDrafter, "_after", slow)
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+    target, rest = target_of("llama"), {"drafter": "rest", "datastore": answers}
+    drafter: Any = inner_drafter(rest | {"nodes": "auto"}, target)
+    if hybrid:
+        drafter = make_drafter("hybrid", target, head=auto_eagle(target, None), lookup=rest | {"nodes": 12})
+    with torch.inference_mode():
+        costs = drafter.weighing.ask(1, Sampling(), 9)
+    assert costs.draft.at(1) == 20 and costs.first == 0 and len(set(map(tuple, looked))) > 1
 
 
 def test_in_a_hybrid(answers: str) -> None:

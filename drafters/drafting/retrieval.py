@@ -120,6 +120,10 @@ class Retrieval(Drafter):
     def promised(self) -> Promised | None:
         return self.weighing.promised() if self.weighing is not None else None
 
+    def look(self) -> Callable[[], object] | None:
+        """Looks for a copy after one text or another, to be timed; None: that takes no longer than weighing one."""
+        return None
+
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
         """What a batch row could go on with."""
         raise NotImplementedError

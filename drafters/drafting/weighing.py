@@ -127,7 +127,8 @@ class Scales:
             elif (so_far - before) * worth * self.costs.plain < self._least[place + 1] and (paths or curve is not path):
                 break  # what comes later is less likely
         fruitful = sum(map(bool, ordered))
-        took = (FRUITFUL * fruitful + FRUITLESS * (going - fruitful)) * self.costs.first / self.costs.plain
+        weighed = (FRUITFUL * fruitful + FRUITLESS * (going - fruitful)) * self.costs.first
+        took = (weighed + going * self.costs.draft.at(1)) / self.costs.plain
         self.promised[2] += took
         self.looking.judge(took, best - without)
         if not count:
@@ -224,12 +225,17 @@ class Weighing:
 
     A head's taking in of a few tokens more takes no time worth mentioning.
 
+    Args:
+        lookup: what finds the copies. Where that takes its time (``Retrieval.look``), it is timed as a draft pass is.
+
     Attributes:
         ask: for the costs of a batch size, a way of sampling and a length.
     """
 
-    def __init__(self, target: TargetModel) -> None:
-        ask = partial(step_costs, target, {"method": "copy", "looks": True}, drafting=weighed)
+    def __init__(self, target: TargetModel, lookup: Retrieval) -> None:
+        look = lookup.look()
+        name = {"method": "copy", "looks": True if look is None else lookup.name}
+        ask = partial(step_costs, target, name, drafting=partial(weighed, look))
         self.ask: Callable[[int, Sampling, int], Costs] = ask
         self._scales: dict[tuple[int, Sampling], Scales] = {}
         self._costs: dict[tuple[int, Sampling], CostsByLength] = {}
@@ -306,15 +312,18 @@ class Weighing:
         return Promised(of, tokens + other.tokens, plain + other.plain_steps, choice)
 
 
-def weighed(context: int) -> tuple[Callable[[], object], None]:
-    """Weighs the same copy again and again, and learns from it, as a step does behind any text: to be timed."""
+def weighed(
+    look: Callable[[], object] | None, context: int
+) -> tuple[Callable[[], object], Callable[[int], Callable[[], object]] | None]:
+    """Weighs the same copy again and again, and learns from it, as a step does behind any text; and looks for one: to
+    be timed."""
     scales, found = Scales(COMMON), Found(list(range(COPY)), list(range(ROOT, COPY - 1)), [0.5] * COPY, 2)
 
     def weigh() -> None:
         scales.best_parts([found], 1)
         scales.learn(found, [0, -1])
 
-    return weigh, None
+    return weigh, None if look is None else lambda rows: look
 
 
 def _fade(sums: list[float], tokens: float, steps: float) -> None:
