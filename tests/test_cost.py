@@ -137,6 +137,21 @@ def test_measured_costs(store: Path) -> None:
     assert free.first == 0 and free.draft.at(5) == 0 and free.verify.at(64) >= free.plain
 
 
+@pytest.mark.parametrize(("batch", "largest"), [(1, 16), (4, 4)])
+def test_small_steps_are_not_timed_among_large_ones(
+    batch: int, largest: int, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a step without a draft that is timed between forwards of 64 rows, after which memory is slower."""
+    groups: list[list[Any]] = []
+    timed = cost.timed
+    monkeypatch.setattr(cost, "timed", lambda parts, device: groups.append(list(parts)) or timed(parts, device))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cost, "SECONDS", 0.0)
+    watched = Watched()
+    cost.step_costs(target_of("llama"), {}, batch, GREEDY, 9, watched.drafting)
+    light, heavy = ({key[1] for key in group if key[0] in ("verify", "chain", "draft")} for group in groups)
+    assert max(light) == largest < min(heavy) and "plain" in groups[0] and "plain" not in groups[1]
+
+
 def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches costs of forwards alone: where those are short, what the host does decides whether a draft pays."""
     for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1, 2)}.items():
