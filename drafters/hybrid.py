@@ -134,7 +134,7 @@ class HybridDrafter(Drafter):
         return whole
 
     def may_rest(self) -> int:
-        return 0 if self.weighing is None or self._copied else min(self.head.may_rest(), self.weighing.may_rest())
+        return 0 if self.weighing is None else min(self.head.may_rest(), self.weighing.may_rest())
 
     def rest(self, steps: int) -> None:
         if self.weighing is not None:

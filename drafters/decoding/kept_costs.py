@@ -22,7 +22,7 @@ from ..files import replace_json
 from ..paths import user_cache
 
 CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the folder; "1" measures what is kept anew
-BUSY = 0.6  # of the seconds that are kept: where a step takes less now, the machine was busy, and all are measured anew
+BUSY = 0.6  # of the seconds that are kept: where a step takes less now, the machine was busy then, and they are dropped
 APART = 1.06  # times the seconds of a step, from where on the machine is another...
 SLOWER = 1.5  # ...and from where on it is busy
 MOMENTS = 4  # measurements that are kept

@@ -127,8 +127,8 @@ class Scales:
             elif (so_far - before) * worth * self.costs.plain < self._least[place + 1] and (paths or curve is not path):
                 break  # what comes later is less likely
         fruitful = sum(map(bool, ordered))
-        weighed = (FRUITFUL * fruitful + FRUITLESS * (going - fruitful)) * self.costs.first
-        took = (weighed + going * self.costs.draft.at(1)) / self.costs.plain
+        judged = (FRUITFUL * fruitful + FRUITLESS * (going - fruitful)) * self.costs.first
+        took = (judged + going * self.costs.draft.at(1)) / self.costs.plain
         self.promised[2] += took
         self.looking.judge(took, best - without)
         if not count:
