@@ -23,7 +23,7 @@ REPORT, PROMPTS, JOURNAL = "report.json", "prompts.csv", "measurements.jsonl"
 BASELINE = "autoregressive"
 ALPHA = 0.05  # of all figures of a comparison together
 # What a report is of: where these differ, the texts are others, and no figure of them can be compared.
-SAME_TEXTS = ("target", "max_new_tokens", "top_k", "top_p")
+SAME_TEXTS = ("target", "max_new_tokens", "ignore_eos", "top_k", "top_p")
 MACHINE = ("cpu", "cpu_cores", "gpu", "threads", "device", "host")
 
 
@@ -61,6 +61,7 @@ def settings(report: dict[str, Any]) -> dict[str, Any]:
     wanted = (*MACHINE, "dtype", "engine", "quantize", "commit", "versions")
     names = {"target": facts["target"]["fingerprint"], "prompts": facts["prompt_set"]["sha256"]}
     names |= {name: facts.get(name) for name in wanted}
+    names["ignore_eos"] = facts["limits"].get("ignore_eos", False)
     names |= {name: facts["limits"][name] for name in ("max_new_tokens", "top_k", "top_p", "rounds", "seed")}
     entries = facts["config"]["drafters"]
     return names | {f"options of {entry.get('label') or entry['drafter']}": entry for entry in entries}

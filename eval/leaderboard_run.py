@@ -14,7 +14,7 @@ from eval.entries import CHECKPOINTS, DRAFT_MODELS, named_in
 from eval.leaderboard import REPORT
 from eval.report.charts import kind
 from eval.report.html import markdown, render
-from eval.report.page import speedup_with_interval, table
+from eval.report.page import length_of_answers, speedup_with_interval, table
 from eval.report.rows import number, shown_name
 
 PAGE, HTML, NAMES = "leaderboard.md", "leaderboard.html", "targets.yaml"
@@ -116,7 +116,7 @@ def _tables(report: Found, link: str, trainings: list[Found], names: dict[str, s
             "dtype": facts["dtype"] + (f", layers in {facts['quantize']}" if facts.get("quantize") else ""),
             "suite": suite,
             "prompts": prompts["prompts"],
-            "max_new_tokens": limits["max_new_tokens"],
+            "answers": length_of_answers(limits),
             "temperature": at["temperature"],
             "batch": batch,
             "machine": f"{facts['gpu'] or facts['cpu']}, {cores}",
@@ -252,7 +252,7 @@ def title(one: Found) -> str:
 
 def about(one: Found) -> str:
     """Of a table: where and when."""
-    return f"{one['machine']}; at most {one['max_new_tokens']} new tokens; {one['date']}"
+    return f"{one['machine']}; {one['answers']}; {one['date']}"
 
 
 CERTIFIED = ["drafter", "target", "verdict", "p", "would have caught (total variation)"]

@@ -69,6 +69,9 @@ class SpeedConfig(Config):
     stock_generate: bool = Field(True, description="also measure transformers' own generation, the slowest row of all")
     out: Path
     max_new_tokens: int = Field(128, ge=1)
+    ignore_eos: bool = Field(
+        False, description="every answer has as many tokens as it may, so that sampled ones are of one length with all"
+    )
     temperatures: Annotated[list[NonNegativeFloat], DISTINCT] = Field([0.0, 1.0], min_length=1, description="0: greedy")
     top_k: int = Field(0, ge=0, description="of sampled rows; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="of sampled rows; 1 is off")

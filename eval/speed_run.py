@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from data_prep.progress import Bar
 from data_prep.ranks import Rank
 from drafters import TargetModel, make_drafter
 from drafters.decoding.call import eos_ids
+from drafters.decoding.loop import until
 from drafters.drafting.draft_model import load_draft_model
 from drafters.energy import EnergyMeter
 from drafters.model.text_tokens import TextTokens
@@ -117,7 +119,8 @@ def run(
     assistants = load_assistants(config.stock, models)
     most = min([lineup.max_context, *(model.max_context for model in assistants.values())])
     limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
-    prompts = prompts_for(config, target, most, limits)
+    prompts = prompts_for(config, target, most, limits)  # a dialogue's earlier answers end where they end
+    limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
     if shortage := shortage_line(prompts.describe()):
         console.print(shortage, style="bold red", markup=False, highlight=False)
     share = share_of(rank, len(prompts.measured), config.batch)
@@ -165,8 +168,10 @@ def finish(
         tokenizer = tokenizer_of(config.target)
 
         def marks(outputs: list[Run]) -> dict[str, Any]:
-            answers = tokenizer.batch_decode([run.tokens for run in outputs], skip_special_tokens=True)
-            cut = [run.tokens[-1] not in eos_ids(models.target, None) for run in outputs]
+            eos = eos_ids(models.target, None)
+            ended = [until(run.tokens, eos) for run in outputs]
+            answers = tokenizer.batch_decode(ended, skip_special_tokens=True)
+            cut = [tokens[-1] not in eos for tokens in ended]
             return accuracy([prompts.measured[run.prompt] for run in outputs], answers, cut, config.prompts.run_code)
 
         judged = judge(journal.runs, *known, models.target, marks)
@@ -292,7 +297,7 @@ def load_assistants(entries: list[StockEntry], models: Models) -> dict[str, Targ
 
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:
     """The report's ``environment``."""
-    limits = ("max_new_tokens", "temperatures", "top_k", "top_p", "rounds", "warmup", "seed")
+    limits = ("max_new_tokens", "ignore_eos", "temperatures", "top_k", "top_p", "rounds", "warmup", "seed")
     return (
         environment(target)
         | conditions_of(config)

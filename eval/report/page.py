@@ -249,7 +249,7 @@ def setting(report: dict[str, Any]) -> list[str]:
         f"- prompts: {prompts['prompts']}{later} of {prompts['file']} ({prompts['format']}){by_category}, "
         f"{prompts['prompt_tokens']['mean']:.0f} tokens on average, at most {prompts['prompt_tokens']['max']}{filled}; "
         f"{prompts['warmup_prompts']} others for warm-up; skipped: {skipped}",
-        f"- limits: at most {limits['max_new_tokens']} new tokens{f' ({few})' if few else ''}, "
+        f"- limits: {length_of_answers(limits)}{f' ({few})' if few else ''}, "
         f"{limits['rounds']} round(s); sampled rows top-k "
         f"{limits['top_k'] or 'off'}, top-p {limits['top_p']:g}; seed {limits['seed']}",
         software_line(facts),
@@ -267,6 +267,12 @@ def processes_line(facts: dict[str, Any]) -> list[str]:
         f"- {facts['processes']} processes shared the prompts: every speed is that of one of them, and a method that "
         "remembers prompts knew those of its own process"
     ]
+
+
+def length_of_answers(limits: dict[str, Any]) -> str:
+    """At most or, where EOS is ignored, exactly so many tokens."""
+    most = f"{limits['max_new_tokens']} new tokens"
+    return f"exactly {most}, whatever ends before" if limits.get("ignore_eos") else f"at most {most}"
 
 
 def batch_line(facts: dict[str, Any]) -> str:
