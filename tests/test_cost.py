@@ -144,12 +144,31 @@ def test_small_steps_are_not_timed_among_large_ones(
     """Catches a step without a draft that is timed between forwards of 64 rows, after which memory is slower."""
     groups: list[list[Any]] = []
     timed = cost.timed
-    monkeypatch.setattr(cost, "timed", lambda parts, device: groups.append(list(parts)) or timed(parts, device))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cost, "timed", lambda parts, *given: groups.append(list(parts)) or timed(parts, *given))  # type: ignore[func-returns-value]
     monkeypatch.setattr(cost, "SECONDS", 0.0)
     watched = Watched()
     cost.step_costs(target_of("llama"), {}, batch, GREEDY, 9, watched.drafting)
     light, heavy = ({key[1] for key in group if key[0] in ("verify", "chain", "draft")} for group in groups)
     assert max(light) == largest < min(heavy) and "plain" in groups[0] and "plain" not in groups[1]
+
+
+def test_short_steps_are_timed_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a tenth of a second of a shared machine that decides for hours, and minutes spent on long steps."""
+    seconds = [0.0]
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+
+    def rounds(step: float, least: float) -> int:
+        runs: list[float] = []
+
+        def run() -> None:
+            seconds[0] += step
+            runs.append(step)
+
+        assert cost.timed({"a": (run, run)}, torch.device("cpu"), least)["a"] == pytest.approx(step)
+        return (len(runs) - 2) // 2
+
+    assert rounds(2.0**-10, 1.5) == 768 and rounds(2.0**-10, 0.0) == 9
+    assert rounds(0.125, 1.5) == 9 and rounds(1.0, 1.5) == 3
 
 
 def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
