@@ -230,6 +230,8 @@ class EagleDrafter(LearnedDrafter):
             if self._grows(batch, sampling):
                 for length in (0, longest):
                     self._grown_costs.at(length)
+            if self.paying is not None:
+                self.paying.begin()
 
     def _grower(self, state: DecodeState) -> Paying | None:
         """What grows the next draft, unless one of a fixed shape promises more."""
@@ -385,7 +387,7 @@ class EagleDrafter(LearnedDrafter):
         paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
         alone = self._one_call is not None and batch == 1 and sampling.greedy
 
-        def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
+        def drafting(context: int) -> tuple[Callable[[int], Run], Callable[[int], Run]]:
             cache_behind = behind(target, batch, context, layers=1)
 
             def extend(features: Tensor, places: Tensor, rows: Rows = CHAIN) -> Tensor:
@@ -396,33 +398,35 @@ class EagleDrafter(LearnedDrafter):
                     return OneCallPasses(self._one_call, head, features[0], tokens[0].tolist(), cache_behind())
                 return TorchPasses(extend(features, tokens)[:, -1:], extend, head)
 
-            def begin() -> object:
-                features, places = self._nothing(batch, 2)
-                if grows:
-                    draft = paying.grow(passes(features, places), 1, target.device)
-                    paying.learn([0], [0])
-                elif alone:
-                    draft = grow_planned(passes(features, places), plan, target.device)
-                else:
-                    predicted = extend(features, places)[:, -1:]
-                    draft = grow_static(predicted, extend, head, plan, sampling, generator)
-                    draft.tokens = head.tokens(draft.tokens)
-                return draft.q is None or head.spread(draft.q), draft.ancestors()
+            def begin(late: int) -> Run:
+                features, places = self._nothing(batch, 2 + late)
+
+                def once() -> object:
+                    if grows:
+                        draft = paying.grow(passes(features, places), 1, target.device)
+                        paying.learn([0], [0])
+                    elif alone:
+                        draft = grow_planned(passes(features, places), plan, target.device)
+                    else:
+                        predicted = extend(features, places)[:, -1:]
+                        draft = grow_static(predicted, extend, head, plan, sampling, generator)
+                        draft.tokens = head.tokens(draft.tokens)
+                    return draft.q is None or head.spread(draft.q), draft.ancestors()
+
+                return once
 
             def go_on(rows: int) -> Run:
                 features, places = self._nothing(batch, rows)
-                ranks = list(range(rows))
-                nodes = Nodes(ranks, ranks, ranks, [[row] for row in ranks])
+                nodes = Nodes(ranks := list(range(rows)), ranks, ranks, [[row] for row in ranks])
 
                 def once() -> object:
-                    if grows and self._one_call is None:
-                        return paying.rehearse(TorchPasses(features[:, :1], extend, head), rows)
                     if grows:
-                        return paying.rehearse(passes(features, places), rows)
+                        whole = self._one_call is not None
+                        after = passes(features, places) if whole else TorchPasses(features[:, :1], extend, head)
+                        return paying.rehearse(after, rows)
                     if alone:
                         return passes(features, places).further(nodes, 2)
-                    predicted = extend(features, places)
-                    return children_of(head(predicted), min(2, head.width), sampling, generator)
+                    return children_of(head(extend(features, places)), min(2, head.width), sampling, generator)
 
                 return once
 

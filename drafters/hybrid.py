@@ -75,11 +75,13 @@ class HybridDrafter(Drafter):
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self.weighing = Weighing(target, self.lookup) if self.match == "auto" else None
         self._found: list[Found] = []
-        self._copied = False
+        self._asked = False  # whether the head has made the latest draft, be it of nothing
+        self._rests = False  # whether its own latest was of nothing, in this text, of one row
         self._own: DraftTree  # the head's part of the latest draft
         self._held: list[Held] | None = None  # with one_tree, what of the copies is in that
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._rests = False
         self.head.begin(state, output)
         self.lookup.begin(state, output)
         if self.weighing is not None:
@@ -105,18 +107,29 @@ class HybridDrafter(Drafter):
         else:
             self._found = self.lookup.retrieve_all(state)
             copies = _matching(self._found, state.finished.count(False), self.match)
-        self._copied = any(one.tokens for one in copies) and not (self.one_tree and self.weighing is None)
+        self._asked = False
+        copied = any(one.tokens for one in copies) and not (self.one_tree and self.weighing is None)
         self._held = None
-        if self._copied:
+        if copied:
             draft = draft_of(copies, self.target.device)
             draft.source = self.lookup.name
             return draft
-        before = self.head.promised()
-        draft = self._own = self.head.propose(state)
+        draft = self._own = self._of_head(state)
         draft.source = self.head.name
+        return self._with_copies(state, draft, copies) if self.one_tree else draft
+
+    def _of_head(self, state: DecodeState) -> DraftTree:
+        """The head's draft; it is not asked for one that it knows to be none."""
+        if self._rests and self.weighing is not None and self.head.may_rest():
+            self.head.rest(1)
+            self.weighing.note_head(*NOT_DRAFTED)
+            return DraftTree.empty(1, self.target.device)
+        before = self.head.promised()
+        draft = self.head.propose(state)
+        self._asked, self._rests = True, state.batch == 1 and not draft.size
         if self.weighing is not None and before is not None:
             self.weighing.note_head(before, self.head.promised() or before)
-        return self._with_copies(state, draft, copies) if self.one_tree else draft
+        return draft
 
     def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Found]) -> DraftTree:
         """The head's draft, and behind it what of the copies is not in it and pays, or matches."""
@@ -151,10 +164,10 @@ class HybridDrafter(Drafter):
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.weighing is not None:
             self.weighing.learn(state, self._found, verdict, self._held)
-        if self._copied:
-            self.head.follow(state, output, verdict)
-        else:
+        if self._asked:
             self.head.observe(state, self._own, output, verdict)
+        else:
+            self.head.follow(state, output, verdict)
         self.lookup.follow(state, output, verdict)
 
 

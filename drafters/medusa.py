@@ -291,7 +291,7 @@ class MedusaDrafter(LearnedDrafter):
         shape = {key: getattr(self.given, key) for key in ("heads", "layers", "own_lm_heads", "accept")}
         name = {"method": self.name} | shape | self.lm_heads[0].options()
         costs = step_costs(
-            target, name, batch, sampling, length, lambda context: (draft_pass(1), draft_pass), drawn=True
+            target, name, batch, sampling, length, lambda context: (lambda late: draft_pass(1), draft_pass), drawn=True
         )
         more = (costs.draft.at(self.heads) - costs.draft.at(1)) / max(self.heads - 1, 1)
         return costs._replace(draft=Curve((1,), (more,)))

@@ -12,6 +12,7 @@ from .drafting.weighing import Weighing
 from .model.target import FeatureOutput, TargetModel
 
 LONGEST = 16  # tokens that gamma: auto drafts
+INDEXED = 3  # tokens of the longest n-grams that have their places listed: most of those stood nowhere else
 
 
 class PromptLookupOptions(Config):
@@ -80,7 +81,7 @@ class NgramIndex:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._sizes = range(shortest, longest + 1)
+        self._sizes, self._longest = range(shortest, min(longest, max(shortest, INDEXED)) + 1), longest
         self._tokens: list[int] = []
         # n-gram -> where its occurrences end, ascending. All are kept, not just the last: ``forget`` must uncover the
         # one before. An n-gram enters with the token that follows it, so the end of the text never matches itself.
@@ -129,5 +130,18 @@ class NgramIndex:
         for n in reversed(self._sizes):
             ends = self._ends.get(tuple(self._tokens[-n:]))  # of a text shorter than n: all of it, which is no match
             if ends is not None:
-                return n, ends[-1]
+                return (n, ends[-1]) if n < self._sizes[-1] else self._longest_of(n, ends)
         return 0, 0
+
+    def _longest_of(self, size: int, ends: list[int]) -> tuple[int, int]:
+        """Of the places where the last ``size`` tokens end, that of the longest match; of several the last one."""
+        tokens, most, found = self._tokens, self._longest, (0, 0)
+        for end in reversed(ends):
+            n = size
+            while n < most and n < end and tokens[end - n - 1] == tokens[-n - 1]:
+                n += 1
+            if n > found[0]:
+                found = n, end
+            if n == most:
+                break
+        return found

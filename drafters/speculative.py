@@ -109,15 +109,19 @@ class SpeculativeDrafter(DraftModelDrafter):
     def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
         """Of batches of this size, behind so many tokens."""
         model, generator = self.draft_model, torch.Generator(self.target.device)
-        tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
 
-        def drafting(context: int) -> tuple[Run, Callable[[int], Run]]:
+        def drafting(context: int) -> tuple[Callable[[int], Run], Callable[[int], Run]]:
             cache_behind = behind(model, batch, context)
 
-            def once() -> object:
-                return sampling.pick(self.lm_head(model.run(tokens, cache_behind()).features[:, -1]), generator, [])
+            def begin(late: int) -> Run:
+                tokens = torch.zeros(batch, 1 + late, dtype=torch.long, device=model.device)
 
-            return once, lambda rows: once
+                def once() -> object:
+                    return sampling.pick(self.lm_head(model.run(tokens, cache_behind()).features[:, -1]), generator, [])
+
+                return once
+
+            return begin, lambda rows: begin(0)
 
         name = {"method": self.name, "draft_model": model.fingerprint()} | self.lm_head.options()
         return step_costs(self.target, name, batch, sampling, length, drafting, drawn=True)

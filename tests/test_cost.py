@@ -121,10 +121,11 @@ class Watched:
     def __init__(self) -> None:
         self.contexts: list[int] = []
         self.rows: set[int] = set()
+        self.late: set[int] = set()
 
-    def drafting(self, context: int) -> tuple[cost.Run, Callable[[int], cost.Run]]:
+    def drafting(self, context: int) -> tuple[Callable[[int], cost.Run], Callable[[int], cost.Run]]:
         self.contexts.append(context)
-        return lambda: self.rows.add(1), lambda rows: lambda: self.rows.add(rows)
+        return lambda late: lambda: self.late.add(late), lambda rows: lambda: self.rows.add(rows)
 
 
 def test_measured_costs(store: Path) -> None:

@@ -22,6 +22,7 @@ from drafters.base import Promised
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
+from drafters.drafting.looking import FRUITLESS
 from drafters.drafting.one_tree import held_nodes, leaves_draft, with_copies
 from drafters.drafting.retrieval import NOTHING, Found
 from drafters.drafting.weighing import Scales, Trust
@@ -93,8 +94,8 @@ def test_the_head_takes_in_what_was_copied(
 
     def forced(state: DecodeState) -> DraftTree:
         draft = propose(state)
-        copied.append(drafter._copied)
-        if not drafter._copied and draft.size:
+        copied.append(not drafter._asked)
+        if drafter._asked and draft.size:
             for row, finished in enumerate(state.finished):
                 if not finished:
                     check_draft(head, state, draft, row)
@@ -281,7 +282,7 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
             looked += looks
         return looked
 
-    dear, cheap = Scales(costs(0.25, look=0.2)), Scales(costs(0.25, look=0.0002))
+    dear, cheap = Scales(costs(0.25, look=0.1 / FRUITLESS)), Scales(costs(0.25, look=0.0002))
     for match, rate in ((3, 0.95), (4, 0.95), (5, 0.95), (6, 0.95)):
         taught(dear.trust, match, rate)
     assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 100) < 70
@@ -294,7 +295,7 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     run(dear, [NOTHING], 1000)
     dear.looking.begin()
     assert dear.looking.step()  # another text
-    searched = Scales(costs(0.25, look=0.02, search=0.09))
+    searched = Scales(costs(0.25, look=0.01 / FRUITLESS, search=0.09))
     run(searched, [NOTHING], 1300)
     before = searched.promised[2]
     assert run(searched, [NOTHING], 300) == pytest.approx(30, abs=4)
@@ -388,7 +389,7 @@ def test_rows_of_a_batch_come_and_go(match: int | str) -> None:
 
     def noted(state: DecodeState) -> DraftTree:
         draft = propose(state)
-        copied.append(drafter._copied)  # type: ignore[attr-defined]
+        copied.append(draft.source == lookup.name)
         return draft
 
     with mock.patch.object(drafter, "propose", noted):

@@ -80,7 +80,7 @@ def test_the_draft_is_the_best_of_all() -> None:
             if all(nodes[index].parent in (-1, *kept) for index in kept):
                 row = paying.costs.verify.at(1 + len(kept)) - 1.0
                 best = max(best, sum(nodes[index].chance for index in kept) * worth - row)
-        draft = paying._keep(0.0, torch.device("cpu"))
+        draft = paying._keep(0.0, 0.0, torch.device("cpu"))
         chances = [nodes[paying._rows[place + 1]].chance for place in range(draft.size)]
         row = paying.costs.verify.at(1 + draft.size) - 1.0
         assert sum(chances) * worth - row == pytest.approx(best)
@@ -165,6 +165,28 @@ def test_other_costs() -> None:
     cheaper = costs(0.01, 0.1)
     paying.reckon(dear), paying.reckon(cheaper)
     assert len(sizes(8)) == 8
+
+
+def test_a_tree_after_steps_without_one_takes_them_in() -> None:
+    """Catches probes taken for as cheap as a draft that follows another."""
+    late = 0.05
+    paying, extend = Paying(costs(2.0, 0.4)._replace(late=late), 20, 5, 3), lambda features, places, rows: features
+    given: Any = torch.zeros(1, 1, 4), extend, Sure(0.7)
+    drafted: list[tuple[int, float]] = []
+    for step in range(900):
+        before = paying.promised().plain_steps
+        if paying.wants(5):
+            paying.grow(TorchPasses(*given), 5, CPU)
+            drafted.append((step, paying.promised().plain_steps - before))
+    (first, alone), *_, (earlier, _), (last, whole) = drafted
+    assert first == 0 and last - earlier > 100
+    assert whole - alone == pytest.approx(late * (last - earlier - 1)) and paying.speedup < 0.8
+    while not paying.wants(5):
+        pass
+    paying.begin()
+    before = paying.promised().plain_steps
+    paying.grow(TorchPasses(*given), 5, CPU)
+    assert paying.promised().plain_steps - before == pytest.approx(alone)
 
 
 def grows_at(drafter: EagleDrafter, costs: Costs) -> None:

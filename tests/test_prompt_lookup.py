@@ -102,15 +102,17 @@ def test_drafts_end_at_eos() -> None:
     assert continuation([3, 4, 5, 3, 4], 9, eos=3) == [5, 3]
 
 
-def test_index_equals_a_scan() -> None:
-    """Catches an index that lags behind the text, or forgets the wrong occurrence when tokens are taken back."""
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 3), (2, 4), (1, 8), (4, 4), (5, 7)])
+def test_index_equals_a_scan(shortest: int, longest: int) -> None:
+    """Catches an index that lags behind the text, forgets the wrong occurrence when tokens are taken back, or takes
+    another match for the longest, whose places are not all listed."""
 
-    def scan(tokens: list[int], longest: int) -> list[int]:
-        for n in (4, 3, 2):
+    def scan(tokens: list[int], most: int) -> list[int]:
+        for n in range(longest, shortest - 1, -1):
             for end in range(len(tokens) - 1, n - 1, -1):
                 if len(tokens) >= n and tokens[end - n : end] == tokens[-n:]:
                     copied = list(tokens)
-                    for at in range(longest):
+                    for at in range(most):
                         copied.append(copied[end + at])
                     return copied[len(tokens) :]
         return []
@@ -118,7 +120,7 @@ def test_index_equals_a_scan() -> None:
     dice = random.Random(0)
     found = 0
     for _ in range(30):
-        index, tokens = NgramIndex(2, 4), [0]
+        index, tokens = NgramIndex(shortest, longest), [0]
         for _ in range(40):
             if dice.random() < 0.3:
                 kept = dice.randrange(len(tokens) + 1)
@@ -129,7 +131,7 @@ def test_index_equals_a_scan() -> None:
             expected = scan(tokens, 5)
             assert index.continuation(5, frozenset()) == expected
             found += bool(expected)
-    assert found > 500
+    assert found > 40
 
 
 def test_going_back() -> None:

@@ -47,10 +47,11 @@ HEAVY = 16
 
 LIKELY = 1e4  # a logit
 SIBLINGS = 3  # in a measured tree: so many are tried in vain
+LATE = 48  # tokens without a draft, before one that is measured
 RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 
 Run = Callable[[], object]
-Drafting = Callable[[int], tuple[Run, Callable[[int], Run] | None]]
+Drafting = Callable[[int], tuple[Callable[[int], Run], Callable[[int], Run] | None]]
 
 
 class CostsByLength:
@@ -85,8 +86,9 @@ def step_costs(
 
     Args:
         name: what, beside the target, the machine and the way of sampling, the time depends on.
-        drafting: behind a number of tokens: drafts one token; and makes a draft pass over a number of rows, to be run
-            (None: there are none). None: drafting takes no time worth mentioning.
+        drafting: behind a number of tokens: drafts one token after a number of steps without a draft; and makes a draft
+            pass over a number of rows (None: there are none); both to be run. None: drafting takes no time worth
+            mentioning.
         drawn: where tokens are sampled, drafts are, too, and are tried by the q that they were drawn from.
     """
     near, size = _within(target, CONTEXT), max(FAR // batch, 2 * LONG)
@@ -111,15 +113,16 @@ def _costs_behind(
 ) -> Costs:
     """Measured behind so many tokens, now or before."""
 
-    def idle() -> None:
-        pass
+    def idle(steps: int) -> Run:
+        return lambda: None
 
     def plain() -> float:
         one = verification(target, batch, sampling, behind(target, batch, context), 1)
         return timed({0: (one, one)}, target.device, GLANCE)[0]
 
     def measure() -> Costs:
-        begin, make = drafting(context) if drafting is not None else (idle, None)
+        start, make = drafting(context) if drafting is not None else (idle, None)
+        begin = start(0)
         given = target, batch, sampling, behind(target, batch, context)
         step_of = partial(verification, *given, drawn=drawn and not sampling.greedy)
         one = step_of(1)
@@ -131,6 +134,7 @@ def _costs_behind(
         parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
+        parts |= {"late": (one, start(LATE))} if drafting is not None else {}
         right = min(RIGHT, max(chained) - 1)
         if not sampling.greedy:
             parts["accepted"] = (begin, step_of(1 + right, chain=True, right=True))
@@ -141,7 +145,8 @@ def _costs_behind(
         chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
         accepted = max((found["accepted"] - chain.at(1 + right)) / right, 0.0) if "accepted" in found else 0.0
-        return Costs(found["plain"], verify, chain, found["first"] if drafting is not None else 0.0, draft, accepted)
+        first, last = (found["first"], found["late"]) if drafting is not None else (0.0, 0.0)
+        return Costs(found["plain"], verify, chain, first, draft, accepted, max((last - first) / LATE, 0.0))
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
     way |= {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}

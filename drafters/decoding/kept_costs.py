@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +27,7 @@ APART = 1.06  # times the seconds of a step, from where on the machine is anothe
 SLOWER = 1.5  # ...and from where on it is busy
 MOMENTS = 4  # measurements that are kept
 
-CURVES, NUMBERS = ("verify", "chain", "draft"), ("plain", "first", "accepted")  # of Costs
+CURVES, NUMBERS = ("verify", "chain", "draft"), ("plain", "first", "accepted", "late")  # of Costs
 
 _known: dict[str, "Costs"] = {}  # what this process has measured or read, by key
 
@@ -69,6 +69,7 @@ class Costs(NamedTuple):
         plain: a step without a draft. verify, chain: what follows drafting a tree, a chain, by the target's rows.
         first: a draft of one token. draft: one more pass of the drafter by its rows.
         accepted: what each accepted token adds: where tokens are sampled, its distribution is made, and it is tried.
+        late: what each token adds to the next draft that was committed without one.
     """
 
     plain: float
@@ -77,6 +78,7 @@ class Costs(NamedTuple):
     first: float
     draft: Curve
     accepted: float = 0.0
+    late: float = 0.0
 
     def towards(self, far: "Costs", share: float) -> "Costs":
         """So far on the line to those behind a longer context, which take no less; beyond them with a share above 1."""
@@ -88,8 +90,13 @@ class Costs(NamedTuple):
             return Curve.of({rows: on(seconds, other.at(rows)) for rows, seconds in near.points().items()})
 
         curves = (along(getattr(self, name), getattr(far, name)) for name in CURVES)
-        plain, first, accepted = (on(getattr(self, name), getattr(far, name)) for name in NUMBERS)
-        return Costs(plain, first=first, accepted=accepted, **dict(zip(CURVES, curves, strict=True)))
+        numbers = (on(getattr(self, name), getattr(far, name)) for name in NUMBERS)
+        return _costs(numbers, dict(zip(CURVES, curves, strict=True)))
+
+
+def _costs(numbers: Iterable[float], curves: Mapping[str, Curve]) -> Costs:
+    plain, first, accepted, late = numbers
+    return Costs(plain, first=first, accepted=accepted, late=late, **curves)
 
 
 def mean(moments: Sequence[Costs]) -> Costs:
@@ -98,8 +105,7 @@ def mean(moments: Sequence[Costs]) -> Costs:
     for name in CURVES:
         points = [getattr(costs, name).points() for costs in moments]
         curves[name] = Curve.of({rows: fmean(each[rows] for each in points) for rows in points[0]})
-    plain, first, accepted = (fmean(getattr(costs, name) for costs in moments) for name in NUMBERS)
-    return Costs(plain, first=first, accepted=accepted, **curves)
+    return _costs((fmean(getattr(costs, name) for costs in moments) for name in NUMBERS), curves)
 
 
 def kept(key: Mapping[str, Any], measure: Callable[[], Costs], plain: Callable[[], float]) -> Costs:
@@ -144,8 +150,7 @@ def _write(path: Path, key: Mapping[str, Any], moments: Sequence[Costs]) -> None
 def _read(path: Path, key: Mapping[str, Any]) -> list[Costs]:
     def costs_of(found: Mapping[str, Any]) -> Costs:
         curves = {name: Curve.of({int(rows): float(value) for rows, value in found[name].items()}) for name in CURVES}
-        plain, first, accepted = (float(found[name]) for name in NUMBERS)
-        costs = Costs(plain, first=first, accepted=accepted, **curves)
+        costs = _costs((float(found[name]) for name in NUMBERS), curves)
         if not all(curve.rows for curve in curves.values()):
             raise ValueError("a curve without a point")
         if min(costs.plain, *costs.verify.seconds, *costs.chain.seconds) <= 0:

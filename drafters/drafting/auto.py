@@ -253,6 +253,7 @@ class _Course:
     decide_at: int = 4
     probe_at: int = 0
     probed: bool = False  # by the last step
+    drafted_at: int = 0  # the last step that drafted
     hindsight: Hindsight = field(default_factory=lambda: Hindsight(CAME))
     waits: bool = False  # for the last row of a batch, as of the last step
     promised: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, their tokens, their plain seconds
@@ -296,6 +297,7 @@ class Chooser:
         """Before a batch: measure what is not known yet of so many rows, of up to so many tokens."""
         for course in self._courses.values():
             course.hindsight.settle()
+            course.drafted_at = course.steps  # the prompt is taken in with the prefill
         for length in (0, longest):
             self.costs(batch, sampling, length)
 
@@ -312,12 +314,15 @@ class Chooser:
         course = self._next(batch, sampling, length)
         chosen = course.shape
         if course.probe is not None and course.steps >= course.probe_at:
-            chosen = course.probe
+            late = course.costs.late * (course.steps - course.drafted_at)
+            chosen = course.probe._replace(seconds=course.probe.seconds + late)
             loss = (chosen.seconds - chosen.tokens * course.shape.seconds) / course.shape.seconds
             course.probe_at = course.steps + probe_after(loss)
             course.probed = True
         if most is not None and most < len(chosen.paths):
             chosen = promise(chosen.paths[:most], course.table(), course.costs)
+        if chosen.paths:
+            course.drafted_at = course.steps
         plain = course.costs.plain
         for place, value in enumerate((1.0, chosen.tokens, chosen.seconds / plain)):
             course.promised[place] += value

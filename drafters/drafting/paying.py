@@ -126,10 +126,14 @@ class Paying:
         self._known: dict[Costs, list[float]] = {}  # the same at others
         self.reckon(costs)
         self._promised = [0.0, 0.0, 0.0]
-        self._steps = self._probe_at = 0
+        self._steps = self._probe_at = self._drafted_at = 0
         self._pays = True
         self._grown = _Growth()
         self._rows: dict[int, int] = {}  # row of the forward -> node
+
+    def begin(self) -> None:
+        """Another text, of which the prompt is taken in before it is decoded."""
+        self._drafted_at = self._steps
 
     def reckon(self, costs: Costs) -> None:
         """Go by these costs from now on: those of the present length, at each of which drafts may pay or not."""
@@ -159,12 +163,14 @@ class Paying:
             self._count(1.0, self.costs.plain)
             return False
         if not pays:
-            self._probe_at = self._steps + probe_after(1.0 - self.speedup)
+            late = self.costs.late * (self._steps - self._drafted_at) / self.costs.plain
+            self._probe_at = self._steps + probe_after(1.0 - self.speedup + late)
         return True
 
     def grow(self, passes: Passes, depth: int, device: torch.device) -> DraftTree:
         """A draft of at most ``depth`` levels."""
         grown = self._grown = _Growth()
+        late, self._drafted_at = self.costs.late * (self._steps - self._drafted_at), self._steps + 1
         seconds, parents, level = self.costs.first, [ROOT], passes.first(self.top_k)
         while True:
             likely = self._look(level, parents)
@@ -175,7 +181,7 @@ class Paying:
                 break
             seconds, parents = seconds + more, likely[:count]
             level = passes.further(grown.forward(parents), self.top_k)
-        return self._keep(seconds, device)
+        return self._keep(seconds, late, device)
 
     def rehearse(self, passes: Passes, count: int) -> object:
         """Go on from ``count`` candidates of some first level as ``grow`` does, whatever it is worth: to be timed."""
@@ -254,8 +260,8 @@ class Paying:
                 best, at = saved, count + 1
         return best, at
 
-    def _keep(self, seconds: float, device: torch.device) -> DraftTree:
-        """The draft of those candidates whose row pays; drafting took ``seconds``."""
+    def _keep(self, seconds: float, late: float, device: torch.device) -> DraftTree:
+        """The draft of those candidates whose row pays; drafting took ``seconds``, and ``late`` more."""
         nodes = self._grown.nodes
         order = sorted(range(len(nodes)), key=lambda index: -nodes[index].chance)[: self.nodes]
         kept = sorted(order[: self._value([nodes[index].chance for index in order], self._worth)[1]])
@@ -265,7 +271,7 @@ class Paying:
         tokens = 1.0 + sum(nodes[index].chance for index in kept)
         seconds += curve.at(1 + len(kept)) if kept else self.costs.plain
         self._sums[:] = MEMORY * self._sums[0] + tokens, MEMORY * self._sums[1] + seconds, self._sums[2] + 1
-        self._count(tokens, seconds)
+        self._count(tokens, seconds + late)
         self._rows = {place + 1: index for index, place in number.items()}
         if not kept:
             return DraftTree.empty(1, device)

@@ -314,7 +314,7 @@ class Weighing:
 
 def weighed(
     look: Callable[[], object] | None, context: int
-) -> tuple[Callable[[], object], Callable[[int], Callable[[], object]] | None]:
+) -> tuple[Callable[[int], Callable[[], object]], Callable[[int], Callable[[], object]] | None]:
     """Weighs the same copy again and again, and learns from it, as a step does behind any text; and looks for one: to
     be timed."""
     scales, found = Scales(COMMON), Found(list(range(COPY)), list(range(ROOT, COPY - 1)), [0.5] * COPY, 2)
@@ -323,7 +323,7 @@ def weighed(
         scales.best_parts([found], 1)
         scales.learn(found, [0, -1])
 
-    return weigh, None if look is None else lambda rows: look
+    return lambda late: weigh, None if look is None else lambda rows: look
 
 
 def _fade(sums: list[float], tokens: float, steps: float) -> None:
