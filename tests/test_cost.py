@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from conformance import target_of
-from rigged import auto_eagle
+from rigged import auto_eagle, perturbed
+from torch import Tensor
 
+from drafters import make_drafter
 from drafters.decoding import cost, kept_costs
 from drafters.decoding.cost import CostsByLength
 from drafters.decoding.draft_tree import DraftTree
@@ -196,6 +198,45 @@ def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPat
     print(found)
     assert found.plain == 0.5 and found.verify.at(4) == 3.5
     assert found.draft.at(1) == 20 and found.first == 0
+
+
+@pytest.mark.parametrize("kind", ["eagle", "speculative"])
+def test_what_is_taken_in_late_costs(kind: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a draft after many steps without one that is taken for as cheap as one that follows another."""
+    for name, value in {
+        "CONTEXT": 8,
+        "SECONDS": 0.0,
+        "VERIFIED": (2, 4),
+        "CHAINED": (2,),
+        "DRAFTED": (1,),
+        "LATE": 2,
+    }.items():
+        monkeypatch.setattr(cost, name, value)
+    target, seconds, rule = target_of("llama"), [1.0], cost.rule_for(Sampling(1.0))
+
+    def slow_rule(*given: Any) -> Any:
+        seconds[0] += 1.0
+        return rule(*given)
+
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+    monkeypatch.setattr(cost, "rule_for", lambda sampling: slow_rule)
+    drafter: Any = auto_eagle(target, None, None) if kind == "eagle" else None
+    if drafter is None:
+        drafter = make_drafter(kind, target, draft_model=perturbed(target, 0.1), gamma="auto")
+    reads, place = (drafter, "_extend") if kind == "eagle" else (drafter.draft_model, "run")
+    run = getattr(reads, place)
+
+    def timed_run(rows: Tensor, *given: Any) -> Any:
+        seconds[0] += rows.shape[1]
+        return run(rows, *given)
+
+    with mock.patch.object(reads, place, timed_run), torch.inference_mode():
+        found = drafter._step_costs(1, Sampling(1.0), 9)
+    first = 2 if kind == "eagle" else 1  # a draft that follows another takes in what was committed with it
+    assert (found.late, found.first) == (1.0, first) and kept_costs.mean([found, found]).late == 1.0
+    kept_costs._known.clear()
+    assert drafter._step_costs(1, Sampling(1.0), 9).late == 1.0
+    assert found.towards(found._replace(late=3.0), 0.5).late == 2.0
 
 
 def test_what_is_accepted_costs_where_tokens_are_sampled(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,22 @@ def test_the_head_takes_in_what_was_copied(
     assert [True] in checked and [False] in checked
 
 
+def test_the_head_rests_in_its_text_alone() -> None:
+    """Catches a head that is not asked in a text because its drafts, chosen otherwise, paid in none before."""
+    target = target_of("llama")
+    drafter: Any = hybrid(target, auto_eagle(target, None, costs(2.0)), None, costs(2.0))
+    propose, asked = drafter.head.propose, []
+
+    def noted(state: DecodeState) -> DraftTree:
+        asked.append((state.sampling.temperature, state.steps))
+        return propose(state)
+
+    with mock.patch.object(drafter.head, "propose", noted):
+        for temperature in (1.0, 0.0):
+            generate(target, drafter, [prompt(9)], max_new_tokens=150, eos_token_id=NO_EOS, temperature=temperature)
+    assert sum(temperature > 0 for temperature, _ in asked) < 50 and (1.0, 0) in asked and (0.0, 0) in asked
+
+
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
     """Catches a choice between the two that hangs on what the head drew, and copies verified by the head's q."""

@@ -47,7 +47,7 @@ HEAVY = 16
 
 LIKELY = 1e4  # a logit
 SIBLINGS = 3  # in a measured tree: so many are tried in vain
-LATE = 48  # tokens without a draft, before one that is measured
+LATE = 48  # tokens without a draft, before one that is measured: fewer than the rows that there is room for
 RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 
 Run = Callable[[], object]
