@@ -142,16 +142,17 @@ class Drafter:
         """
 
     def may_rest(self) -> int:
-        """For one row, and after a step without a draft: how many of the next ones will have none, whatever comes.
+        """After a step without a draft: how many of the next ones will have none, whatever comes.
 
         Where a step takes half a millisecond, asking for nothing takes a twentieth of it.
         """
         return self.auto.may_rest() if self.auto is not None else 0
 
-    def rest(self, steps: int) -> None:
-        """So many of the next steps will not ask for a draft; each of them is told by ``follow``."""
+    def rest(self) -> None:
+        """In the place of ``propose``: the step has no draft. ``follow`` says what became of it; if a row of several
+        has ended with it, ``observe``."""
         if self.auto is not None:
-            self.auto.rest(steps)
+            self.auto.rest()
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
         """As ``observe``, of a step that another drafter drafted.

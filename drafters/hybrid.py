@@ -75,8 +75,10 @@ class HybridDrafter(Drafter):
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self.weighing = Weighing(target, self.lookup) if self.match == "auto" else None
         self._found: list[Found] = []
-        self._asked = False  # whether the head has made the latest draft, be it of nothing
-        self._rests = False  # whether its own latest was of nothing, in this text, of one row
+        self._by: Literal["head", "lookup", "no one"] = (
+            "head"  # whose draft the latest is; the head's may be of nothing
+        )
+        self._rests = False  # whether its own latest was of nothing, in these texts
         self._own: DraftTree  # the head's part of the latest draft
         self._held: list[Held] | None = None  # with one_tree, what of the copies is in that
 
@@ -107,10 +109,10 @@ class HybridDrafter(Drafter):
         else:
             self._found = self.lookup.retrieve_all(state)
             copies = _matching(self._found, state.finished.count(False), self.match)
-        self._asked = False
         copied = any(one.tokens for one in copies) and not (self.one_tree and self.weighing is None)
         self._held = None
         if copied:
+            self._by = "lookup"
             draft = draft_of(copies, self.target.device)
             draft.source = self.lookup.name
             return draft
@@ -121,12 +123,13 @@ class HybridDrafter(Drafter):
     def _of_head(self, state: DecodeState) -> DraftTree:
         """The head's draft; it is not asked for one that it knows to be none."""
         if self._rests and self.weighing is not None and self.head.may_rest():
-            self.head.rest(1)
+            self._by = "no one"
+            self.head.rest()
             self.weighing.note_head(*NOT_DRAFTED)
-            return DraftTree.empty(1, self.target.device)
+            return DraftTree.empty(state.batch, self.target.device)
         before = self.head.promised()
         draft = self.head.propose(state)
-        self._asked, self._rests = True, state.batch == 1 and not draft.size
+        self._by, self._rests = "head", not draft.size
         if self.weighing is not None and before is not None:
             self.weighing.note_head(before, self.head.promised() or before)
         return draft
@@ -149,22 +152,25 @@ class HybridDrafter(Drafter):
     def may_rest(self) -> int:
         return 0 if self.weighing is None else min(self.head.may_rest(), self.weighing.may_rest())
 
-    def rest(self, steps: int) -> None:
+    def rest(self) -> None:
         if self.weighing is not None:
-            self.head.rest(steps)
-            self.weighing.rest(steps)
-            for _ in range(steps):
-                self.weighing.note_head(*NOT_DRAFTED)
+            self._found, self._held = [NOTHING] * len(self._found), None
+            self._by = "no one"
+            self.head.rest()
+            self.weighing.rest()
+            self.weighing.note_head(*NOT_DRAFTED)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """Of a step of its own that nothing was drafted for."""
         self.head.follow(state, output, verdict)
         self.lookup.follow(state, output, verdict)
+        if self.weighing is not None:
+            self.weighing.pass_by()
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.weighing is not None:
             self.weighing.learn(state, self._found, verdict, self._held)
-        if self._asked:
+        if self._by == "head" or (self._by == "no one" and state.ended_by(verdict)):
             self.head.observe(state, self._own, output, verdict)
         else:
             self.head.follow(state, output, verdict)

@@ -184,14 +184,12 @@ class MedusaDrafter(LearnedDrafter):
         return None if self.auto is None else self.auto.promised()
 
     def propose(self, state: DecodeState) -> DraftTree:
-        if state.longest_draft(self.depth) < 1:
-            return DraftTree.empty(state.batch, self.target.device)
         if self.auto is not None:
             plan = tree_plan(self.auto.shape(state.batch, state.sampling, state.length).paths, self.target.device)
         else:
             plan = self.plans["greedy" if state.sampling.greedy else "sampled"]
         self._used = plan
-        if not plan.size:
+        if not plan.size or state.longest_draft(self.depth) < 1:
             return DraftTree.empty(state.batch, self.target.device)
         self._read_text(state)
         return self._draft(self._feature, plan, state.sampling, state.generator)

@@ -376,13 +376,13 @@ def unpaid(kind: str, target: TargetModel) -> Drafter:
     if kind == "eagle":
         return auto_eagle(target, None, DEAR)
     if kind == "hybrid":
-        parts = unpaid("eagle", target), unpaid("prompt_lookup", target)
+        parts = unpaid("right", target), unpaid("prompt_lookup", target)
         drafter = make_drafter("hybrid", target, head=parts[0], lookup=parts[1])
         drafter.weighing.ask = lambda *given: DEAR
         return drafter
-    if kind == "speculative":
-        drafter = by_length(kind, target, draft_model=perturbed(target, 3.0))
-        drafter.auto._ask = lambda *given: DEAR
+    if kind in ("speculative", "right"):
+        drafter = by_length("speculative", target, draft_model=perturbed(target, 0.3 if kind == "right" else 3.0))
+        drafter.auto._ask = lambda *given: DEARER if kind == "right" else DEAR
         return drafter
     if kind == "medusa":
         drafter = medusa(target, None, "auto")
@@ -391,13 +391,13 @@ def unpaid(kind: str, target: TargetModel) -> Drafter:
     return weighs(kind, target, DEAR, **({"gamma": "auto"} if kind == "prompt_lookup" else {"nodes": "auto"}))
 
 
-DEAR = priced(0.4, 0.3, 0.1)
+DEAR, DEARER = priced(0.4, 0.3, 0.1), priced(1.5, 0.3, 0.5)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "speculative", "prompt_lookup", "suffix", "hybrid"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "speculative", "right", "prompt_lookup", "suffix", "hybrid"])
+@pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (1, 1.0), (3, 0.0), (3, 1.0)])
 def test_a_drafter_that_rests_does_as_if_it_were_asked(
-    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches rest that lasts longer than nothing pays, what it leaves untaken in, and steps that no promise counts:
     asked every step, which costs a twentieth of one that takes half a millisecond, it drafts the same."""
@@ -413,21 +413,21 @@ def test_a_drafter_that_rests_does_as_if_it_were_asked(
             drafter, "propose", lambda state, propose=propose, asked=asked: asked.append(1) or propose(state)
         )
         texts = [prompt(8, 0), prompt(9, 1), [*prompt(6, 2), *prompt(6, 2), *prompt(5, 2)]]
-        runs = [
-            generate(
-                target, drafter, [text], max_new_tokens=150, temperature=temperature, seed=seed, eos_token_id=NO_EOS
-            )
-            for seed, text in enumerate(texts)
-        ]
+        batches = [[text] for text in texts] if rows == 1 else [texts, texts[::-1], texts]
+        options: dict[str, Any] = {"max_new_tokens": 150, "temperature": temperature}
+        options["eos_token_id"] = NO_EOS if rows == 1 else [91 if temperature else 21]  # so rows end one after another
+        runs = [generate(target, drafter, batch, seed=seed, **options) for seed, batch in enumerate(batches)]
         steps = [step for run in runs for step in run.trace.steps]
         drafted = [(step.drafted, step.accepted, step.source) for step in steps]
         promised = drafter.promised()
         assert promised is not None
-        found.append((len(asked), [rows_of(run) for run in runs], drafted, promised[:3], promised.choice))
+        whole = [part.auto for part in (drafter, getattr(drafter, "head", drafter)) if getattr(part, "auto", None)]
+        shares = [course.hindsight.share for auto in whole for course in auto._courses.values()]
+        found.append((len(asked), [rows_of(run) for run in runs], drafted, promised[:3], promised.choice, shares))
     (asked_rested, *rested), (asked_always, *always) = found
     assert rested == always
-    assert asked_always == len(always[1])
-    if temperature or kind not in ("eagle", "hybrid"):  # whose trees grow by themselves, and do not rest
+    assert asked_always == sum(max(map(len, run)) - 1 for run in always[0]) or any(one[1] for one in always[1])
+    if temperature or rows > 1 or kind != "eagle":  # whose trees grow by themselves, and do not rest
         assert asked_rested < 0.6 * asked_always
 
 

@@ -94,8 +94,8 @@ def test_the_head_takes_in_what_was_copied(
 
     def forced(state: DecodeState) -> DraftTree:
         draft = propose(state)
-        copied.append(not drafter._asked)
-        if drafter._asked and draft.size:
+        copied.append(drafter._by == "lookup")
+        if drafter._by == "head" and draft.size:
             for row, finished in enumerate(state.finished):
                 if not finished:
                     check_draft(head, state, draft, row)
@@ -108,6 +108,21 @@ def test_the_head_takes_in_what_was_copied(
             options = {"max_new_tokens": 24, "eos_token_id": NO_EOS, "temperature": temperature, "seed": seed}
             generate(target, drafter, prompts, **options)  # type: ignore[arg-type]
     assert [True] in checked and [False] in checked
+
+
+@pytest.mark.parametrize(
+    ("by", "ended", "told"), [("head", False, "observe"), ("lookup", True, "follow"), ("no one", False, "follow"),
+                              ("no one", True, "observe")],
+)  # fmt: skip
+def test_what_the_head_is_told(by: str, ended: bool, told: str) -> None:
+    """Catches a head that has rested and does not hear that a row has ended: by whom a batch was waited for decides how
+    much of its promises is believed."""
+    target, state, verdict = target_of("llama"), mock.Mock(), mock.Mock(tokens=[], rows=[])
+    drafter: Any = hybrid(target, auto_eagle(target, None))
+    drafter.head, drafter._own = mock.Mock(), mock.Mock()
+    state.ended_by.return_value, drafter.weighing, drafter._by = ended, None, by
+    drafter.observe(state, mock.Mock(), mock.Mock(), verdict)
+    assert [name for name in ("observe", "follow") if getattr(drafter.head, name).called] == [told]
 
 
 def test_the_head_rests_in_its_text_alone() -> None:

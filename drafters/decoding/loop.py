@@ -138,6 +138,10 @@ class DecodeState:
         self.finished[row] = ended or len(kept) == room
         return len(kept)
 
+    def ended_by(self, verdict: Verdict) -> bool:
+        """Whether a row has ended with this step."""
+        return any(tokens and done for tokens, done in zip(verdict.tokens, self.finished, strict=True))
+
     def give(self, row: int, other: "DecodeState", number: int) -> None:
         """Let ``row`` go on with what row ``number`` of another state has come to; its cache row has been copied."""
         self.tokens[row], self.prompt_lengths[row] = other.tokens[number], other.prompt_lengths[number]
@@ -232,6 +236,8 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
     rests = state.idle if state.resting else None
     draft = drafter.propose(state) if rests is None else rests
+    if rests is not None:
+        drafter.rest()
     lap()
     see = draft.ancestors()
     output, logits = _forward(state, drafter, draft, see)
@@ -251,15 +257,16 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
 def _look_back(
     state: DecodeState, drafter: "Drafter", draft: DraftTree, output: FeatureOutput, verdict: Verdict
 ) -> None:
-    """Let the drafter learn what was committed; if it has drafted nothing for one row, and will not soon, it rests."""
-    if state.resting:
-        state.resting -= 1
-        drafter.follow(state, output, verdict)
+    """Let the drafter learn what was committed; if it has drafted nothing, and will not soon, it rests."""
+    if not state.resting:
+        drafter.observe(state, draft, output, verdict)
+        state.resting, state.idle = 0 if draft.size else drafter.may_rest(), draft
         return
-    drafter.observe(state, draft, output, verdict)
-    if not draft.size and state.batch == 1 and (steps := min(drafter.may_rest(), state.room() - 1)):
-        drafter.rest(steps)
-        state.resting, state.idle = steps, draft
+    state.resting -= 1
+    if state.ended_by(verdict):  # so that the batch waits for others
+        drafter.observe(state, draft, output, verdict)
+    else:
+        drafter.follow(state, output, verdict)
 
 
 def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tensor) -> tuple[FeatureOutput, Tensor]:

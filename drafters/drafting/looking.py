@@ -36,10 +36,6 @@ class Looking:
         """How many of the next steps do not."""
         return self._rest
 
-    def rest(self, steps: int) -> None:
-        """So many of them have passed."""
-        self._rest -= steps
-
     def judge(self, took: float, gained: float) -> None:
         """What the step's look took and gained, in steps without a draft."""
         self._took = MEMORY * self._took + (1 - MEMORY) * took

@@ -148,14 +148,16 @@ class Retrieval(Drafter):
     def may_rest(self) -> int:
         return 0 if self.weighing is None else self.weighing.may_rest()
 
-    def rest(self, steps: int) -> None:
+    def rest(self) -> None:
         if self.weighing is not None:
-            self.weighing.rest(steps)
-            for _ in range(steps):
-                self.weighing.note_plain()
+            self._found = [NOTHING] * len(self._found)
+            self.weighing.rest()
+            self.weighing.note_plain()
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         """The texts say it."""
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        """The text says it."""
+        """What was committed, the text says."""
+        if self.weighing is not None:
+            self.weighing.pass_by()

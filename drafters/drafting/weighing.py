@@ -274,11 +274,13 @@ class Weighing:
         """How many of the next steps will not look for a copy."""
         return self._now.looking.rests
 
-    def rest(self, steps: int) -> None:
-        """So many steps will not ask."""
-        self._now.looking.rest(steps)
-        for _ in range(steps):
-            self._now.settle(0)
+    def rest(self) -> None:
+        """The step does not ask."""
+        self._now.looking.step()
+
+    def pass_by(self) -> None:
+        """A step that did not ask was committed."""
+        self._now.settle(0)
 
     def note_head(self, before: Promised, after: Promised) -> None:
         """As ``Scales.note_head``."""
