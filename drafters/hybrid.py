@@ -75,10 +75,8 @@ class HybridDrafter(Drafter):
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self.weighing = Weighing(target, self.lookup) if self.match == "auto" else None
         self._found: list[Found] = []
-        self._by: Literal["head", "lookup", "no one"] = (
-            "head"  # whose draft the latest is; the head's may be of nothing
-        )
-        self._rests = False  # whether its own latest was of nothing, in these texts
+        self._by: Literal["head", "lookup", "no one"] = "head"  # whose the latest draft is; the head's may be empty
+        self._rests = False  # whether the head's latest was, in these texts
         self._own: DraftTree  # the head's part of the latest draft
         self._held: list[Held] | None = None  # with one_tree, what of the copies is in that
 
