@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from .base import LearnedDrafter, Promised
 from .choices import SHIFTED, UNSHIFTED, HeadInputs
 from .decoding.acceptance import Verdict
-from .decoding.cost import CostsByLength, Run, behind, step_costs
+from .decoding.cost import CostsByLength, Make, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.kept_costs import Costs
 from .decoding.loop import DecodeState, last_of, padded
@@ -387,7 +387,7 @@ class EagleDrafter(LearnedDrafter):
         paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
         alone = self._one_call is not None and batch == 1 and sampling.greedy
 
-        def drafting(context: int) -> tuple[Callable[[int], Run], Callable[[int], Run]]:
+        def drafting(context: int) -> tuple[Make, Make]:
             cache_behind = behind(target, batch, context, layers=1)
 
             def extend(features: Tensor, places: Tensor, rows: Rows = CHAIN) -> Tensor:

@@ -121,9 +121,7 @@ class HybridDrafter(Drafter):
     def _of_head(self, state: DecodeState) -> DraftTree:
         """The head's draft; it is not asked for one that it knows to be none."""
         if self._rests and self.weighing is not None and self.head.may_rest():
-            self._by = "no one"
-            self.head.rest()
-            self.weighing.note_head(*NOT_DRAFTED)
+            self._spare_head(self.weighing)
             return DraftTree.empty(state.batch, self.target.device)
         before = self.head.promised()
         draft = self.head.propose(state)
@@ -153,10 +151,13 @@ class HybridDrafter(Drafter):
     def rest(self) -> None:
         if self.weighing is not None:
             self._found, self._held = [NOTHING] * len(self._found), None
-            self._by = "no one"
-            self.head.rest()
             self.weighing.rest()
-            self.weighing.note_head(*NOT_DRAFTED)
+            self._spare_head(self.weighing)
+
+    def _spare_head(self, weighing: Weighing) -> None:
+        self._by = "no one"
+        self.head.rest()
+        weighing.note_head(*NOT_DRAFTED)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """Of a step of its own that nothing was drafted for."""

@@ -1,6 +1,5 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023)."""
 
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from .base import Promised
 from .decoding.acceptance import Verdict
-from .decoding.cost import Run, behind, step_costs
+from .decoding.cost import Make, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.kept_costs import Costs
 from .decoding.loop import DecodeState, last_of, padded
@@ -110,7 +109,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         """Of batches of this size, behind so many tokens."""
         model, generator = self.draft_model, torch.Generator(self.target.device)
 
-        def drafting(context: int) -> tuple[Callable[[int], Run], Callable[[int], Run]]:
+        def drafting(context: int) -> tuple[Make, Make]:
             cache_behind = behind(model, batch, context)
 
             def begin(late: int) -> Run:

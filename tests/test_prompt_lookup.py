@@ -102,8 +102,10 @@ def test_drafts_end_at_eos() -> None:
     assert continuation([3, 4, 5, 3, 4], 9, eos=3) == [5, 3]
 
 
-@pytest.mark.parametrize(("shortest", "longest"), [(2, 3), (2, 4), (1, 8), (4, 4), (5, 7)])
-def test_index_equals_a_scan(shortest: int, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("shortest", "longest", "least"), [(2, 3, 500), (2, 4, 500), (1, 8, 500), (4, 4, 100), (5, 7, 40)]
+)
+def test_index_equals_a_scan(shortest: int, longest: int, least: int) -> None:
     """Catches an index that lags behind the text, forgets the wrong occurrence when tokens are taken back, or takes
     another match for the longest, whose places are not all listed."""
 
@@ -131,7 +133,7 @@ def test_index_equals_a_scan(shortest: int, longest: int) -> None:
             expected = scan(tokens, 5)
             assert index.continuation(5, frozenset()) == expected
             found += bool(expected)
-    assert found > 40
+    assert found > least
 
 
 def test_going_back() -> None:

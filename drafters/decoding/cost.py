@@ -51,7 +51,8 @@ LATE = 48  # tokens without a draft, before one that is measured: fewer than the
 RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 
 Run = Callable[[], object]
-Drafting = Callable[[int], tuple[Callable[[int], Run], Callable[[int], Run] | None]]
+Make = Callable[[int], Run]
+Drafting = Callable[[int], tuple[Make, Make | None]]
 
 
 class CostsByLength:
@@ -134,7 +135,7 @@ def _costs_behind(
         parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
         drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
         parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
-        parts |= {"late": (one, start(LATE))} if drafting is not None else {}
+        parts |= {("late", LATE): (one, start(LATE))} if drafting is not None else {}
         right = min(RIGHT, max(chained) - 1)
         if not sampling.greedy:
             parts["accepted"] = (begin, step_of(1 + right, chain=True, right=True))
@@ -145,7 +146,7 @@ def _costs_behind(
         chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
         accepted = max((found["accepted"] - chain.at(1 + right)) / right, 0.0) if "accepted" in found else 0.0
-        first, last = (found["first"], found["late"]) if drafting is not None else (0.0, 0.0)
+        first, last = (found["first"], found["late", LATE]) if drafting is not None else (0.0, 0.0)
         return Costs(found["plain"], verify, chain, first, draft, accepted, max((last - first) / LATE, 0.0))
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}

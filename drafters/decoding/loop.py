@@ -235,8 +235,10 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     """
     _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
     rests = state.idle if state.resting else None
-    draft = drafter.propose(state) if rests is None else rests
-    if rests is not None:
+    if rests is None:
+        draft = drafter.propose(state)
+    else:
+        draft = rests
         drafter.rest()
     lap()
     see = draft.ancestors()

@@ -163,14 +163,13 @@ class Paying:
             self._count(1.0, self.costs.plain)
             return False
         if not pays:
-            late = self.costs.late * (self._steps - self._drafted_at) / self.costs.plain
-            self._probe_at = self._steps + probe_after(1.0 - self.speedup + late)
+            self._probe_at = self._steps + probe_after(1.0 - self.speedup + self._late / self.costs.plain)
         return True
 
     def grow(self, passes: Passes, depth: int, device: torch.device) -> DraftTree:
         """A draft of at most ``depth`` levels."""
         grown = self._grown = _Growth()
-        late, self._drafted_at = self.costs.late * (self._steps - self._drafted_at), self._steps + 1
+        late, self._drafted_at = self._late, self._steps + 1
         seconds, parents, level = self.costs.first, [ROOT], passes.first(self.top_k)
         while True:
             likely = self._look(level, parents)
@@ -216,6 +215,11 @@ class Paying:
     def _worth(self) -> float:
         """Seconds that a token is worth."""
         return self.costs.plain / max(self.speedup, 1.0)
+
+    @property
+    def _late(self) -> float:
+        """Seconds that a draft takes longer now for the steps without one before it."""
+        return self.costs.late * (self._steps - self._drafted_at)
 
     def _look(self, level: Level, parents: list[int]) -> list[int]:
         """Take in the candidates below these nodes; the likeliest first."""

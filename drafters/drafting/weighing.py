@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from ..base import Promised
 from ..decoding.acceptance import Verdict
-from ..decoding.cost import CostsByLength, step_costs
+from ..decoding.cost import CostsByLength, Make, Run, step_costs
 from ..decoding.draft_tree import ROOT
 from ..decoding.kept_costs import Costs
 from ..decoding.loop import DecodeState
@@ -314,9 +314,7 @@ class Weighing:
         return Promised(of, tokens + other.tokens, plain + other.plain_steps, choice)
 
 
-def weighed(
-    look: Callable[[], object] | None, context: int
-) -> tuple[Callable[[int], Callable[[], object]], Callable[[int], Callable[[], object]] | None]:
+def weighed(look: Run | None, context: int) -> tuple[Make, Make | None]:
     """Weighs the same copy again and again, and learns from it, as a step does behind any text; and looks for one: to
     be timed."""
     scales, found = Scales(COMMON), Found(list(range(COPY)), list(range(ROOT, COPY - 1)), [0.5] * COPY, 2)
