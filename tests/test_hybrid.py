@@ -458,6 +458,14 @@ class Wrong(PromptLookupDrafter):
         return Found([(right + 1) % self.target.vocab_size], [-1], [0.5], 4)
 
 
+def test_what_seldom_follows_is_told_apart() -> None:
+    """Catches one kind for all small claims, by which what is right once in ten times is left out with what never is."""
+    scales = Scales(costs(0.03))
+    for claim, rate in ((0.15, 0.1), (0.04, 0.0)):
+        taught(scales.trust, 1, rate, claim)
+    assert scales.best_parts([Found([5, 6], [-1, -1], [0.04, 0.15], 1)], 1)[0].tokens == [6]
+
+
 def test_each_where_it_is_right() -> None:
     """Catches a choice that stays with one of the two: for a text that has been read a random head must not draft, and
     what is always wrong must not be copied.

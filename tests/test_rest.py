@@ -101,7 +101,7 @@ def test_continuations_by_hand(tmp_path: Path) -> None:
     assert len(of([1, 2, 3], depth=1).tokens) == 2 == len(of([1, 2, 3], room=2).tokens)
     assert of([1, 2, 3], room=1).tokens == [] and sorted(of([1, 2, 3], eos=4, depth=2).tokens) == [0, 1, 4]
     assert of([0, 2, 3]) == Found([], [], [], 3) and of([1, 1]) == of([1, 0]) == Found([], [], [], 0)
-    assert of([1, 0], min_ngram=1).match == 1
+    assert of([1, 0], min_ngram=1).match == of([1, 0], nodes="auto").match == 1
     # Of the four places every other one, in the order of what follows: the end, and 4 3.
     assert of([1, 2, 3], places=2, depth=2) == Found([4, 3], [-1, 0], [1 / 3, 0.5], 2)
 
