@@ -22,10 +22,10 @@ LOOKS = 97  # places of the datastore after which is looked when that is timed
 
 class RestOptions(Config):
     """``datastore``: the file. ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for, by default
-    the paper's 16 and 2 (auto: 1, for what a match of one is worth is counted). ``depth``: most tokens of a continuation. ``nodes``: the tree is of so many, the most frequent;
-    auto: of at most 64, as many as pay on this machine by how often copies after such a match are right.
-    ``places``: where the match stands at more places, so many of them, evenly spread, are looked at.
-    ``chain``: one path in the place of a tree.
+    the paper's 16 and 2 (auto: 1, for what a match of one is worth is counted). ``depth``: most tokens of a
+    continuation. ``nodes``: the tree is of so many, the most frequent; auto: of at most 64, as many as pay on this
+    machine by how often copies after such a match are right. ``places``: where the match stands at more places, so many
+    of them, evenly spread, are looked at. ``chain``: one path in the place of a tree.
     """
 
     datastore: str
@@ -54,7 +54,9 @@ class RestDrafter(Retrieval):
         least = options.min_ngram or (1 if options.nodes == "auto" else 2)
         self.max_draft, self.sizes = self.nodes, (least, options.max_ngram)
         if least > options.max_ngram:
-            raise ValueError(f"min_ngram is {least} and max_ngram {options.max_ngram}: nothing lies between; swap them?")
+            raise ValueError(
+                f"min_ngram is {least} and max_ngram {options.max_ngram}: nothing lies between; swap them?"
+            )
         self.store = load_datastore(options.datastore, target)
         self.weighing = Weighing(target, self) if options.nodes == "auto" else None
         self.remembers = self.weighing is not None

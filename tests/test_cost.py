@@ -175,14 +175,16 @@ def test_short_steps_are_timed_for_longer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches costs of forwards alone: where those are short, what the host does decides whether a draft pays."""
-    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1, 2)}.items():
+    """Catches costs of forwards alone: where those are short, what the host does decides whether a draft pays. And
+    long chains on the line through short ones: from where arithmetic binds, a row costs much more."""
+    rows = {"VERIFIED": (2, 4, 8), "CHAINED": (2, 4), "DRAFTED": (1, 2)}
+    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, **rows}.items():
         monkeypatch.setattr(cost, name, value)
     target = target_of("llama")
     rule, judge, seconds = cost.rule_for(GREEDY), Paying._worth_a_pass, [1.0]  # a clock that these two alone move
 
     def slow_rule(draft: DraftTree, *given: Any) -> Any:
-        seconds[0] += 0.5 + draft.size
+        seconds[0] += 0.5 + draft.size**2 - 0.25 * (draft.is_chain and draft.size > 1)
         return rule(draft, *given)
 
     def slow_judge(*given: Any) -> Any:
@@ -196,7 +198,8 @@ def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPat
     with torch.inference_mode():
         found = drafter._step_costs(1, GREEDY, 9, grows=True)
     print(found)
-    assert found.plain == 0.5 and found.verify.at(4) == 3.5
+    assert found.plain == 0.5 and found.verify.at(4) == 9.5 and found.verify.at(8) == 49.5
+    assert found.chain.at(4) == 9.25 and found.chain.at(8) == 49.25
     assert found.draft.at(1) == 20 and found.first == 0
 
 

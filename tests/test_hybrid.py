@@ -459,7 +459,7 @@ class Wrong(PromptLookupDrafter):
 
 
 def test_what_seldom_follows_is_told_apart() -> None:
-    """Catches one kind for all small claims, by which what is right once in ten times is left out with what never is."""
+    """Catches one kind for all small claims: what is right once in ten times is left out with what never is."""
     scales = Scales(costs(0.03))
     for claim, rate in ((0.15, 0.1), (0.04, 0.0)):
         taught(scales.trust, 1, rate, claim)

@@ -30,8 +30,8 @@ from .kept_costs import Costs, Curve, kept
 from .loop import DecodeState, step
 from .sampling import Sampling
 
-VERIFIED = (2, 4, 8, 16, 32, 64)  # rows of a verification that are measured; those of a batch together are at most...
-CHAINED, DRAFTED = (2, 4, 8), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
+VERIFIED = (2, 4, 8, 12, 16, 32, 64)  # rows of a verification that are measured; of a batch together at most...
+CHAINED, DRAFTED = (2, 4, 8, 16), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
 MOST_ROWS = 128
 CONTEXT, LONGER = 256, 64  # rows that the measured ones attend to, at first, and how many more in the end
 LONG = 512  # tokens; longer contexts go by the line through a second one...
@@ -143,7 +143,13 @@ def _costs_behind(
         light = {key: runs for key, runs in parts.items() if key not in heavy}
         found = timed(light, target.device, LEAST) | (timed(heavy, target.device, LEAST) if heavy else {})
         verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
-        chain = Curve.of({rows: found["chain", rows] for rows in chained} | {1: found["plain"]})
+        # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
+        spared = found["verify", chained[-1]] - found["chain", chained[-1]]
+        chain = Curve.of(
+            {rows: found["verify", rows] - spared for rows in verified if rows > chained[-1]}
+            | {rows: found["chain", rows] for rows in chained}
+            | {1: found["plain"]}
+        )
         draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
         accepted = max((found["accepted"] - chain.at(1 + right)) / right, 0.0) if "accepted" in found else 0.0
         first, last = (found["first"], found["late", LATE]) if drafting is not None else (0.0, 0.0)
