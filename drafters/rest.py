@@ -14,7 +14,7 @@ from .decoding.loop import DecodeState
 from .drafting.datastore import load_datastore
 from .drafting.retrieval import NOTHING, Found, Next, Retrieval, likeliest_tree
 from .drafting.weighing import Weighing
-from .model.target import TargetModel
+from .model.target import FeatureOutput, TargetModel
 
 MOST_NODES = 64
 LOOKS = 97  # places of the datastore after which is looked when that is timed
@@ -60,9 +60,23 @@ class RestDrafter(Retrieval):
         self.store = load_datastore(options.datastore, target)
         self.weighing = Weighing(target, self) if options.nodes == "auto" else None
         self.remembers = self.weighing is not None
+        self._looked: dict[int, tuple[int, int]] = {}  # by row: the text's tokens at the last look, and its match
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
+        self._looked.clear()
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        for row in rows:
+            self._looked.pop(row, None)
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        return self._after(state.tokens[row], min(self.depth, state.room(row) - 1), state.eos)
+        text, (size, match) = state.tokens[row], self._looked.get(row, (0, 0))
+        # What ends with a match ends with a shorter one where it ended earlier.
+        longest = min(max(match, self.sizes[0] - 1) + len(text) - size, self.sizes[1])
+        match, found = self.store.find(text, self.sizes[0], longest)
+        self._looked[row] = len(text), match
+        return self._after(match, found, min(self.depth, state.room(row) - 1), state.eos)
 
     def look(self) -> Callable[[], object]:
         tokens = self.store.tokens
@@ -70,15 +84,16 @@ class RestDrafter(Retrieval):
 
         def once() -> object:
             place = next(places)
-            return self._after(tokens[place : place + self.sizes[1]].tolist(), self.depth, frozenset())
+            match, found = self.store.find(tokens[place : place + self.sizes[1]].tolist(), *self.sizes)
+            return self._after(match, found, self.depth, frozenset())
 
         return once
 
-    def _after(self, text: list[int], depth: int, stop: frozenset[int]) -> Found:
-        """What follows the text's end in the datastore, up to ``depth`` tokens."""
-        match, found = self.store.find(text, *self.sizes)
+    def _after(self, match: int, found: range, depth: int, stop: frozenset[int]) -> Found:
+        """What follows a match in the datastore, up to ``depth`` tokens."""
         if not match or depth < 1:
             return NOTHING
+        least = self.weighing.least if self.weighing is not None else 0.0
         chosen = found[:: -(-len(found) // self.places)]
         places = [int(self.store.suffixes[place]) + match for place in chosen]
         texts = [self.store.tokens[place : place + depth].tolist() for place in places]
@@ -91,4 +106,4 @@ class RestDrafter(Retrieval):
                     going[text[size]].append(text)
             return [Next(token, len(some), 0, (size + 1, some)) for token, some in going.items()]
 
-        return likeliest_tree(after, (0, texts), match, self.nodes, 0.0, stop, self.chain)[1]
+        return likeliest_tree(after, (0, texts), match, self.nodes, least, stop, self.chain)[1]

@@ -19,6 +19,8 @@ from test_suffix import places, state_of
 from data_prep import datastore as program
 from drafters import Drafter, TargetModel, make_drafter
 from drafters.decoding import cost, kept_costs
+from drafters.decoding.kept_costs import Costs, Curve
+from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
 from drafters.drafting.draft_model import vocabulary_facts
@@ -106,6 +108,45 @@ def test_continuations_by_hand(tmp_path: Path) -> None:
     assert of([1, 2, 3], places=2, depth=2) == Found([4, 3], [-1, 0], [1 / 3, 0.5], 2)
 
 
+@pytest.mark.parametrize("shortest", [1, 3])
+def test_a_text_that_goes_on_is_looked_up_from_where_it_was(shortest: int, tmp_path: Path) -> None:
+    """Catches a match that may not grow by the tokens that have come since the last look, and the match of a row or of
+    a prompt that is taken for that of the text after it."""
+    target, rng = target_of("llama"), random.Random(0)
+    path = written(tmp_path / "some", [[rng.randrange(4) for _ in range(60)] for _ in range(9)], target)
+    options: dict[str, Any] = {"datastore": path, "min_ngram": shortest, "max_ngram": 6, "nodes": 4}
+    kept = RestDrafter.from_options(target, **options)
+    for _ in range(40):
+        state = state_of([rng.randrange(4) for _ in range(rng.randrange(1, 12))], 99, 99)
+        if rng.randrange(2):
+            kept.begin(state, None)  # type: ignore[arg-type]
+        else:
+            kept.join(state, [0], state, None)  # type: ignore[arg-type]
+        for _ in range(12):
+            fresh = RestDrafter.from_options(target, **options).retrieve(state)
+            assert kept.retrieve(state) == fresh
+            state.tokens[0].extend(rng.randrange(4) for _ in range(rng.randrange(5)))
+
+
+def test_what_pays_for_no_row_is_not_looked_for(tmp_path: Path) -> None:
+    """Catches trees of all that ever followed, which take longer to build than they can gain."""
+    target = target_of("llama")
+    path = written(tmp_path / "some", [[1, 2]] * 60 + [[1, 3]], target)
+    auto, fixed = (RestDrafter.from_options(target, datastore=path, nodes=n, min_ngram=1) for n in ("auto", 64))
+    assert auto.retrieve(state_of([1], 99, 99)).tokens == [2]
+    assert fixed.retrieve(state_of([1], 99, 99)).tokens == [2, 3]
+    weighing = auto.weighing
+    assert weighing is not None
+    for row, found in ((0.001, [2, 3]), (0.01, [2])):
+        weighing.ask = lambda *_, row=row: Costs(
+            1.0, *[Curve((1, 11), (1.0, 1.0 + 10 * row))] * 2, 0.0, Curve((1,), (0.0,))
+        )
+        weighing._scales.clear()
+        weighing._costs.clear()
+        auto.begin(DecodeState.of(target, [[1]], 64, 32, Sampling(), torch.Generator(), frozenset()), None)  # type: ignore[arg-type]
+        assert auto.retrieve(state_of([1], 99, 99)).tokens == found
+
+
 def path_of(found: Found, node: int) -> list[int]:
     return [] if node < 0 else [*path_of(found, found.parents[node]), found.tokens[node]]
 
@@ -162,12 +203,12 @@ def test_a_look_costs_what_a_search_takes(hybrid: bool, answers: str, monkeypatc
     step, and is slower than plain decoding."""
     for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1,)}.items():
         monkeypatch.setattr(cost, name, value)
-    seconds, looked, after = [1.0], list[list[int]](), RestDrafter._after
+    seconds, looked, after = [1.0], set[tuple[int, range]](), RestDrafter._after
 
-    def slow(drafter: RestDrafter, text: list[int], depth: int, stop: frozenset[int]) -> Found:
+    def slow(drafter: RestDrafter, match: int, places: range, depth: int, stop: frozenset[int]) -> Found:
         seconds[0] += 20
-        looked.append(text)
-        found = after(drafter, text, depth, stop)
+        looked.add((match, places))
+        found = after(drafter, match, places, depth, stop)
         assert found.tokens
         return found
 
@@ -180,7 +221,7 @@ def test_a_look_costs_what_a_search_takes(hybrid: bool, answers: str, monkeypatc
         drafter = make_drafter("hybrid", target, head=auto_eagle(target, None), lookup=rest | {"nodes": 12})
     with torch.inference_mode():
         costs = drafter.weighing.ask(1, Sampling(), 9)
-    assert costs.draft.at(1) == 20 and costs.first == 0 and len(set(map(tuple, looked))) > 1
+    assert costs.draft.at(1) == 20 and costs.first == 0 and len(looked) > 1
 
 
 def test_in_a_hybrid(answers: str) -> None:

@@ -39,8 +39,9 @@ FAR = 4096  # ...in a cache of so many rows, of all prompts
 SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
 SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over...
 # ...but for so long at least, and a step without a draft, alone, for so long. Of steps of half a millisecond on a
-# shared machine nine rounds said 1.65 to 2.24 steps for what forty said 1.89 to 2.05.
-LEAST, GLANCE = 1.5, 0.2
+# shared machine nine rounds said 1.65 to 2.24 steps for what forty said 1.89 to 2.05; what four rows cost, in steps
+# without a draft, was 9% more or less every second and a half.
+LEAST, GLANCE = 3.0, 0.2
 # Forwards of more rows together take turns apart from the others: among them, a step without a draft took 3% longer
 # than it does while decoding, and drafts promised as much too much.
 HEAVY = 16
@@ -141,7 +142,7 @@ def _costs_behind(
             parts["accepted"] = (begin, step_of(1 + right, chain=True, right=True))
         heavy = {key: runs for key, runs in parts.items() if isinstance(key, tuple) and key[1] * batch > HEAVY}
         light = {key: runs for key, runs in parts.items() if key not in heavy}
-        found = timed(light, target.device, LEAST) | (timed(heavy, target.device, LEAST) if heavy else {})
+        found = timed(light, target.device, LEAST) | (timed(heavy, target.device, LEAST / 2) if heavy else {})
         verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
         # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
         spared = found["verify", chained[-1]] - found["chain", chained[-1]]

@@ -15,7 +15,7 @@ from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
 from ..decoding.waiting import Hindsight
 from ..model.target import TargetModel
-from .auto import reckoned
+from .auto import RARE, reckoned
 from .counted import Counted
 from .looking import FRUITFUL, FRUITLESS, Looking
 from .one_tree import Held, leaves_draft
@@ -34,6 +34,10 @@ DOUBT = 8.0  # copied tokens that were accepted as their chances said, before an
 MOST = 1.3  # times as many tokens as their chances say
 FORGIVEN = 0.99  # of the distrust that is left, a step later, where nothing was copied
 MEMORY = 0.97  # of the past steps, by which a step's worth is judged, a step later
+ROW = 0.01  # of a step: what a row costs where it costs little; before that is known
+# Times its row's price a share of the places has to be. Of SmolLM2's answers, at four machines' costs, nothing was lost
+# up to that: small shares promise more than comes of them, and a step has more tokens than one.
+SCARCE = 3.0
 
 
 class Trust:
@@ -70,6 +74,7 @@ class Scales:
         trust: in what is copied. apart: in a copied token that the head has not drafted where it could have.
         looking: when to look for copies.
         hindsight: how much of what copies promise a batch comes to its last row.
+        least: what follows at a smaller share of the places is not worth a row, wherever it stands.
         promised: steps that were copied, their tokens, and their time in steps without a draft.
     """
 
@@ -91,6 +96,7 @@ class Scales:
         least = map(min, rows[:COPIED], rows[COPIED:])
         # What every further node costs at least, by the nodes that there are.
         self._least = [*list(accumulate(reversed(list(least)), min))[::-1], math.inf]
+        self.least = max(SCARCE * self._least[0] / costs.plain, RARE)
 
     def best_parts(
         self, found: list[Found], going: int, weights: Sequence[float] | None = None, share: float = 1.0
@@ -270,6 +276,11 @@ class Weighing:
     def found(self, lookup: Retrieval, state: DecodeState) -> list[Found]:
         """What each row could go on with; nothing in a step that does not look."""
         return lookup.retrieve_all(state) if self._now.looking.step() else [NOTHING] * state.batch
+
+    @property
+    def least(self) -> float:
+        """As ``Scales.least``."""
+        return self._now.least if self._scales else SCARCE * ROW
 
     def may_rest(self) -> int:
         """How many of the next steps will not look for a copy."""
