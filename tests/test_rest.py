@@ -14,12 +14,12 @@ from conformance import prompt, target_of
 from distribution import LIMIT, PROMPT, WARPS, deviation, toy
 from rigged import auto_eagle
 from safetensors.torch import load_file, save_file
+from test_hybrid import costs
 from test_suffix import places, state_of
 
 from data_prep import datastore as program
 from drafters import Drafter, TargetModel, make_drafter
 from drafters.decoding import cost, kept_costs
-from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
@@ -138,9 +138,7 @@ def test_what_pays_for_no_row_is_not_looked_for(tmp_path: Path) -> None:
     weighing = auto.weighing
     assert weighing is not None
     for row, found in ((0.001, [2, 3]), (0.01, [2])):
-        weighing.ask = lambda *_, row=row: Costs(
-            1.0, *[Curve((1, 11), (1.0, 1.0 + 10 * row))] * 2, 0.0, Curve((1,), (0.0,))
-        )
+        weighing.ask = lambda *_, row=row: costs(row)
         weighing._scales.clear()
         weighing._costs.clear()
         auto.begin(DecodeState.of(target, [[1]], 64, 32, Sampling(), torch.Generator(), frozenset()), None)  # type: ignore[arg-type]
@@ -220,8 +218,8 @@ def test_a_look_costs_what_a_search_takes(hybrid: bool, answers: str, monkeypatc
     if hybrid:
         drafter = make_drafter("hybrid", target, head=auto_eagle(target, None), lookup=rest | {"nodes": 12})
     with torch.inference_mode():
-        costs = drafter.weighing.ask(1, Sampling(), 9)
-    assert costs.draft.at(1) == 20 and costs.first == 0 and len(looked) > 1
+        found = drafter.weighing.ask(1, Sampling(), 9)
+    assert found.draft.at(1) == 20 and found.first == 0 and len(looked) > 1
 
 
 def test_in_a_hybrid(answers: str) -> None:

@@ -42,8 +42,8 @@ SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over...
 # shared machine nine rounds said 1.65 to 2.24 steps for what forty said 1.89 to 2.05; what four rows cost, in steps
 # without a draft, was 9% more or less every second and a half.
 LEAST, GLANCE = 3.0, 0.2
-# Forwards of more rows together take turns apart from the others: among them, a step without a draft took 3% longer
-# than it does while decoding, and drafts promised as much too much.
+# Forwards of more rows together take turns apart from the others, for half as long: among them, a step without a draft
+# took 3% longer than it does while decoding, and drafts promised as much too much.
 HEAVY = 16
 
 LIKELY = 1e4  # a logit
