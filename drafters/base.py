@@ -122,7 +122,7 @@ class Drafter:
 
     def propose(self, state: "DecodeState") -> DraftTree:
         """The draft that follows the last committed token of every row."""
-        return DraftTree.empty(state.batch, self.target.device)
+        return state.nothing
 
     def while_verifying(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput) -> None:
         """The target's forward over ``draft`` was launched; on CUDA it may still run: do not read ``output`` yet."""
@@ -148,11 +148,11 @@ class Drafter:
         """
         return self.auto.may_rest() if self.auto is not None else 0
 
-    def rest(self) -> None:
-        """In the place of ``propose``: the step has no draft. ``follow`` says what became of it; if a row of several
-        has ended with it, ``observe``."""
+    def rest(self, steps: int) -> None:
+        """The last so many steps had no draft, and ``propose`` was not asked for one. ``follow`` says of each what
+        became of it, this afterwards; if a row of several has ended with the last one, then ``observe``."""
         if self.auto is not None:
-            self.auto.rest()
+            self.auto.rest(steps)
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
         """As ``observe``, of a step that another drafter drafted.

@@ -67,7 +67,7 @@ class BiLDDrafter(SpeculativeDrafter):
                 rows = draw(state.sampling.probabilities(logits), state.generator)[:, None]
             rows = self.lm_head.tokens(rows)
             tokens.append(rows)
-        return DraftTree.chain(torch.cat(tokens, 1)) if tokens else DraftTree.empty(1, self.target.device)
+        return DraftTree.chain(torch.cat(tokens, 1)) if tokens else state.nothing
 
 
 class Rollback:

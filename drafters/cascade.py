@@ -93,7 +93,7 @@ class CascadeDrafter(DraftModelDrafter):
                 break
         tokens = until(inner.tokens[0][start : start + max(room, 0)], state.eos)
         if not tokens:
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         q = torch.cat(self._q)[None, : len(tokens)] if self._q else None
         return DraftTree.chain(torch.tensor([tokens], device=self.target.device), q=q)
 

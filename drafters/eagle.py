@@ -283,7 +283,7 @@ class EagleDrafter(LearnedDrafter):
                 if paths:
                     self.plan = tree_plan(paths, self.target.device)
             if self._idle:
-                return DraftTree.empty(state.batch, self.target.device)
+                return state.nothing
         self._gather_up()
         self.lm_head.read(state.tokens)
         if depth >= 1 and self._grows_alone(state):
@@ -295,7 +295,7 @@ class EagleDrafter(LearnedDrafter):
         predicted = last_of(self._extend(given, padded(following, self.target.device)), self._counts)[:, None]
         self._cache.commit_first(self._counts)
         if depth < 1:
-            return DraftTree.empty(state.batch, self.target.device)
+            return state.nothing
         head = self.lm_head
         if self._growing is not None:
             return self._growing.grow(TorchPasses(predicted, self._extend_tree, head), depth, self.target.device)

@@ -121,8 +121,8 @@ class HybridDrafter(Drafter):
     def _of_head(self, state: DecodeState) -> DraftTree:
         """The head's draft; it is not asked for one that it knows to be none."""
         if self._rests and self.weighing is not None and self.head.may_rest():
-            self._spare_head(self.weighing)
-            return DraftTree.empty(state.batch, self.target.device)
+            self._spare_head(self.weighing, 1)
+            return state.nothing
         before = self.head.promised()
         draft = self.head.propose(state)
         self._by, self._rests = "head", not draft.size
@@ -148,16 +148,16 @@ class HybridDrafter(Drafter):
     def may_rest(self) -> int:
         return 0 if self.weighing is None else min(self.head.may_rest(), self.weighing.may_rest())
 
-    def rest(self) -> None:
+    def rest(self, steps: int) -> None:
         if self.weighing is not None:
             self._found, self._held = [NOTHING] * len(self._found), None
-            self.weighing.rest()
-            self._spare_head(self.weighing)
+            self.weighing.rest(steps)
+            self._spare_head(self.weighing, steps)
 
-    def _spare_head(self, weighing: Weighing) -> None:
+    def _spare_head(self, weighing: Weighing, steps: int) -> None:
         self._by = "no one"
-        self.head.rest()
-        weighing.note_head(*NOT_DRAFTED)
+        self.head.rest(steps)
+        weighing.note_head(*NOT_DRAFTED, steps)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """Of a step of its own that nothing was drafted for."""

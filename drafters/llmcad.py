@@ -172,7 +172,7 @@ class LLMCadDrafter(DraftModelDrafter):
 
     def propose(self, state: DecodeState) -> DraftTree:
         if state.room() < 2:
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         if self._ahead is None:
             features = self._catch_up(state)
             self._tree = TokenTree(self.nodes, self.branches, self.alpha, state.room() - 1, features)

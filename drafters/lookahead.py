@@ -80,7 +80,7 @@ class LookaheadDrafter(Drafter):
         room = state.room() - 1
         self._tails, self._trie = [], Trie()
         if room < 1:  # the last token: there will be no forward to use new guesses in
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         self._tails = self.pool.get(state.tokens[0][-1], self.guesses)
         self._trie = trie = Trie.of(self._tails, room, state.eos)
         guessed = self.window.tokens

@@ -190,7 +190,7 @@ class MedusaDrafter(LearnedDrafter):
             plan = self.plans["greedy" if state.sampling.greedy else "sampled"]
         self._used = plan
         if not plan.size or state.longest_draft(self.depth) < 1:
-            return DraftTree.empty(state.batch, self.target.device)
+            return state.nothing
         self._read_text(state)
         return self._draft(self._feature, plan, state.sampling, state.generator)
 

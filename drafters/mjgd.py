@@ -55,7 +55,7 @@ class MJGDDrafter(Drafter):
     def propose(self, state: DecodeState) -> DraftTree:
         length = min(self.k, state.room()) - 1
         if length == 0:
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         root = self.target.run(state.roots, state.cache).features[:, -1]
         models, how = (self.target, self._lm_head, state.cache), (state.sampling, state.eos, state.generator)
         levels = beam_search(*models, root, length, self.beams, *how, offset=1)

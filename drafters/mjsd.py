@@ -67,7 +67,7 @@ class MJSDDrafter(DraftModelDrafter):
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
         if gamma < 1:
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         features = self._catch_up(state)
         how = state.sampling, state.eos, state.generator
         models = self.draft_model, self.lm_head, self._cache

@@ -87,7 +87,7 @@ class OuroborosDrafter(DraftModelDrafter):
         room = state.room() - 1
         self._drafted, self._tails, self._trie = [], [], Trie()
         if room < 1:
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         self.lm_head.read(state.tokens)
         pending = state.tokens[0][self._cache.lengths[0] :]
         q: list[Tensor] = []

@@ -60,7 +60,7 @@ class SpecTrDrafter(DraftModelDrafter):
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = min(self.gamma, state.room() - 1)
         if gamma < 1:
-            return DraftTree.empty(1, self.target.device)
+            return state.nothing
         features = self._catch_up(state)
         temperature = state.sampling.temperature if self.draft_temperature is None else self.draft_temperature
         sampling = Sampling(temperature, state.sampling.top_k, state.sampling.top_p)

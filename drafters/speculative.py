@@ -69,7 +69,7 @@ class SpeculativeDrafter(DraftModelDrafter):
         if self.auto is not None:
             gamma = self.auto.chain(state.batch, state.sampling, state.length, gamma)
         if not gamma:  # what has come is read when something is drafted
-            return DraftTree.empty(state.batch, self.target.device)
+            return state.nothing
         self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
         q: list[Tensor] = []

@@ -78,7 +78,7 @@ class DraftTree:
     def empty(cls, batch: int, device: torch.device) -> "DraftTree":
         """The draft of plain decoding."""
         none = torch.zeros(batch, 0, dtype=torch.long, device=device)
-        return cls(none, none, is_chain=True, draws=())
+        return cls(none, none, is_chain=True, see=tree_mask((), device)[0], draws=())
 
     @classmethod
     def chain(cls, tokens: Tensor, q: Tensor | None = None, valid: Tensor | None = None) -> Self:

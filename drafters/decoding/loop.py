@@ -39,7 +39,8 @@ class DecodeState:
         finished: per batch row, whether EOS, the limit or what ``control`` says was reached.
         control: what else decides on the tokens, if anything does.
         steps: of the loop so far. refilled: whether other prompts take the place of rows that have finished.
-        resting: so many of the next steps have the empty ``idle`` draft unasked (``Drafter.may_rest``).
+        resting: so many of the next steps have no draft unasked (``Drafter.may_rest``). rested: so many had, of which
+            the drafter has not been told.
     """
 
     target: TargetModel
@@ -55,8 +56,9 @@ class DecodeState:
     steps: int = 0
     refilled: bool = False
     resting: int = 0
-    idle: DraftTree | None = None
+    rested: int = 0
     _roots: Tensor | None = None
+    _nothing: DraftTree | None = None
 
     @classmethod
     def of(
@@ -85,6 +87,13 @@ class DecodeState:
         if self._roots is None:
             self._roots = torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
         return self._roots
+
+    @property
+    def nothing(self) -> DraftTree:
+        """The empty draft, of which one is enough."""
+        if self._nothing is None:
+            self._nothing = DraftTree.empty(self.batch, self.target.device)
+        return self._nothing
 
     @property
     def length(self) -> int:
@@ -234,41 +243,39 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     ``lap`` is called when the draft is there, when it is verified, and at the end.
     """
     _ = state.roots  # copied before drafting is queued: copied after, it would wait for all of it
-    rests = state.idle if state.resting else None
-    if rests is None:
-        draft = drafter.propose(state)
-    else:
-        draft = rests
-        drafter.rest()
+    rests = state.resting > 0
+    draft = state.nothing if rests else drafter.propose(state)
     lap()
     see = draft.ancestors()
     output, logits = _forward(state, drafter, draft, see)
-    if rests is None:
+    if not rests:
         drafter.while_verifying(state, draft, output)
     proposed, see = draft.proposed(see)
     verdict = rule(proposed, logits, see, state.sampling, state.generator)
     lap()
     steps = _commit(state, draft, verdict)
     state.steps += 1
-    if not all(state.finished):
-        _look_back(state, drafter, draft, output, verdict)
+    state.resting, state.rested = state.resting - rests, state.rested + rests
+    over = all(state.finished)
+    if state.rested and (over or not state.resting or state.ended_by(verdict)):
+        drafter.rest(state.rested)
+        state.rested = 0
+    if not over:
+        _look_back(state, drafter, draft, output, verdict, rests)
     lap()
     return steps
 
 
 def _look_back(
-    state: DecodeState, drafter: "Drafter", draft: DraftTree, output: FeatureOutput, verdict: Verdict
+    state: DecodeState, drafter: "Drafter", draft: DraftTree, output: FeatureOutput, verdict: Verdict, rests: bool
 ) -> None:
     """Let the drafter learn what was committed; if it has drafted nothing, and will not soon, it rests."""
-    if not state.resting:
-        drafter.observe(state, draft, output, verdict)
-        state.resting, state.idle = 0 if draft.size else drafter.may_rest(), draft
-        return
-    state.resting -= 1
-    if state.ended_by(verdict):  # so that the batch waits for others
-        drafter.observe(state, draft, output, verdict)
-    else:
+    if rests and not state.ended_by(verdict):  # by which the batch waits for others
         drafter.follow(state, output, verdict)
+        return
+    drafter.observe(state, draft, output, verdict)
+    if not rests:
+        state.resting = 0 if draft.size else drafter.may_rest()
 
 
 def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tensor) -> tuple[FeatureOutput, Tensor]:

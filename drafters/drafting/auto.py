@@ -341,12 +341,12 @@ class Chooser:
         probe_at = math.inf if course.probe is None else course.probe_at - course.steps - 1
         return int(max(min(course.decide_at - course.steps, probe_at), 0))
 
-    def rest(self) -> None:
-        """A step is not asked for."""
+    def rest(self, steps: int) -> None:
+        """So many steps were not asked for."""
         assert self._now is not None and not self._now.shape.paths
-        self._now.steps += 1
+        self._now.steps += steps
         for place in range(3):
-            self._now.promised[place] += 1.0
+            self._now.promised[place] += steps
 
     def learn(self, depth: int, candidates: int, right: int | None, weight: float = 1.0) -> None:
         """As ``Rates.learn``, of the draft that was shaped last."""

@@ -31,6 +31,10 @@ class Looking:
         self._rest = max(self._rest - 1, 0)
         return self.now
 
+    def rest(self, steps: int) -> None:
+        """The last so many did not."""
+        self.now, self._rest = False, max(self._rest - steps, 0)
+
     @property
     def rests(self) -> int:
         """How many of the next steps do not."""

@@ -138,7 +138,7 @@ class Retrieval(Drafter):
             found = self.weighing.best_parts(found, state)
             if not any(one.tokens for one in found):
                 self.weighing.note_plain()
-                return DraftTree.empty(state.batch, self.target.device)
+                return state.nothing
         return draft_of(found, self.target.device)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
@@ -148,11 +148,11 @@ class Retrieval(Drafter):
     def may_rest(self) -> int:
         return 0 if self.weighing is None else self.weighing.may_rest()
 
-    def rest(self) -> None:
+    def rest(self, steps: int) -> None:
         if self.weighing is not None:
             self._found = [NOTHING] * len(self._found)
-            self.weighing.rest()
-            self.weighing.note_plain()
+            self.weighing.rest(steps)
+            self.weighing.note_plain(steps)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         """The texts say it."""

@@ -190,19 +190,20 @@ class Scales:
             chances.append(above * trust.of(matches[-1], claim))
         return sorted(((chance, node) for node, chance in enumerate(chances)), key=lambda pair: -pair[0])
 
-    def note_plain(self) -> None:
-        """Nothing was drafted."""
-        _fade(self._all, 1.0, 1.0)
+    def note_plain(self, steps: int = 1) -> None:
+        """Nothing was drafted in so many steps."""
+        _fade(self._all, 1.0, 1.0, steps)
 
-    def note_head(self, before: Promised, after: Promised) -> None:
-        """The head has drafted a step, and promised for it what its promises differ by."""
+    def note_head(self, before: Promised, after: Promised, times: int = 1) -> None:
+        """The head has drafted a step, or so many alike, and promised for it what its promises differ by."""
         tokens, steps = after.tokens - before.tokens, after.plain_steps - before.plain_steps
-        _fade(self._all, tokens, steps)
-        _fade(self._head, tokens, steps)
+        _fade(self._all, tokens, steps, times)
+        _fade(self._head, tokens, steps, times)
 
-    def settle(self, accepted: int) -> None:
-        """So many of the copied tokens were accepted, in all rows; if none had been drafted, distrust fades."""
-        fading, claim, held = (MEMORY, self._claim, float(accepted)) if self._claim else (FORGIVEN, DOUBT, DOUBT)
+    def settle(self, accepted: int, steps: int = 1) -> None:
+        """So many of the copied tokens were accepted, in all rows; if none had been drafted, in so many steps, distrust
+        fades."""
+        fading, claim, held = (MEMORY, self._claim, float(accepted)) if self._claim else (FORGIVEN**steps, DOUBT, DOUBT)
         weight = 1.0 if self._claim else 1 - fading
         self._claimed = fading * self._claimed + weight * claim
         self._accepted = fading * self._accepted + weight * held
@@ -248,10 +249,13 @@ class Weighing:
         self._costs: dict[tuple[int, Sampling], CostsByLength] = {}
         self._now: Scales
         self._plain = 0
+        self._passed = 0  # steps since the last that asked
 
     def begin(self, state: DecodeState) -> None:
         """Go by what is known of so many rows, sampled so."""
         short = self.prepare(state.batch, state.sampling, state.longest)  # now, and not while decoding
+        if self._scales:
+            self._settle_passed()
         self._now = self._scales.setdefault((state.batch, state.sampling), Scales(short))
         self._now.hindsight.settle()
         self._now.looking.begin()
@@ -275,7 +279,13 @@ class Weighing:
 
     def found(self, lookup: Retrieval, state: DecodeState) -> list[Found]:
         """What each row could go on with; nothing in a step that does not look."""
+        self._settle_passed()
         return lookup.retrieve_all(state) if self._now.looking.step() else [NOTHING] * state.batch
+
+    def _settle_passed(self) -> None:
+        if self._passed:
+            self._now.settle(0, self._passed)
+            self._passed = 0
 
     @property
     def least(self) -> float:
@@ -286,22 +296,22 @@ class Weighing:
         """How many of the next steps will not look for a copy."""
         return self._now.looking.rests
 
-    def rest(self) -> None:
-        """The step does not ask."""
-        self._now.looking.step()
+    def rest(self, steps: int) -> None:
+        """So many steps did not ask."""
+        self._now.looking.rest(steps)
 
     def pass_by(self) -> None:
         """A step that did not ask was committed."""
-        self._now.settle(0)
+        self._passed += 1
 
-    def note_head(self, before: Promised, after: Promised) -> None:
+    def note_head(self, before: Promised, after: Promised, times: int = 1) -> None:
         """As ``Scales.note_head``."""
-        self._now.note_head(before, after)
+        self._now.note_head(before, after, times)
 
-    def note_plain(self) -> None:
+    def note_plain(self, steps: int = 1) -> None:
         """As ``Scales.note_plain``."""
-        self._plain += 1
-        self._now.note_plain()
+        self._plain += steps
+        self._now.note_plain(steps)
 
     def beside(self, found: list[Found], held: list[Held], size: int, state: DecodeState) -> list[list[int]]:
         """As ``Scales.beside``."""
@@ -313,6 +323,7 @@ class Weighing:
     def learn(self, state: DecodeState, found: list[Found], verdict: Verdict, held: list[Held] | None = None) -> None:
         """What was committed in each batch row, where that had been found; ``held``: as ``Scales.learn`` has it."""
         self._now.hindsight.look_back(state, verdict)
+        self._settle_passed()
         self._now.settle(sum(len(rows) - 1 for rows in verdict.rows if rows))
         for row, (one, tokens) in enumerate(zip(found, verdict.tokens, strict=True)):
             self._now.learn(one, tokens, held[row] if held else None)
@@ -338,6 +349,8 @@ def weighed(look: Run | None, context: int) -> tuple[Make, Make | None]:
     return lambda late: weigh, None if look is None else lambda rows: look
 
 
-def _fade(sums: list[float], tokens: float, steps: float) -> None:
-    """Add a step."""
-    sums[:] = [MEMORY * before + new for before, new in zip(sums, (1.0, tokens, steps), strict=True)]
+def _fade(sums: list[float], tokens: float, steps: float, times: int = 1) -> None:
+    """Add a step, or so many alike."""
+    left = MEMORY**times
+    weight = (1 - left) / (1 - MEMORY)
+    sums[:] = [left * before + weight * new for before, new in zip(sums, (1.0, tokens, steps), strict=True)]
