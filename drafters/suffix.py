@@ -2,7 +2,7 @@
 a tree of the likeliest tokens by how often they did; the longer the match, the larger the tree. Untrained.
 """
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -72,6 +72,11 @@ class SuffixDrafter(Retrieval):
         self._answers: list[int] = []  # past ones, with BETWEEN after each
         self._past = SuffixAutomaton()
         self._rows: list[_Row] = []
+
+    def unread(self) -> Self:
+        one = super().unread()
+        one._answers, one._past, one._rows = [], SuffixAutomaton(), []
+        return one
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)

@@ -255,7 +255,7 @@ def test_what_promises_more_drafts(dear: str) -> None:
         result = generate(target, drafter, [prompt(9)], max_new_tokens=120, eos_token_id=NO_EOS)
     assert result.tokens[0].tolist() == plain_greedy(target, prompt(9), 120)
     late = [step.drafted for step in result.trace.steps][-10:-2]
-    assert any(grew[-10:-2]) == (dear == "fixed shapes")
+    assert (sum(grew[-10:-2]) > 2) == (dear == "fixed shapes")
     assert (min(late) >= 3) == (dear != "both")
 
 

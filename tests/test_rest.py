@@ -199,7 +199,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_a_look_costs_what_a_search_takes(hybrid: bool, answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches auto that takes a search of the datastore for as short as weighing what it finds: it searches in every
     step, and is slower than plain decoding."""
-    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1,)}.items():
+    rows = {"VERIFIED": (2, 4), "CHAINED": (2,), "DRAFTED": (1,), "LATE": 2}
+    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, **rows}.items():
         monkeypatch.setattr(cost, name, value)
     seconds, looked, after = [1.0], set[tuple[int, range]](), RestDrafter._after
 

@@ -42,9 +42,14 @@ SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over...
 # shared machine nine rounds said 1.65 to 2.24 steps for what forty said 1.89 to 2.05; what four rows cost, in steps
 # without a draft, was 9% more or less every second and a half.
 LEAST, GLANCE = 3.0, 0.2
-# Forwards of more rows together take turns apart from the others, for half as long: among them, a step without a draft
-# took 3% longer than it does while decoding, and drafts promised as much too much.
-HEAVY = 16
+# Forwards of more rows together (but not of twice a step's without a draft) take turns apart from the others, for half
+# as long: a core that has just done much arithmetic is slow for some hundredths of a second. Behind 8 forwards of 16
+# rows, a step of 0.7 ms took 60% longer, one of 4.6 ms 8%, and one of 8.7 ms no longer.
+HEAVY = 4
+
+LEAD, AHEAD, ALIKE = 0.008, 32, 2  # of a turn: seconds that are not timed, in so many runs at most, and runs that are
+
+SELDOM = 8  # steps without a draft before one that is seldom asked for
 
 LIKELY = 1e4  # a logit
 SIBLINGS = 3  # in a measured tree: so many are tried in vain
@@ -54,6 +59,7 @@ RIGHT = 3  # tokens of a chain that is measured as if all were accepted
 Run = Callable[[], object]
 Make = Callable[[int], Run]
 Drafting = Callable[[int], tuple[Make, Make | None]]
+Parts = dict[Any, tuple[Run, Run]]
 
 
 class CostsByLength:
@@ -83,6 +89,7 @@ def step_costs(
     context: int,
     drafting: Drafting | None = None,
     drawn: bool = False,
+    seldom: bool = False,
 ) -> Costs:
     """What steps behind ``context`` tokens cost here and now, or cost when it was measured.
 
@@ -92,12 +99,15 @@ def step_costs(
             pass over a number of rows (None: there are none); both to be run. None: drafting takes no time worth
             mentioning.
         drawn: where tokens are sampled, drafts are, too, and are tried by the q that they were drawn from.
+        seldom: a draft's first token is timed as one that is seldom asked for: where a step takes half a millisecond,
+            that takes half as long again, and the forward behind it a tenth more.
     """
     near, size = _within(target, CONTEXT), max(FAR // batch, 2 * LONG)
-    costs = _costs_behind(target, name, batch, sampling, near, drafting, drawn)
+    measured = partial(_costs_behind, target, name, batch, sampling, drafting=drafting, drawn=drawn, seldom=seldom)
+    costs = measured(near)
     while context > LONG and (far := _within(target, size - SPARE)) > LONG:
         try:
-            other = _costs_behind(target, name, batch, sampling, far, drafting, drawn)
+            other = measured(far)
             return costs.towards(other, (context - near) / (far - near))
         except ValueError:  # the memory does not suffice
             size //= 2
@@ -112,54 +122,84 @@ def _costs_behind(
     context: int,
     drafting: Drafting | None,
     drawn: bool,
+    seldom: bool,
 ) -> Costs:
     """Measured behind so many tokens, now or before."""
 
-    def idle(steps: int) -> Run:
-        return lambda: None
+    given = target, batch, sampling, behind(target, batch, context)
 
     def plain() -> float:
-        one = verification(target, batch, sampling, behind(target, batch, context), 1)
+        one = verification(*given, 1)
         return timed({0: (one, one)}, target.device, GLANCE)[0]
 
     def measure() -> Costs:
-        start, make = drafting(context) if drafting is not None else (idle, None)
-        begin = start(0)
-        given = target, batch, sampling, behind(target, batch, context)
         step_of = partial(verification, *given, drawn=drawn and not sampling.greedy)
-        one = step_of(1)
-        parts: dict[Any, tuple[Run, Run]] = {"plain": (one, one), "first": (one, begin)}
-        # A cache that holds the target's weights holds less of them after a draft, and the other way round.
-        verified = [rows for rows in VERIFIED if rows == 2 or rows * batch <= MOST_ROWS]
-        parts |= {("verify", rows): (begin, step_of(rows)) for rows in verified}
-        chained = [rows for rows in CHAINED if rows in verified]
-        parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
-        drafted = [rows for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS]
-        parts |= {("draft", rows): (one, make(rows)) for rows in drafted} if make is not None else {}
-        parts |= {("late", LATE): (one, start(LATE))} if drafting is not None else {}
-        right = min(RIGHT, max(chained) - 1)
-        if not sampling.greedy:
-            parts["accepted"] = (begin, step_of(1 + right, chain=True, right=True))
-        heavy = {key: runs for key, runs in parts.items() if isinstance(key, tuple) and key[1] * batch > HEAVY}
-        light = {key: runs for key, runs in parts.items() if key not in heavy}
-        found = timed(light, target.device, LEAST) | (timed(heavy, target.device, LEAST / 2) if heavy else {})
-        verify = Curve.of({rows: found["verify", rows] for rows in verified} | {1: found["plain"]})
-        # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
-        spared = found["verify", chained[-1]] - found["chain", chained[-1]]
-        chain = Curve.of(
-            {rows: found["verify", rows] - spared for rows in verified if rows > chained[-1]}
-            | {rows: found["chain", rows] for rows in chained}
-            | {1: found["plain"]}
-        )
-        draft = Curve.of({rows: found["draft", rows] for rows in drafted} if make is not None else {1: 0.0})
-        accepted = max((found["accepted"] - chain.at(1 + right)) / right, 0.0) if "accepted" in found else 0.0
-        first, last = (found["first"], found["late", LATE]) if drafting is not None else (0.0, 0.0)
-        return Costs(found["plain"], verify, chain, first, draft, accepted, max((last - first) / LATE, 0.0))
+        parts = _parts(step_of, batch, sampling, drafting(context) if drafting is not None else None, seldom)
+        return _costs_of(_in_turn(parts, batch, target.device), drafting is not None, not sampling.greedy)
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
     way |= {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
     key = {"draft": dict(name), "batch": batch, "context": context} | way | machine_key(target)
     return kept(key, measure, plain)
+
+
+def _parts(
+    step_of: Callable[..., Run], batch: int, sampling: Sampling, drafting: tuple[Make, Make | None] | None, seldom: bool
+) -> Parts:
+    """What is timed, by kind, or kind and rows: what runs before it, and it."""
+    one = step_of(1)
+    parts: Parts = {"plain": (one, one)}
+    start, make = drafting or (None, None)
+    # A cache that holds the target's weights holds less of them after a draft, and the other way round.
+    begin = start(0) if start is not None else lambda: None
+    verified = [rows for rows in VERIFIED if rows == 2 or rows * batch <= MOST_ROWS]
+    chained = [rows for rows in CHAINED if rows in verified]
+    parts |= {("verify", rows): (begin, step_of(rows)) for rows in verified}
+    parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
+    if start is not None:
+        some = repeated(one, SELDOM if seldom else 1)
+        parts |= {"first": (some, begin), ("late", LATE): (one, start(LATE))}
+        parts |= {"behind": (lambda: (some(), begin()), one)} if seldom else {}
+    if make is not None:
+        parts |= {("draft", rows): (one, make(rows)) for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS}
+    if not sampling.greedy:
+        right = min(RIGHT, max(chained) - 1)
+        parts["accepted", right] = (begin, step_of(1 + right, chain=True, right=True))
+    return parts
+
+
+def _in_turn(parts: Parts, batch: int, device: torch.device) -> dict[Any, float]:
+    """Seconds of each part: those of many rows apart from the others."""
+    most = max(HEAVY, 2 * batch)
+    heavy = {key: runs for key, runs in parts.items() if isinstance(key, tuple) and key[1] * batch > most}
+    found = timed({key: runs for key, runs in parts.items() if key not in heavy}, device, LEAST)
+    if heavy:
+        # One part is of both groups: the machine may be another by now.
+        bridge = max(key for key in found if key[0] == "verify")
+        apart = timed({bridge: parts[bridge], **heavy}, device, LEAST / 2)
+        found |= {key: took * found[bridge] / apart[bridge] for key, took in apart.items()}
+    return found
+
+
+def _costs_of(found: dict[Any, float], drafts: bool, sampled: bool) -> Costs:
+    """What was found, as curves and numbers."""
+    plain = found["plain"]
+    verified, chained, drafted = (
+        {key[1]: took for key, took in found.items() if key[0] == kind} for kind in ("verify", "chain", "draft")
+    )
+    # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
+    last = max(chained)
+    longer = {rows: took - verified[last] + chained[last] for rows, took in verified.items() if rows > last}
+    verify, chain = Curve.of(verified | {1: plain}), Curve.of(longer | chained | {1: plain})
+    accepted = first = late = 0.0
+    if sampled:
+        right, took = next((key[1], took) for key, took in found.items() if key[0] == "accepted")
+        accepted = max((took - chain.at(1 + right)) / right, 0.0)
+    if drafts:
+        first = found["first"]
+        late = max((found["late", LATE] - first) / LATE, 0.0)
+        first += max(found.get("behind", plain) - plain, 0.0)
+    return Costs(plain, verify, chain, first, Curve.of(drafted or {1: 0.0}), accepted, late)
 
 
 def verification(
@@ -228,6 +268,16 @@ class _Proposing:
         return 0
 
 
+def repeated(run: Run, times: int) -> Run:
+    """So many times."""
+
+    def runs() -> None:
+        for _ in range(times):
+            run()
+
+    return runs
+
+
 def behind(target: TargetModel, batch: int, context: int, layers: int | None = None) -> Callable[[], KVCache]:
     """A cache with so many committed rows, and with room for more; every time that it is asked for, it is a row longer,
     as in decoding: libraries prepare themselves anew for shapes that they have not met.
@@ -254,11 +304,12 @@ def _within(target: TargetModel, context: int) -> int:
 
 
 @torch.inference_mode()
-def timed(parts: Mapping[Any, tuple[Run, Run]], device: torch.device, least: float) -> dict[Any, float]:
+def timed(parts: Parts, device: torch.device, least: float) -> dict[Any, float]:
     """Median seconds of each part's second run, which follows the first one, untimed; ``least``: seconds in all.
 
-    They take turns: a machine that slows down slows all of them. Not the least seconds: what decides are ratios, and of
-    one part that had a lucky moment and another that had none the ratio is wrong.
+    They take turns: a machine that slows down slows all of them. In its turn a part runs as it does while decoding,
+    behind others like it. Not the least seconds: what decides are ratios, and of one part that had a lucky moment and
+    another that had none the ratio is wrong.
     """
     found: dict[Any, list[float]] = {key: [] for key in parts}
     for both in parts.values():  # warm-up: kernels are chosen, graphs captured
@@ -267,10 +318,17 @@ def timed(parts: Mapping[Any, tuple[Run, Run]], device: torch.device, least: flo
     began = _now(device)
     for done in itertools.count(1):
         for key, (before, run) in parts.items():
-            before()
-            start = _now(device)
-            run()
-            found[key].append(_now(device) - start)
+            lead = _now(device) + LEAD
+            for _ in range(AHEAD):
+                before()
+                run()
+                if _now(device) >= lead:
+                    break
+            for _ in range(ALIKE):
+                before()
+                start = _now(device)
+                run()
+                found[key].append(_now(device) - start)
         if (passed := _now(device) - began) > SECONDS or (done >= ROUNDS and passed >= least):
             break
     return {key: median(seconds) for key, seconds in found.items()}

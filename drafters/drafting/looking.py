@@ -6,8 +6,8 @@ from .auto import PROBES
 
 HOPE = 0.25  # steps without a draft that a look is taken to gain before anything is known
 MEMORY = 0.97  # of the past looks, by which the next one is judged
-REST = 16  # steps without a look, at most: text may begin to repeat itself
-FRUITLESS, FRUITFUL = 0.75, 1.5  # times as long as weighing a copy: looking in vain; finding, weighing and drafting one
+REST = 64  # steps without a look, at most: text may begin to repeat itself
+FRUITLESS = 0.65  # times as long as a step that copies takes to find, weigh and draft it: one that finds none worth it
 
 
 class Looking:

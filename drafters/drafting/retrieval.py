@@ -2,7 +2,8 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -119,6 +120,10 @@ class Retrieval(Drafter):
 
     def promised(self) -> Promised | None:
         return self.weighing.promised() if self.weighing is not None else None
+
+    def unread(self) -> Self:
+        """One of its own kind that has read nothing, to be timed."""
+        return copy(self)
 
     def look(self) -> Callable[[], object] | None:
         """Looks for a copy after one text or another, to be timed; None: that takes no longer than weighing one."""

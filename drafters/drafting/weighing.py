@@ -4,20 +4,23 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
+
+import torch
 
 from ..base import Promised
 from ..decoding.acceptance import Verdict
-from ..decoding.cost import CostsByLength, Make, Run, step_costs
+from ..decoding.cost import CostsByLength, Make, step_costs
 from ..decoding.draft_tree import ROOT
 from ..decoding.kept_costs import Costs
 from ..decoding.loop import DecodeState
 from ..decoding.sampling import Sampling
 from ..decoding.waiting import Hindsight
-from ..model.target import TargetModel
+from ..model.kv_cache import KVCache
+from ..model.target import FeatureOutput, TargetModel
 from .auto import RARE, reckoned
 from .counted import Counted
-from .looking import FRUITFUL, FRUITLESS, Looking
+from .looking import FRUITLESS, Looking
 from .one_tree import Held, leaves_draft
 from .paying import COMMON
 from .retrieval import NOTHING, Found, Retrieval, part_of
@@ -29,6 +32,7 @@ CLAIMS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 # 0.86 where 8 do. In SmolLM2's own answers it was 0.29, 0.57, 0.60, and 0.94 where 8 or more do.
 FORGIVES = 1.8
 COPIED, COPY = 256, 16  # nodes of a copy: the most, and those of one that is timed
+SAYS, TIMES = 8, 4  # tokens that the text that is timed says so many times before it goes on to others
 PATH = list(range(ROOT, COPIED))  # the parents of a chain's nodes
 DOUBT = 8.0  # copied tokens that were accepted as their chances said, before anything is known
 MOST = 1.3  # times as many tokens as their chances say
@@ -133,8 +137,7 @@ class Scales:
                 self._claim = claimed
             elif (so_far - before) * worth * self.costs.plain < self._least[place + 1] and (paths or curve is not path):
                 break  # what comes later is less likely
-        fruitful = sum(map(bool, ordered))
-        judged = (FRUITFUL * fruitful + FRUITLESS * (going - fruitful)) * self.costs.first
+        judged = self.costs.first * (1.0 if count else FRUITLESS)
         took = (judged + going * self.costs.draft.at(1)) / self.costs.plain
         self.promised[2] += took
         self.looking.judge(took, best - without)
@@ -241,9 +244,11 @@ class Weighing:
     """
 
     def __init__(self, target: TargetModel, lookup: Retrieval) -> None:
-        look = lookup.look()
-        name = {"method": "copy", "looks": True if look is None else lookup.name}
-        ask = partial(step_costs, target, name, drafting=partial(weighed, look))
+        def ask(batch: int, sampling: Sampling, context: int) -> Costs:
+            drafting = partial(asked, target, lookup, batch, sampling)
+            name = {"method": lookup.name, "copies": True}
+            return step_costs(target, name, batch, sampling, context, drafting, seldom=True)
+
         self.ask: Callable[[int, Sampling, int], Costs] = ask
         self._scales: dict[tuple[int, Sampling], Scales] = {}
         self._costs: dict[tuple[int, Sampling], CostsByLength] = {}
@@ -337,16 +342,37 @@ class Weighing:
         return Promised(of, tokens + other.tokens, plain + other.plain_steps, choice)
 
 
-def weighed(look: Run | None, context: int) -> tuple[Make, Make | None]:
-    """Weighs the same copy again and again, and learns from it, as a step does behind any text; and looks for one: to
-    be timed."""
-    scales, found = Scales(COMMON), Found(list(range(COPY)), list(range(ROOT, COPY - 1)), [0.5] * COPY, 2)
+def asked(
+    target: TargetModel, lookup: Retrieval, batch: int, sampling: Sampling, context: int
+) -> tuple[Make, Make | None]:
+    """Drafts behind a text that goes on most of the time as it went on before, and learns what became of it, as a step
+    does; and looks for copies, where that takes its time: to be timed."""
+    one, look = lookup.unread(), lookup.look()
+    weighing = one.weighing = Weighing(target, one)
+    weighing.ask = lambda *given: COMMON
+    if look is not None:
+        found = Found(list(range(COPY)), list(range(ROOT, COPY - 1)), [0.5] * COPY, 2)
+        one.retrieve = lambda state, row=0: found  # type: ignore[method-assign]
+    said = (
+        token % target.vocab_size for new in count(step=SAYS) for _ in range(TIMES) for token in range(new, new + SAYS)
+    )
+    texts = [[next(said) for _ in range(2 * SAYS)] for _ in range(batch)]
+    generator = torch.Generator(target.device)
+    unending, going = target.max_context << 20, [False] * batch  # tokens
+    state = DecodeState(
+        target, KVCache.nothing(), texts, [1] * batch, sampling, generator, unending, frozenset(), going
+    )
+    one.begin(state, FeatureOutput(torch.empty(0)))
 
-    def weigh() -> None:
-        scales.best_parts([found], 1)
-        scales.learn(found, [0, -1])
+    def ask() -> None:
+        weighing._now.looking.begin()
+        draft = one.propose(state)
+        token = next(said)
+        for row in range(batch):
+            state.append(row, [token])
+        one.observe(state, draft, FeatureOutput(torch.empty(0)), Verdict([[0]] * batch, [[token]] * batch, [0] * batch))
 
-    return lambda late: weigh, None if look is None else lambda rows: look
+    return lambda late: ask, None if look is None else lambda rows: look
 
 
 def _fade(sums: list[float], tokens: float, steps: float, times: int = 1) -> None:
