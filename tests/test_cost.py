@@ -200,7 +200,7 @@ def test_short_steps_are_timed_for_longer(monkeypatch: pytest.MonkeyPatch) -> No
         return (len(runs) - 2) // 4
 
     assert rounds(2.0**-10, 1.5) == 384 and rounds(2.0**-10, 0.0) == 9
-    assert rounds(0.125, 1.5) == 9 and rounds(1.0, 1.5) == 2
+    assert rounds(0.125, 1.5) == 9 and rounds(1.0, 1.5) == 3
 
 
 def test_the_loops_own_share_is_in_it(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,17 +31,17 @@ from .loop import DecodeState, step
 from .sampling import Sampling
 
 VERIFIED = (2, 4, 8, 12, 16, 32, 64)  # rows of a verification that are measured; of a batch together at most...
-CHAINED, DRAFTED = (2, 4, 8, 16), (1, 2, 4, 8, 16)  # and of one of a chain, and of a draft pass
+CHAINED, DRAFTED = (4, 8, 16), (1, 2, 4, 8, 16)  # and of one of a chain (two are either), and of a draft pass
 MOST_ROWS = 128
 CONTEXT, LONGER = 256, 64  # rows that the measured ones attend to, at first, and how many more in the end
 LONG = 512  # tokens; longer contexts go by the line through a second one...
 FAR = 4096  # ...in a cache of so many rows, of all prompts
 SPARE = LONGER + VERIFIED[-1] + 64  # of these, what measuring needs, and what captured forwards leave free
-SECONDS, ROUNDS = 5.0, 9  # rounds are measured until either is over...
+SECONDS, ROUNDS = 10.0, 9  # rounds are measured until either is over...
 # ...but for so long at least, and a step without a draft, alone, for so long. Of steps of half a millisecond on a
 # shared machine nine rounds said 1.65 to 2.24 steps for what forty said 1.89 to 2.05; what four rows cost, in steps
 # without a draft, was 9% more or less every second and a half.
-LEAST, GLANCE = 3.0, 0.2
+LEAST, GLANCE = 6.0, 0.2
 # Forwards of more rows together (but not of twice a step's without a draft) take turns apart from the others, for half
 # as long: a core that has just done much arithmetic is slow for some hundredths of a second. Behind 8 forwards of 16
 # rows, a step of 0.7 ms took 60% longer, one of 4.6 ms 8%, and one of 8.7 ms no longer.
@@ -190,7 +190,7 @@ def _costs_of(found: dict[Any, float], drafts: bool, sampled: bool) -> Costs:
     # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
     last = max(chained)
     longer = {rows: took - verified[last] + chained[last] for rows, took in verified.items() if rows > last}
-    verify, chain = Curve.of(verified | {1: plain}), Curve.of(longer | chained | {1: plain})
+    verify, chain = Curve.of(verified | {1: plain}), Curve.of(longer | chained | {1: plain, 2: verified[2]})
     accepted = first = late = 0.0
     if sampled:
         right, took = next((key[1], took) for key, took in found.items() if key[0] == "accepted")

@@ -100,7 +100,8 @@ class Scales:
         least = map(min, rows[:COPIED], rows[COPIED:])
         # What every further node costs at least, by the nodes that there are.
         self._least = [*list(accumulate(reversed(list(least)), min))[::-1], math.inf]
-        self.least = max(SCARCE * self._least[0] / costs.plain, RARE)
+        # A first node may cost nothing, on some machines; what follows at so small a share would be one of several.
+        self.least = max(SCARCE * self._least[1] / costs.plain, RARE)
 
     def best_parts(
         self, found: list[Found], going: int, weights: Sequence[float] | None = None, share: float = 1.0
@@ -246,7 +247,7 @@ class Weighing:
     def __init__(self, target: TargetModel, lookup: Retrieval) -> None:
         def ask(batch: int, sampling: Sampling, context: int) -> Costs:
             drafting = partial(asked, target, lookup, batch, sampling)
-            name = {"method": lookup.name, "copies": True}
+            name = {"method": "copy", "looks": True if lookup.look() is None else lookup.name}
             return step_costs(target, name, batch, sampling, context, drafting, seldom=True)
 
         self.ask: Callable[[int, Sampling, int], Costs] = ask
