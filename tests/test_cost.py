@@ -183,6 +183,32 @@ def test_a_part_is_timed_behind_others_like_it(monkeypatch: pytest.MonkeyPatch) 
     assert found == {"few": 2.0**-10, "many": 2.0**-8}
 
 
+def test_a_draft_that_is_seldom_asked_for(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches one that is timed as if it were asked for in every step: by then nothing of it is in a cache, nor of the
+    step behind it."""
+    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (4,), "LATE": 2}.items():
+        monkeypatch.setattr(cost, name, value)
+    seconds, steps, rule = [1.0], [0], cost.rule_for(GREEDY)
+
+    def slow_rule(*given: Any) -> Any:
+        seconds[0] += 1.125 if steps[0] == 0 else 1.0
+        steps[0] += 1
+        return rule(*given)
+
+    def draft() -> None:
+        seconds[0] += 0.5 if steps[0] >= cost.SELDOM else 0.25
+        steps[0] = 0
+
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+    monkeypatch.setattr(cost, "rule_for", lambda sampling: slow_rule)
+    for seldom, first in ((False, 0.25), (True, 0.625)):
+        kept_costs._known.clear()
+        found = cost.step_costs(
+            target_of("llama"), {"": seldom}, 1, GREEDY, 9, lambda _: (lambda late: draft, None), seldom=seldom
+        )
+        assert (found.plain, found.first) == (1.0, first)
+
+
 def test_short_steps_are_timed_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a tenth of a second of a shared machine that decides for hours, and minutes spent on long steps."""
     seconds = [0.0]

@@ -333,6 +333,13 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     assert searched.promised[2] - before == pytest.approx(0.1 * 15, abs=0.2)
 
 
+def test_what_no_second_row_pays_for_is_not_looked_for() -> None:
+    """Catches a first row that costs nothing and has everything built that was ever seen, node by node."""
+    free = Curve((1, 2, 3), (1.0, 1.0, 1.1))
+    scales = Scales(Costs(1.0, free, free, 0.0, Curve((1,), (0.0,))))
+    assert scales.least == pytest.approx(3 * 0.1)
+
+
 def test_what_a_look_gains_beside_a_head_counts() -> None:
     """Catches looks that end where copies pay as parts of a head's draft alone, which a look has to find, too."""
     scales = Scales(costs(0.05, look=0.1))

@@ -256,11 +256,10 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     steps = _commit(state, draft, verdict)
     state.steps += 1
     state.resting, state.rested = state.resting - rests, state.rested + rests
-    over = all(state.finished)
-    if state.rested and (over or not state.resting or state.ended_by(verdict)):
+    if state.rested and (not state.resting or state.ended_by(verdict)):
         drafter.rest(state.rested)
         state.rested = 0
-    if not over:
+    if not all(state.finished):
         _look_back(state, drafter, draft, output, verdict, rests)
     lap()
     return steps
