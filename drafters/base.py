@@ -149,8 +149,8 @@ class Drafter:
         return self.auto.may_rest() if self.auto is not None else 0
 
     def rest(self, steps: int) -> None:
-        """The last so many steps had no draft, and ``propose`` was not asked for one. ``follow`` says of each what
-        became of it, this afterwards; if a row of several has ended with the last one, then ``observe``."""
+        """The last so many steps had no draft, and ``propose`` was not asked for one. What became of each, ``follow``
+        has said; of the last one it will, or ``observe``, if a row of several has ended with it."""
         if self.auto is not None:
             self.auto.rest(steps)
 

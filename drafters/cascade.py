@@ -13,7 +13,7 @@ from torch import Tensor
 from .base import Drafter
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
-from .decoding.loop import DecodeState, step, until
+from .decoding.loop import DecodeState, step, tell_rest, until
 from .decoding.sampling import Sampling
 from .drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from .methods import inner_drafter
@@ -91,6 +91,7 @@ class CascadeDrafter(DraftModelDrafter):
             step(inner, self.inner, rule)
             if not state.eos.isdisjoint(inner.tokens[0][start + drafted :]):
                 break
+        tell_rest(inner, self.inner)  # no step of the draft model's is its last
         tokens = until(inner.tokens[0][start : start + max(room, 0)], state.eos)
         if not tokens:
             return state.nothing

@@ -95,6 +95,8 @@ class HybridDrafter(Drafter):
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self.head.join(state, rows, part, output)
         self.lookup.join(state, rows, part, output)
+        if self.weighing is not None:
+            self.weighing.join()
 
     def promised(self) -> Promised | None:
         head = self.head.promised()

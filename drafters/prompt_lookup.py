@@ -57,6 +57,7 @@ class PromptLookupDrafter(Retrieval):
             index.read(tokens)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        super().join(state, rows, part, output)
         for row in rows:
             self._rows[row] = NgramIndex(self.min_ngram, self.max_ngram)
 

@@ -5,7 +5,7 @@ of other texts, as a tree of what is frequent there. Untrained; ``python -m data
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import cycle
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -69,6 +69,7 @@ class RestDrafter(Retrieval):
         self._looked.clear()
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        super().join(state, rows, part, output)
         for row in rows:
             self._looked.pop(row, None)
 
@@ -79,6 +80,15 @@ class RestDrafter(Retrieval):
         match, found = self.store.find(text, self.sizes[0], longest)
         self._looked[row] = len(text), match
         return self._after(match, found, min(self.depth, state.room(row) - 1), state.eos)
+
+    def unread(self) -> Self:
+        one = super().unread()
+        one._looked = {}
+        return one
+
+    def kind(self) -> dict[str, Any]:
+        looks = {"sizes": self.sizes, "places": self.places, "depth": self.depth, "nodes": self.nodes}
+        return super().kind() | looks | {"store": len(self.store.tokens)}
 
     def look(self) -> Callable[[], object]:
         tokens = self.store.tokens

@@ -85,6 +85,7 @@ class SuffixDrafter(Retrieval):
         self._rows = [_Row(*row) for row in zip(state.tokens, state.prompt_lengths, strict=True)]
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        super().join(state, rows, part, output)
         for row in rows:
             ended = self._rows[row]
             self._remember(ended.tokens[ended.prompt :])

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import conformance
 import pytest
@@ -18,7 +19,8 @@ from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.decoding import cost
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.kept_costs import Costs, Curve
-from drafters.decoding.loop import DecodeState
+from drafters.decoding.loop import DecodeState, step
+from drafters.decoding.refill import Refilled
 from drafters.decoding.sampling import Sampling
 from drafters.drafting import auto
 from drafters.drafting.auto import Chooser, Rates, Shape, best_shape, likeliest, promise
@@ -429,6 +431,49 @@ def test_a_drafter_that_rests_does_as_if_it_were_asked(
     assert asked_always == sum(max(map(len, run)) - 1 for run in always[0]) or any(one[1] for one in always[1])
     if temperature or rows > 1 or kind != "eagle":  # whose trees grow by themselves, and do not rest
         assert asked_rested < 0.6 * asked_always
+
+
+def test_rests_are_told_of_wherever_a_text_ends() -> None:
+    """Catches steps without a draft that nobody counts where a text is given up, and within a cascade, whose draft
+    model comes to no end of its own: probes that are due in 250 steps take 250 texts."""
+    target = target_of("llama")
+    drafter, steps = unpaid("speculative", target), 0
+
+    def enough(row: int, tokens: list[int]) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 41 == 0:  # the first token is the prefill's
+            raise InterruptedError
+
+    for seed in range(2):
+        with pytest.raises(InterruptedError):
+            generate(target, drafter, [prompt(8, seed)], max_new_tokens=90, eos_token_id=NO_EOS, on_tokens=enough)
+    promised = drafter.promised()
+    assert promised is not None and promised.steps >= 80
+    inner = unpaid("speculative", target)
+    whole = make_drafter("cascade", target, draft_model=target, inner=inner, gamma=3)
+    with mock.patch("drafters.cascade.step", side_effect=step) as stepped:
+        for seed in range(3):
+            generate(target, whole, [prompt(8, seed)], max_new_tokens=30, eos_token_id=NO_EOS)
+    promised = inner.promised()
+    assert promised is not None and promised.steps == stepped.call_count > 40
+
+
+def test_a_prompt_that_joins_is_looked_at() -> None:
+    """Catches a text that repeats itself from its beginning, and for which no copy is looked for because the others of
+    its batch did not."""
+    target = target_of("llama")
+    drafter: Any = unpaid("prompt_lookup", target)
+    rows = Refilled(target, drafter, 2, 30, 64, Sampling(), frozenset(), 0)
+    rows.take([(0, prompt(8, 0)), (1, prompt(9, 1))])
+    rows.step()
+    assert rows.state is not None
+    rows.state.resting, rows.state.rested, rows.at[1] = 50, 7, None
+    drafter.weighing._now.looking._rest = 50
+    before = drafter.promised()
+    rows.take([(2, prompt(9, 2))])
+    assert rows.state.resting == rows.state.rested == drafter.weighing._now.looking.rests == 0
+    assert drafter.promised().steps == before.steps + 7
 
 
 def test_auto_learns_from_what_the_loop_accepts() -> None:

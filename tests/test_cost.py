@@ -155,14 +155,14 @@ def test_small_steps_are_not_timed_among_large_ones(
     light, heavy = ({key[1] for key in group if key[0] in ("verify", "chain", "draft")} for group in groups)
     assert max(light) == largest == min(heavy) and "plain" in groups[0] and "plain" not in groups[1]
     monkeypatch.setattr(kept_costs, "_known", {})
-    slowness, rows_of = iter((1.0, 3.0)), dict[str, int]()
+    slowness = iter((1.0, 3.0))
 
     def slower(parts: dict[Any, Any], *given: Any) -> dict[Any, float]:
         slow = next(slowness)
         return {key: slow * (key[1] if isinstance(key, tuple) else 1.0) for key in parts}
 
     monkeypatch.setattr(cost, "timed", slower)
-    found = cost.step_costs(target_of("llama"), rows_of, batch, Sampling(1.0), 9)
+    found = cost.step_costs(target_of("llama"), {}, batch, Sampling(1.0), 9)
     assert (found.plain, found.verify.at(largest), found.verify.at(16)) == (1, largest, 16)
 
 
@@ -191,12 +191,12 @@ def test_a_draft_that_is_seldom_asked_for(store: Path, monkeypatch: pytest.Monke
     seconds, steps, rule = [1.0], [0], cost.rule_for(GREEDY)
 
     def slow_rule(*given: Any) -> Any:
-        seconds[0] += 1.125 if steps[0] == 0 else 1.0
+        seconds[0] += (1.125 if steps[0] == 0 else 1.0) * 2.0**-11
         steps[0] += 1
         return rule(*given)
 
     def draft() -> None:
-        seconds[0] += 0.5 if steps[0] >= cost.SELDOM else 0.25
+        seconds[0] += (0.5 if steps[0] >= cost.SELDOM else 0.25) * 2.0**-11
         steps[0] = 0
 
     monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
@@ -206,7 +206,36 @@ def test_a_draft_that_is_seldom_asked_for(store: Path, monkeypatch: pytest.Monke
         found = cost.step_costs(
             target_of("llama"), {"": seldom}, 1, GREEDY, 9, lambda _: (lambda late: draft, None), seldom=seldom
         )
-        assert (found.plain, found.first) == (1.0, first)
+        assert (found.plain, found.first) == (2.0**-11, first * 2.0**-11)
+
+
+@pytest.mark.parametrize("batch", [33, 200])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_large_batches(batch: int, temperature: float, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a measurement that asks for a chain of four tokens where two are as many as it has room for."""
+    monkeypatch.setattr(cost, "SECONDS", 0.0)
+    monkeypatch.setattr(cost, "AHEAD", 1)
+    found = cost.step_costs(target_of("llama"), {}, batch, Sampling(temperature), 9, Watched().drafting, drawn=True)
+    assert found.chain == found.verify and found.verify.rows == (1, 2)
+
+
+def test_slow_steps_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches minutes of a slow target's steps before one draft is timed."""
+    seconds = [0.0]
+    monkeypatch.setattr(cost, "_now", lambda device: seconds[0])
+
+    def runs(took: float) -> int:
+        count = 0
+
+        def run() -> None:
+            nonlocal count
+            seconds[0] += took
+            count += 1
+
+        cost.repeated(run, cost.SELDOM, torch.device("cpu"))()
+        return count
+
+    assert (runs(2.0**-10), runs(0.25)) == (cost.SELDOM, 1)
 
 
 def test_short_steps_are_timed_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:

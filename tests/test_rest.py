@@ -132,7 +132,8 @@ def test_what_pays_for_no_row_is_not_looked_for(tmp_path: Path) -> None:
     """Catches trees of all that ever followed, which take longer to build than they can gain."""
     target = target_of("llama")
     path = written(tmp_path / "some", [[1, 2]] * 60 + [[1, 3]], target)
-    auto, fixed = (RestDrafter.from_options(target, datastore=path, nodes=n, min_ngram=1) for n in ("auto", 64))
+    options: dict[str, Any] = {"datastore": path, "min_ngram": 1, "places": 64}
+    auto, fixed = (RestDrafter.from_options(target, **options, nodes=n) for n in ("auto", 64))
     assert auto.retrieve(state_of([1], 99, 99)).tokens == [2]
     assert fixed.retrieve(state_of([1], 99, 99)).tokens == [2, 3]
     weighing = auto.weighing

@@ -134,7 +134,8 @@ def _costs_behind(
 
     def measure() -> Costs:
         step_of = partial(verification, *given, drawn=drawn and not sampling.greedy)
-        parts = _parts(step_of, batch, sampling, drafting(context) if drafting is not None else None, seldom)
+        after = partial(repeated, times=SELDOM if seldom else 1, device=target.device)
+        parts = _parts(step_of, batch, sampling, drafting(context) if drafting is not None else None, after, seldom)
         return _costs_of(_in_turn(parts, batch, target.device), drafting is not None, not sampling.greedy)
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
@@ -144,7 +145,12 @@ def _costs_behind(
 
 
 def _parts(
-    step_of: Callable[..., Run], batch: int, sampling: Sampling, drafting: tuple[Make, Make | None] | None, seldom: bool
+    step_of: Callable[..., Run],
+    batch: int,
+    sampling: Sampling,
+    drafting: tuple[Make, Make | None] | None,
+    after: Callable[[Run], Run],
+    seldom: bool,
 ) -> Parts:
     """What is timed, by kind, or kind and rows: what runs before it, and it."""
     one = step_of(1)
@@ -157,13 +163,13 @@ def _parts(
     parts |= {("verify", rows): (begin, step_of(rows)) for rows in verified}
     parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
     if start is not None:
-        some = repeated(one, SELDOM if seldom else 1)
+        some = after(one)
         parts |= {"first": (some, begin), ("late", LATE): (one, start(LATE))}
         parts |= {"behind": (lambda: (some(), begin()), one)} if seldom else {}
     if make is not None:
         parts |= {("draft", rows): (one, make(rows)) for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS}
     if not sampling.greedy:
-        right = min(RIGHT, max(chained) - 1)
+        right = min(RIGHT, max(chained, default=2) - 1)
         parts["accepted", right] = (begin, step_of(1 + right, chain=True, right=True))
     return parts
 
@@ -188,9 +194,10 @@ def _costs_of(found: dict[Any, float], drafts: bool, sampled: bool) -> Costs:
         {key[1]: took for key, took in found.items() if key[0] == kind} for kind in ("verify", "chain", "draft")
     )
     # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
+    chained.setdefault(2, verified[2])  # which is either
     last = max(chained)
     longer = {rows: took - verified[last] + chained[last] for rows, took in verified.items() if rows > last}
-    verify, chain = Curve.of(verified | {1: plain}), Curve.of(longer | chained | {1: plain, 2: verified[2]})
+    verify, chain = Curve.of(verified | {1: plain}), Curve.of(longer | chained | {1: plain})
     accepted = first = late = 0.0
     if sampled:
         right, took = next((key[1], took) for key, took in found.items() if key[0] == "accepted")
@@ -268,12 +275,15 @@ class _Proposing:
         return 0
 
 
-def repeated(run: Run, times: int) -> Run:
-    """So many times."""
+def repeated(run: Run, times: int, device: torch.device) -> Run:
+    """So many times, or for as long as the untimed part of a turn."""
 
     def runs() -> None:
+        until = _now(device) + LEAD
         for _ in range(times):
             run()
+            if _now(device) >= until:
+                break
 
     return runs
 

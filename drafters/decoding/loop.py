@@ -224,15 +224,17 @@ def generate(
     state.control = control
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)
-    # Prefill, then step after step until every row has finished.
     clock = Clock(target.device)
     start(state, drafter)
     clock.lap()
     _notify(state, on_tokens, state.prompt_lengths)
-    while not all(state.finished):
-        before = [len(row) for row in state.tokens]
-        trace.steps.extend(step(state, drafter, rule, clock.lap))
-        _notify(state, on_tokens, before)
+    try:
+        while not all(state.finished):
+            before = [len(row) for row in state.tokens]
+            trace.steps.extend(step(state, drafter, rule, clock.lap))
+            _notify(state, on_tokens, before)
+    finally:  # ``on_tokens`` may have had enough
+        tell_rest(state, drafter)
     trace.read(clock)
     return _result(state, trace)
 
@@ -257,12 +259,18 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
     state.steps += 1
     state.resting, state.rested = state.resting - rests, state.rested + rests
     if state.rested and (not state.resting or state.ended_by(verdict)):
-        drafter.rest(state.rested)
-        state.rested = 0
+        tell_rest(state, drafter)
     if not all(state.finished):
         _look_back(state, drafter, draft, output, verdict, rests)
     lap()
     return steps
+
+
+def tell_rest(state: DecodeState, drafter: "Drafter") -> None:
+    """Tell the drafter of the steps that it has rested, if there are any that it has not been told of."""
+    if state.rested:
+        drafter.rest(state.rested)
+        state.rested = 0
 
 
 def _look_back(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .call import check_call, eos_ids
-from .loop import DecodeState, prefill, start, step
+from .loop import DecodeState, prefill, start, step, tell_rest
 from .sampling import Sampling
 from .trace import Step
 
@@ -139,6 +139,8 @@ class Refilled:
         assert self.state is not None
         part = self._state([list(prompt) for _, prompt in prompts], max(len(prompt) for _, prompt in prompts))
         output = prefill(part, self.drafter.taps)
+        tell_rest(self.state, self.drafter)
+        self.state.resting = 0  # nothing is known of these texts
         rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)

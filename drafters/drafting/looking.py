@@ -22,7 +22,7 @@ class Looking:
         self.now = True  # whether the present step does
 
     def begin(self) -> None:
-        """Another text."""
+        """Another text, or one more."""
         self._rest = 0
 
     def step(self) -> bool:

@@ -125,6 +125,10 @@ class Retrieval(Drafter):
         """One of its own kind that has read nothing, to be timed."""
         return copy(self)
 
+    def kind(self) -> dict[str, Any]:
+        """All that the time of finding, weighing and drafting a copy depends on."""
+        return {"lookup": self.name}
+
     def look(self) -> Callable[[], object] | None:
         """Looks for a copy after one text or another, to be timed; None: that takes no longer than weighing one."""
         return None
@@ -161,6 +165,8 @@ class Retrieval(Drafter):
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         """The texts say it."""
+        if self.weighing is not None:
+            self.weighing.join()
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         """What was committed, the text says."""

@@ -247,8 +247,9 @@ class Weighing:
     def __init__(self, target: TargetModel, lookup: Retrieval) -> None:
         def ask(batch: int, sampling: Sampling, context: int) -> Costs:
             drafting = partial(asked, target, lookup, batch, sampling)
-            name = {"method": "copy", "looks": True if lookup.look() is None else lookup.name}
-            return step_costs(target, name, batch, sampling, context, drafting, seldom=True)
+            return step_costs(
+                target, {"method": "copy"} | lookup.kind(), batch, sampling, context, drafting, seldom=True
+            )
 
         self.ask: Callable[[int, Sampling, int], Costs] = ask
         self._scales: dict[tuple[int, Sampling], Scales] = {}
@@ -264,6 +265,10 @@ class Weighing:
             self._settle_passed()
         self._now = self._scales.setdefault((state.batch, state.sampling), Scales(short))
         self._now.hindsight.settle()
+        self._now.looking.begin()
+
+    def join(self) -> None:
+        """Other texts have come into the batch."""
         self._now.looking.begin()
 
     def prepare(self, batch: int, sampling: Sampling, longest: int) -> Costs:
