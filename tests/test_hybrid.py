@@ -316,12 +316,12 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     dear, cheap = Scales(costs(0.25, look=0.1 / FRUITLESS)), Scales(costs(0.25, look=0.0002))
     for match, rate in ((3, 0.95), (4, 0.95), (5, 0.95), (6, 0.95)):
         taught(dear.trust, match, rate)
-    assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 100) < 70
+    assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 300) < 200
     run(dear, [NOTHING], 1000)
     before = dear.promised[2]
-    assert run(dear, [NOTHING], 300) == pytest.approx(15, abs=2)  # a look takes 0.1 steps, of which 0.5% may be lost
-    assert dear.promised[2] - before == pytest.approx(0.1 * 15, abs=0.2)
-    assert run(dear, [CHAIN], 21) >= 1 and run(dear, [CHAIN], 100) == 100  # from the first copy on
+    assert run(dear, [NOTHING], 300) == pytest.approx(30, abs=4)  # a look takes 0.1 steps, of which 1% may be lost
+    assert dear.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
+    assert run(dear, [CHAIN], 11) >= 1 and run(dear, [CHAIN], 100) == 100  # from the first copy on
     assert run(dear, [NOTHING], 10) == 10  # and it is not given up at once
     run(dear, [NOTHING], 1000)
     dear.looking.begin()
@@ -329,8 +329,8 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     searched = Scales(costs(0.25, look=0.01 / FRUITLESS, search=0.09))
     run(searched, [NOTHING], 1300)
     before = searched.promised[2]
-    assert run(searched, [NOTHING], 300) == pytest.approx(15, abs=2)
-    assert searched.promised[2] - before == pytest.approx(0.1 * 15, abs=0.2)
+    assert run(searched, [NOTHING], 300) == pytest.approx(30, abs=4)
+    assert searched.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
 
 
 def test_what_no_second_row_pays_for_is_not_looked_for() -> None:

@@ -41,8 +41,8 @@ WINDOW = 200.0  # trials that are remembered: the next prompt may be another kin
 WORTH = 1.02  # times plain decoding's speed that a draft has to promise
 SWITCH = 1.01  # times its own speed that another shape has to promise
 SELDOM, SELDOM_IDLE = 64, 256  # steps from one decision to the next, at most: where drafts pay, where none does
-# Of the time that may go into drafts, or looks for copies, that do not pay, to learn whether they do by now, as costs
-# reckon it. A head that seldom drafts takes twice as long as they say: it is in no cache, and slows the next steps.
+# Of the time that may go into drafts that do not pay, to learn whether they do by now, as costs reckon it. A head that
+# seldom drafts takes twice as long as they say: it is in no cache, and slows the next steps.
 PROBES = 0.005
 RARE = 0.005  # nodes less likely than that are not considered
 CAME = 0.85  # of what drafts promise a batch, to its last row, before anything is known
