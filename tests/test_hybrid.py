@@ -317,17 +317,17 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     for match, rate in ((3, 0.95), (4, 0.95), (5, 0.95), (6, 0.95)):
         taught(dear.trust, match, rate)
     assert run(cheap, [NOTHING], 200) == 200 and run(dear, [NOTHING], 300) < 200
-    run(dear, [NOTHING], 1000)
+    run(dear, [NOTHING], 3000)
     before = dear.promised[2]
     assert run(dear, [NOTHING], 300) == pytest.approx(30, abs=4)  # a look takes 0.1 steps, of which 1% may be lost
     assert dear.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
     assert run(dear, [CHAIN], 11) >= 1 and run(dear, [CHAIN], 100) == 100  # from the first copy on
     assert run(dear, [NOTHING], 10) == 10  # and it is not given up at once
-    run(dear, [NOTHING], 1000)
+    run(dear, [NOTHING], 3000)
     dear.looking.begin()
     assert dear.looking.step()  # another text
     searched = Scales(costs(0.25, look=0.01 / FRUITLESS, search=0.09))
-    run(searched, [NOTHING], 1300)
+    run(searched, [NOTHING], 3000)
     before = searched.promised[2]
     assert run(searched, [NOTHING], 300) == pytest.approx(30, abs=4)
     assert searched.promised[2] - before == pytest.approx(0.1 * 30, abs=0.4)
