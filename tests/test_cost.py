@@ -209,6 +209,15 @@ def test_a_draft_that_is_seldom_asked_for(store: Path, monkeypatch: pytest.Monke
         assert (found.plain, found.first) == (2.0**-11, first * 2.0**-11)
 
 
+def test_what_is_known_takes_no_memory(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a cache of thousands of rows that is made, and that the memory may not suffice for, to read a file."""
+    monkeypatch.setattr(cost, "SECONDS", 0.0)
+    target = target_of("llama")
+    found = cost.step_costs(target, {}, 1, GREEDY, 9)
+    with mock.patch.object(target, "new_cache", side_effect=ValueError("no memory")):
+        assert cost.step_costs(target, {}, 1, GREEDY, 9) == found
+
+
 @pytest.mark.parametrize("batch", [33, 200])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_large_batches(batch: int, temperature: float, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,19 +10,16 @@ import tiny
 import torch
 from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from rigged import perturbed
+from rigged import AUTO_COSTS, perturbed
 
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
 from drafters.cascade import CascadeDrafter
 from drafters.decoding import cost, kept_costs
 from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.kept_costs import Costs, Curve
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling
 from drafters.drafting.weighing import Weighing
 from drafters.prompt_lookup import NgramIndex, PromptLookupDrafter
-
-COSTS = Costs(1.0, Curve((1, 8), (1.0, 1.2)), Curve((1, 8), (1.0, 1.2)), 0.0, Curve((1,), (0.0,)))
 
 
 class PrimedIndex(NgramIndex):
@@ -219,7 +216,7 @@ def test_measuring_leaves_it_untouched(kind: str, tmp_path: Path, monkeypatch: p
     found = []
     for measures in (False, True):
         drafter: Any = make_drafter(kind, target, **auto)
-        drafter.weighing.ask = lambda *given: COSTS
+        drafter.weighing.ask = lambda *given: AUTO_COSTS
         texts = [[*prompt(6, seed), *prompt(6, seed)] for seed in (0, 1, 0)]
         runs = []
         for text in texts:

@@ -126,17 +126,18 @@ def _costs_behind(
 ) -> Costs:
     """Measured behind so many tokens, now or before."""
 
-    given = target, batch, sampling, behind(target, batch, context)
+    def steps() -> Callable[..., Run]:  # by rows; a cache is made for them, where something is measured
+        cache_behind = behind(target, batch, context)
+        return partial(verification, target, batch, sampling, cache_behind, drawn=drawn and not sampling.greedy)
 
     def plain() -> float:
-        one = verification(*given, 1)
+        one = steps()(1)
         return timed({0: (one, one)}, target.device, GLANCE)[0]
 
     def measure() -> Costs:
-        step_of = partial(verification, *given, drawn=drawn and not sampling.greedy)
-        after = partial(repeated, times=SELDOM if seldom else 1, device=target.device)
-        parts = _parts(step_of, batch, sampling, drafting(context) if drafting is not None else None, after, seldom)
-        return _costs_of(_in_turn(parts, batch, target.device), drafting is not None, not sampling.greedy)
+        made = drafting(context) if drafting is not None else None
+        parts = _parts(steps(), batch, target.device, sampling, made, seldom)
+        return _costs_of(_in_turn(parts, batch, target.device))
 
     way: dict[str, bool] = {"drawn": drawn} if drawn and not sampling.greedy else {}
     way |= {"greedy": sampling.greedy, "top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1}
@@ -147,9 +148,9 @@ def _costs_behind(
 def _parts(
     step_of: Callable[..., Run],
     batch: int,
+    device: torch.device,
     sampling: Sampling,
     drafting: tuple[Make, Make | None] | None,
-    after: Callable[[Run], Run],
     seldom: bool,
 ) -> Parts:
     """What is timed, by kind, or kind and rows: what runs before it, and it."""
@@ -163,9 +164,9 @@ def _parts(
     parts |= {("verify", rows): (begin, step_of(rows)) for rows in verified}
     parts |= {("chain", rows): (begin, step_of(rows, chain=True)) for rows in chained}
     if start is not None:
-        some = after(one)
+        some = repeated(one, SELDOM, device) if seldom else one
         parts |= {"first": (some, begin), ("late", LATE): (one, start(LATE))}
-        parts |= {"behind": (lambda: (some(), begin()), one)} if seldom else {}
+        parts |= {"behind": (both(some, begin), one)} if seldom else {}
     if make is not None:
         parts |= {("draft", rows): (one, make(rows)) for rows in DRAFTED if rows == 1 or rows * batch <= MOST_ROWS}
     if not sampling.greedy:
@@ -187,26 +188,23 @@ def _in_turn(parts: Parts, batch: int, device: torch.device) -> dict[Any, float]
     return found
 
 
-def _costs_of(found: dict[Any, float], drafts: bool, sampled: bool) -> Costs:
+def _costs_of(found: dict[Any, float]) -> Costs:
     """What was found, as curves and numbers."""
     plain = found["plain"]
-    verified, chained, drafted = (
-        {key[1]: took for key, took in found.items() if key[0] == kind} for kind in ("verify", "chain", "draft")
+    verified, chained, drafted, accepted = (
+        {key[1]: took for key, took in found.items() if key[0] == kind}
+        for kind in ("verify", "chain", "draft", "accepted")
     )
     # Of more rows, as much less than a tree as of the most: what a chain spares is the host's.
     chained.setdefault(2, verified[2])  # which is either
     last = max(chained)
     longer = {rows: took - verified[last] + chained[last] for rows, took in verified.items() if rows > last}
     verify, chain = Curve.of(verified | {1: plain}), Curve.of(longer | chained | {1: plain})
-    accepted = first = late = 0.0
-    if sampled:
-        right, took = next((key[1], took) for key, took in found.items() if key[0] == "accepted")
-        accepted = max((took - chain.at(1 + right)) / right, 0.0)
-    if drafts:
-        first = found["first"]
-        late = max((found["late", LATE] - first) / LATE, 0.0)
-        first += max(found.get("behind", plain) - plain, 0.0)
-    return Costs(plain, verify, chain, first, Curve.of(drafted or {1: 0.0}), accepted, late)
+    each = max([0.0, *((took - chain.at(1 + right)) / right for right, took in accepted.items())])
+    first = found.get("first", 0.0)
+    late = max((found.get(("late", LATE), first) - first) / LATE, 0.0)
+    first += max(found.get("behind", plain) - plain, 0.0)
+    return Costs(plain, verify, chain, first, Curve.of(drafted or {1: 0.0}), each, late)
 
 
 def verification(
@@ -275,6 +273,11 @@ class _Proposing:
         return 0
 
 
+def both(one: Run, other: Run) -> Run:
+    """One after the other."""
+    return lambda: (one(), other())
+
+
 def repeated(run: Run, times: int, device: torch.device) -> Run:
     """So many times, or for as long as the untimed part of a turn."""
 
@@ -322,18 +325,12 @@ def timed(parts: Parts, device: torch.device, least: float) -> dict[Any, float]:
     another that had none the ratio is wrong.
     """
     found: dict[Any, list[float]] = {key: [] for key in parts}
-    for both in parts.values():  # warm-up: kernels are chosen, graphs captured
-        for run in both:
-            run()
+    for before, run in parts.values():  # warm-up: kernels are chosen, graphs captured
+        both(before, run)()
     began = _now(device)
     for done in itertools.count(1):
         for key, (before, run) in parts.items():
-            lead = _now(device) + LEAD
-            for _ in range(AHEAD):
-                before()
-                run()
-                if _now(device) >= lead:
-                    break
+            repeated(both(before, run), AHEAD, device)()
             for _ in range(ALIKE):
                 before()
                 start = _now(device)

@@ -261,8 +261,7 @@ class Weighing:
     def begin(self, state: DecodeState) -> None:
         """Go by what is known of so many rows, sampled so."""
         short = self.prepare(state.batch, state.sampling, state.longest)  # now, and not while decoding
-        if self._scales:
-            self._settle_passed()
+        self._settle_passed()
         self._now = self._scales.setdefault((state.batch, state.sampling), Scales(short))
         self._now.hindsight.settle()
         self._now.looking.begin()
