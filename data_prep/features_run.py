@@ -15,11 +15,11 @@ from transformers import PretrainedConfig
 from drafters.eagle import EagleHead
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.ends import load_frozen_ends
-from drafters.model.files import load_config_only, resolve_device
+from drafters.model.files import load_config_only, resolve_device, resolve_dtype
 from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
-from drafters.wording import size_text
+from drafters.wording import dtype_name, size_text
 
 from .answers.ownership import WORDS, whose
 from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
@@ -33,7 +33,7 @@ from .progress import Bar
 from .ranks import Rank, load_target
 from .regenerate_run import answered
 from .store.dump import Background, Buffers, Computed, Tokens, run_shard
-from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_manifest
+from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
 from .store.reader import FeatureStore
 from .store.writer import StoreWriter
 
@@ -62,8 +62,11 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
     """Make the stores, or this rank's share of them; what is there already is not made again."""
     chat = load_tokenizer(config.target, config.revision, config.chat_template)
     headers = make_headers(config, chat)
-    target = functools.cache(lambda: load_target(config.target, config, rank))
+    own = config.model_copy(update={"dtype": target_dtype(config)})
+    target = functools.cache(lambda: load_target(config.target, own, rank))
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
+        if config.dtype == "auto":
+            print(f"{config.target} runs in {own.dtype} (dtype: auto)")
         if config.engine == "own":
             config = with_own_answers(config, headers, target)
         else:
@@ -113,6 +116,14 @@ def kept(config: FeaturesConfig) -> str:
     return f"{dialogues:,} dialogues are kept in {config.out}; to go on: {command()}"
 
 
+def target_dtype(config: FeaturesConfig) -> str:
+    """The dtype in which the target runs; with ``dtype: auto``, stores that were begun go on in the one they have."""
+    begun = [Path(config.out) / split for split in config.splits if (Path(config.out) / split / MANIFEST).is_file()]
+    if config.dtype == "auto" and begun:
+        return read_header(begun[0]).target_dtype
+    return dtype_name(resolve_dtype(config.dtype, resolve_device(config.device)))
+
+
 def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, StoreManifest]:
     """Check the config against the files and the target's configuration; one manifest without counts per split.
 
@@ -127,6 +138,7 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
     model = load_config_only(config.target, config.revision)
     check_target(config, model, len(chat.tokenizer))
     fingerprint = load_frozen_ends(config.target, device="meta", revision=config.revision).fingerprint
+    dtype = target_dtype(config)
     headers = {
         split: StoreManifest(
             target_name=config.target,
@@ -134,9 +146,9 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
             target_fingerprint=fingerprint,
             hidden_size=model.hidden_size,
             vocab_size=model.vocab_size,
-            target_dtype=config.dtype,
+            target_dtype=dtype,
             taps=config.exit_layers,
-            dtype=config.store_dtype or config.dtype,
+            dtype=config.store_dtype or ("bfloat16" if config.dtype == "auto" else dtype),
             tokenizer_hash=tokenizer_hash(chat.tokenizer),
             template_hash=template_hash(chat.template),
             chat_template=config.chat_template,
@@ -314,7 +326,7 @@ def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
     settings = {
         "model": config.target,
         "revision": config.revision,
-        "dtype": config.dtype,
+        "dtype": work[0].header.target_dtype,
         "max_model_len": longest,
         "max_num_batched_tokens": config.batch_tokens,
         "layers": [*config.exit_layers, model.num_hidden_layers],

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from drafters.choices import Dtype
+from drafters.choices import StoredDtype
 from drafters.files import keep_mode, replace_json, sync_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.provenance import library_versions
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="a .gguf file")
     parser.add_argument("--out", required=True, type=Path, help="folder of the model; must be new or empty")
     parser.add_argument(
-        "--dtype", choices=get_args(Dtype), default="bfloat16", help="of the weights (default bfloat16)"
+        "--dtype", choices=get_args(StoredDtype), default="bfloat16", help="of the weights (default bfloat16)"
     )
     parsed: argparse.Namespace = parser.parse(arguments)
     check(parsed.file, parsed.out)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from drafters.choices import Dtype
 from drafters.config import Config
+from drafters.wording import dtype_name
 
 from .progress import quiet_in_log_files
 
@@ -56,7 +57,7 @@ class TargetKeys(Config):
     """How a config's target is loaded, and its tokenizer."""
 
     revision: str | None = None  # of the target on the Hub
-    dtype: Dtype = "bfloat16"  # in which the target runs
+    dtype: Dtype = "auto"  # in which the target runs; auto: bf16 where the device has instructions for it
     device: str | None = None  # default: cuda if there is one (under a launcher the process's own), else cpu
     device_map: str | dict[str, int | str] | None = None  # in place of device: layers over several GPUs, e.g. auto
     chat_template: str | None = None  # file with a Jinja template, used in place of the tokenizer's own
@@ -69,11 +70,16 @@ def load_target(name: str, config: TargetKeys, rank: Rank) -> "TargetModel":
         ValueError: see ``TargetModel.from_pretrained``; or processes of one machine that would each want all its GPUs.
     """
     from drafters.model.target import TargetModel
+    from drafters.threads import fit_threads
 
     quiet_in_log_files()
+    fit_threads()
     refuse_shared_map(rank, config.device_map)
     device = rank.device(config.device) if config.device_map is None else config.device
-    return TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
+    target = TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
+    if config.dtype == "auto" and rank.index == 0:
+        print(f"{name} runs in {dtype_name(target.dtype)} (dtype: auto)")
+    return target
 
 
 def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:

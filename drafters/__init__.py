@@ -1,7 +1,7 @@
 """Drafters for speculative decoding, learned and training-free, in one decoding loop.
 
 >>> from drafters import TargetModel, generate, load_drafter
->>> target = TargetModel.from_pretrained("checkpoints/stdlib-target", dtype="bfloat16")
+>>> target = TargetModel.from_pretrained("checkpoints/stdlib-target")
 >>> drafter = load_drafter("checkpoints/stdlib-eagle", target)
 >>> result = generate(target, drafter, input_ids, max_new_tokens=128)
 """

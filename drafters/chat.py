@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compare", action="store_true", help="answer with plain decoding, too")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer; default 512")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="default bfloat16")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="default auto: bf16 where it is fast")
     parser.add_argument("--quantize", choices=get_args(Quantization), help="the target's layers")
     parser.add_argument("--system", help="a message that stands before the conversation")
     parser.add_argument("--seed", type=int, default=0, help="of sampling; default 0")

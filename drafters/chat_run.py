@@ -25,6 +25,7 @@ from drafters.decoding.trace import Trace
 from drafters.methods import load_drafter, make_drafter
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel
+from drafters.threads import fit_threads
 from drafters.wording import dtype_name
 
 COLOURS = ("green", "cyan", "magenta", "yellow")  # of drafters, in the order in which their drafts are first accepted
@@ -178,6 +179,7 @@ class Chat:
     def decode(self, drafter: Drafter, ids: list[int]) -> Answer:
         """An answer by ``drafter``, printed with what it took."""
         answer = Answer(self.console, self.tokenizer, drafter.name, self.colours)
+        fit_threads()
         with contextlib.suppress(Stopped), on_interrupt(answer):
             options: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed, "trace": answer.trace}
             length = self.max_new_tokens

@@ -82,6 +82,8 @@ def hardware(device: "torch.device") -> dict[str, Any]:
     """Processor, its cores for this process, and GPU."""
     import torch
 
+    from drafters.threads import cpu_cores
+
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"cpu": cpu_name(), "cpu_cores": cpu_cores(), "gpu": gpu}
 
@@ -149,8 +151,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def cpu_cores() -> int | None:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

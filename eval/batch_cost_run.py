@@ -14,6 +14,7 @@ from drafters import TargetModel
 from drafters.energy import EnergyMeter
 from drafters.model.kv_cache import KVCache
 from drafters.provenance import environment, load_average, peak_memory_bytes
+from drafters.threads import set_threads
 from eval.batch_cost import BatchCostConfig
 from eval.report.files import write_page
 from eval.report.page import machine_line, number, run_again, software_line, table, target_line
@@ -38,8 +39,7 @@ def run(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str,
         ValueError: the target is not there, or its context is too short.
         OSError: a file could not be written.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     target = load_models(config.target).target
     if config.context + 1 > target.max_context:
         raise ValueError(

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from drafters import TargetModel
 from drafters.export_run import export
+from drafters.model.files import resolve_device, resolve_dtype
+from drafters.wording import dtype_name
 from eval.engines import EngineEntry, EnginesConfig
 from eval.measure.runner import Limits, Method
 from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method
@@ -99,7 +101,7 @@ class Engines:
             ),
             "target": _absolute(chosen.path),
             "revision": chosen.revision,
-            "dtype": chosen.dtype,
+            "dtype": dtype_name(resolve_dtype(chosen.dtype, resolve_device(chosen.device))),
             "drafter": _absolute(drafter),
             "gguf": None if entry.gguf is None else _absolute(str(entry.gguf)),
             "max_context": context,

@@ -44,7 +44,9 @@ class LosslessConfig(Config):
     begun: int = Field(32, ge=1, description="prompts, where the target begins them")
     begun_tokens: int = Field(16, ge=1, description="of each of those")
     greedy_tokens: int = Field(128, ge=1, description="new ones, of every greedy text")
-    rounded: Dtype | None = Field("bfloat16", description="greedy texts in this dtype, too; None: in none")
+    rounded: Dtype | None = Field(
+        "auto", description="greedy texts in this dtype, too, if it is another than target.dtype; None: in none"
+    )
     texts: int = Field(512, ge=1, description="sampled")
     new_tokens: int = Field(32, ge=2, description="of a sampled text, at most")
     temperature: float = Field(1.0, gt=0)

@@ -11,7 +11,9 @@ from data_prep.progress import Bar
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
 from drafters.decoding.acceptance import FEW_ROWS
 from drafters.decoding.call import eos_ids
+from drafters.model.files import resolve_dtype
 from drafters.provenance import environment, load_average
+from drafters.threads import set_threads
 from drafters.wording import dtype_name
 from eval.entries import paths_of
 from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
@@ -35,8 +37,7 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
         ValueError: something configured is missing or does not fit.
         OSError: a file could not be written.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     check_options([config.drafter])
     lineup, target = _load(config, config.target.dtype)
     name, lossless = next((name, row["lossless"]) for name, row in lineup.described.items())
@@ -49,8 +50,9 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
     else:
         prompts = _prompts(config, lineup, target)
         found |= certify(config, target, lineup, prompts)
+        exact, device = target.dtype, target.device
         del target, lineup  # the memory of one of them suffices
-        if config.rounded not in (None, config.target.dtype):
+        if config.rounded is not None and resolve_dtype(config.rounded, device) != exact:
             found["greedy"].append(_rounded(config, prompts))
         found |= judged(found["greedy"], found["sampled"])
     found["environment"] = facts | {"load_average_after": load_average()}

@@ -31,7 +31,7 @@ PAPER_ALPHA = [0.79, 0.74, 0.72, 0.73, 0.67]
 class RooflineConfig(Config):
     """What ``key=value`` may set."""
 
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "auto"
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
     engine: Engine | None = None
     quantize: Quantization | None = None

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from data_prep.disk import check_folder
 from drafters import TargetModel
-from drafters.provenance import cpu_cores, environment, load_average, peak_memory_bytes
+from drafters.provenance import environment, load_average, peak_memory_bytes
+from drafters.threads import cpu_cores, set_threads
 from drafters.wording import size_text
 from eval.report.files import write_page
 from eval.report.page import machine_line, software_line, table, target_line
@@ -28,8 +29,7 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
         ValueError: no such shape, too little memory, or a profile that cannot give its tau.
         OSError: a file could not be written.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     out = config.out or Path("docs/results") / machine_folder()
     check_folder(out)
     positions = config.context + config.new_tokens + max(config.rows) + 128

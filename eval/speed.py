@@ -49,7 +49,7 @@ class TargetEntry(Config):
 
     path: str = Field(description="folder or Hub repository, with its tokenizer")
     revision: str | None = None
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = Field("auto", description="auto: bf16 where the device has instructions for it")
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
     engine: Engine | None = Field(None, description="of the target and the draft models; None: each its best")
     device_map: str | dict[str, int | str] | None = Field(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,7 +20,8 @@ from drafters.energy import EnergyMeter
 from drafters.model.text_tokens import TextTokens
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
-from drafters.wording import shortened
+from drafters.threads import set_threads
+from drafters.wording import dtype_name, shortened
 from eval.entries import STOCK, StockEntry
 from eval.figures.accuracy import accuracy
 from eval.figures.coverage import add_coverage
@@ -76,6 +76,8 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank
     where = chosen.path, chosen.dtype, device, chosen.revision
     more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (batch, tokens)}
     target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize, **more)
+    if chosen.dtype == "auto" and rank.index == 0:
+        print(f"{target.name} runs in {dtype_name(target.dtype)} (dtype: auto)")
     stock = TargetModel.from_pretrained(*where, "eager", **more) if chosen.quantize else target
     return Models(target, chosen.engine, stock)
 
@@ -108,8 +110,7 @@ def run(
         OSError: a file could not be written.
         PictureError: only the picture is missing.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     check_options(config.entries)
     longest = config.prompts.longest + config.max_new_tokens
     models = models or load_models(config.target, longest, max(config.batch), rank)

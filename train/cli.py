@@ -29,9 +29,11 @@ def main(method: str, argv: list[str] | None = None) -> int:
         if not arguments.overfit:  # which has a folder of its own
             check_run_folder(config, arguments.resume)
 
-    from train.cli_run import dry_run, kept, train
+    from train.cli_run import dry_run, kept, settle_precision, train
     from train.preflight.overfit import overfit
 
+    if not arguments.dry_run:
+        config = settle_precision(config)
     run = dry_run if arguments.dry_run else overfit if arguments.overfit else train
     with keeping(lambda: kept(config, arguments)):
         return run(config, arguments)

@@ -3,7 +3,10 @@
 import argparse
 import sys
 
+import torch
+
 from data_prep.ranks import find_rank
+from drafters.model.precision import warn_if_slow
 from drafters.program import command
 from train import engine, runtime
 from train.config import TrainConfig
@@ -12,6 +15,8 @@ from train.loop import TrainRun
 from train.run.endings import farewell, finished_at, what_is_kept
 from train.run.files import check_run_disk
 from train.task import make_task
+
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
@@ -31,6 +36,15 @@ def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
         print(farewell(config, run.progress.step, inputs.heldout, inputs.ends))
     engine.stop()
     return 0
+
+
+def settle_precision(config: TrainConfig) -> TrainConfig:
+    """``config`` with what ``precision: auto`` stands for on this rank's device, which the first rank prints."""
+    settled = config.model_copy(update={"precision": PRECISIONS[config.dtype]})
+    if find_rank(None, None).index == 0 and config.precision == "auto":
+        print(f"precision: {settled.precision} (auto)")
+    warn_if_slow(config.dtype, runtime.rank_device())
+    return settled
 
 
 def kept(config: TrainConfig, arguments: argparse.Namespace) -> str:

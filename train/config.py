@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from drafters.choices import Dtype
 from drafters.config import Config
 
 if TYPE_CHECKING:  # it takes seconds, and a mistyped key should not wait for it
@@ -21,7 +22,7 @@ class OnlineData(Config):
     max_length: int = Field(2048, ge=2, description="tokens of a dialogue; the rest is cut off")
     limit: int | None = Field(None, ge=1, description="dialogues of each split, the first ones; default: all")
     chat_template: str | None = Field(None, description="file with a Jinja template, in place of the tokenizer's own")
-    target_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="in which the target runs")
+    target_dtype: Dtype = Field("auto", description="in which the target runs; auto: bf16 where it is fast")
     target_device_map: Literal["auto"] | None = Field(None, description="auto: over all GPUs, in a run of one process")
     target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
 
@@ -78,7 +79,9 @@ class TrainConfig(Config):
         None, ge=0, lt=1, description="decay of a moving average of the weights, which is judged and exported instead"
     )
 
-    precision: Literal["bf16", "float32"] = Field("bf16", description="bf16 keeps float32 master weights")
+    precision: Literal["auto", "bf16", "float16", "float32"] = Field(
+        "auto", description="auto: bf16 where the device has instructions for it; 16 bits keep float32 master weights"
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
     activation_checkpointing: bool = Field(False, description="compute the drafter's activations twice, keep none")
@@ -125,10 +128,11 @@ class TrainConfig(Config):
 
     @property
     def dtype(self) -> "torch.dtype":
-        """What the drafter computes in."""
-        import torch
+        """What the drafter computes in, on the device that this process trains on."""
+        from drafters.model.files import resolve_dtype
+        from train.runtime import rank_device
 
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return resolve_dtype("bfloat16" if self.precision == "bf16" else self.precision, rank_device())
 
     def last_step(self, steps_in: Callable[[int], int]) -> int | None:
         """The step after which ``steps`` or ``epochs`` end the run, whichever comes first; None: only the clock does.
@@ -224,7 +228,7 @@ class TrainConfig(Config):
 # Changing these between a run and its --resume leaves what was trained so far valid; any other change does not.
 LIMITS = {"steps", "epochs", "minutes"}
 MACHINE = {"gradient_accumulation", "zero_stage", "offload", "activation_checkpointing", "loss_chunk_rows", "threads"}
-MACHINE |= {"data.target_batch_tokens", "data.target_device_map"}
+MACHINE |= {"precision", "data.target_batch_tokens", "data.target_device_map", "data.target_dtype"}
 WATCHING = {"log_every", "eval_every", "heldout_tokens", "save_every", "export_every", "peak_tflops", "verify"}
 WATCHING |= {"draft_vocab"}  # the loss is over loss_vocab: only what drafts, and is exported, changes
 WATCHING |= {"tau_every", "tau_prompts", "tau_new_tokens", "tau_device", "tau_keep_target"}

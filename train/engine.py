@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from drafters.threads import fit_threads, fix_threads
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.muon import SHAPE, Muon, matrix_groups
@@ -51,8 +52,10 @@ def start(config: TrainConfig) -> Ranks:
     join_ranks(os.environ)
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     threads = threads_of_rank(config, os.environ, local_ranks(ranks.count))
-    if threads:  # on a GPU, too: offloaded optimisers and tau_device: cpu use them
-        torch.set_num_threads(threads)
+    if config.threads:  # on a GPU, too: offloaded optimisers and tau_device: cpu use them
+        fix_threads(config.threads)
+    elif threads:
+        fit_threads(threads)
     return ranks
 
 
@@ -86,12 +89,12 @@ def stop() -> None:
 def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's own configuration. A "sample" is a micro-batch of packed dialogues, so its micro-batch size is 1.
 
-    Gradients are summed over micro-batches and ranks in float32. With bf16 weights DeepSpeed does that from stage 1 on
-    only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
+    Gradients are summed over micro-batches and ranks in float32. With weights of 16 bits DeepSpeed does that from
+    stage 1 on only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
     """
-    bf16 = config.precision == "bf16"
+    bf16, fp16 = config.dtype == torch.bfloat16, config.dtype == torch.float16
     zero: dict[str, Any] = {
-        "stage": max(1, config.zero_stage) if bf16 else config.zero_stage,
+        "stage": max(1, config.zero_stage) if bf16 or fp16 else config.zero_stage,
         "reduce_bucket_size": 50_000_000,  # numbers; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
     }
     host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
@@ -115,6 +118,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
         # By default it clears gradients when those of the module's output arrive: those of an LM head, behind which the
         # loss is, are there before.
         "bf16": {"enabled": bf16, "immediate_grad_update": bf16 and config.trains_lm_head},
+        "fp16": {"enabled": fp16},  # with a loss scale that follows overflows; steps that overflow are skipped
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,

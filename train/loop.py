@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data_prep.progress import WITHOUT_TIME_LEFT, Bar
 from drafters.files import replace_json
 from drafters.program import Failure
+from drafters.threads import fit_threads
 from train.average import WeightAverage
 from train.data.frequency import find_frequent
 from train.data.packing import Batch, Position, StepData, TrainData
@@ -199,6 +200,7 @@ class TrainRun:
         """
         # The data, the random numbers and the learning rate of this step.
         began = time.monotonic()
+        fit_threads()
         data = next(steps)
         progress, engine = self.progress, self.engine
         seed_step(self.config.seed, progress.step, self.ranks)

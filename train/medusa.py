@@ -26,6 +26,7 @@ from train.task import Ratio, Task
 if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor, nn
 
     from drafters.base import Drafter
@@ -78,6 +79,12 @@ class MedusaConfig(TrainConfig):
     def trains_lm_head(self) -> bool:
         return self.own_lm_heads
 
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32 if self.own_lm_heads else super().dtype
+
     @model_validator(mode="after")
     def _has_such_a_loss(self) -> Self:
         if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
@@ -86,7 +93,7 @@ class MedusaConfig(TrainConfig):
                 "distributions, and labels: tokens has none; set labels=target, or classification_loss=cross_entropy "
                 "top_k_weight=0"
             )
-        if self.own_lm_heads and (self.precision, self.zero_stage) != ("float32", 0):
+        if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
             # The loss multiplies with them outside of the module's forward, where ZeRO takes no gradients up.
             raise ValueError(
                 f"own_lm_heads are trained with precision: float32 and zero_stage: 0 alone, not {self.precision} and "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data_prep.ranks import slurm_step
-from drafters.provenance import cpu_cores
+from drafters.threads import cpu_cores
 from train.config import TrainConfig
 
 
@@ -69,7 +69,7 @@ def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: 
     wish = environment.get("OMP_NUM_THREADS")
     if wish and not (wish == "1" and local > 1 and "TORCHELASTIC_RUN_ID" in environment):
         return None
-    return max(1, (cpu_cores() or 1) // local)
+    return max(1, cpu_cores() // local)
 
 
 def check_devices(config: TrainConfig) -> None:

@@ -12,6 +12,7 @@ import torch
 from drafters import Drafter, TargetModel, generate, generate_many
 from drafters.decoding.call import eos_ids
 from drafters.decoding.refill import Continued
+from drafters.threads import fit_threads
 
 from ..dialogues.loss_mask import ChatTokenizer
 from ..dialogues.reader import DroppedError
@@ -83,6 +84,7 @@ class TargetAnswers:
                     eos_token_id=sorted(self.eos),
                 )
                 for one in made:
+                    fit_threads()
                     waiting.take(one)
                     if len(waiting.turns) >= max(1, self.batch // 8) or not waiting.prompts:
                         yield waiting.batch()
@@ -121,6 +123,7 @@ class TargetAnswers:
         if not prompts:
             return AnsweredBatch(turns)
         # One decoding for all. The seed is that of these very turns, so that a resumed run draws the same answers.
+        fit_threads()
         with enough_memory(self.batch, f"{len(prompts)} dialogues were answered"):
             result = generate(
                 self.target,

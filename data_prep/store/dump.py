@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from drafters.model.target import FeatureOutput, TargetModel
+from drafters.threads import fit_threads
 
 from ..dialogues.encoding import EncodedSplit
 from .manifest import StoreManifest
@@ -139,6 +140,7 @@ def run_shard(
     # Batch by batch: the target, the store's dtype, and each dialogue's states to its place in the shard's order.
     devices: set[torch.device] = set()
     for rows, ids in make_batches(split, span, batch_tokens, pinned=buffers.pinned):
+        fit_threads()
         output = forward(target, header, ids, [lengths[row] for row in rows], batch_tokens)
         for name, values in zip(names, (output.features, *(output.taps[layer] for layer in header.taps)), strict=True):
             devices.add(values.device)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ..paths import user_cache
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 SWITCH = "DRAFTERS_CPU_KERNELS"
 # What our products need at least, and two better ways; for each what the compiler must not take beyond it. Processors
 # with less have our attention and argmax alone.
@@ -271,13 +271,13 @@ def _compiled(without: tuple[str, ...]) -> Path:
     if compiler is None:
         raise ValueError(f"there is no compiler {name!r}; install g++, or set CXX")
     openmp = _openmp()
+    flags = [*FLAGS, *_vector_flags(), *without]
     age = Path(compiler).stat()
     sources = [SOURCE, *sorted(SOURCE.parent.glob("cpu_*.h"))]
     identity = repr(
         (
             [source.read_bytes() for source in sources],
-            FLAGS,
-            without,
+            flags,
             compiler,
             age.st_size,
             age.st_mtime,
@@ -295,7 +295,7 @@ def _compiled(without: tuple[str, ...]) -> Path:
         compiled, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
         # Linked with the OpenMP that torch has loaded: a second one's threads would fight the first one's.
         for words in (
-            [*FLAGS, *without, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
+            [*flags, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
             ["-shared", str(compiled), openmp, "-Wl,-z,defs", "-lm", "-o", str(linked)],
         ):
             done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=300)
@@ -304,6 +304,14 @@ def _compiled(without: tuple[str, ...]) -> Path:
         linked.rename(built)  # at once: another process may be looking
     _log.info("compiled %s in %.0f s", built, time.monotonic() - start)
     return built
+
+
+def _vector_flags() -> tuple[str, ...]:
+    """Flags for x86's vector instructions; no AVX-512 where torch does not use it (ATEN_CPU_CAPABILITY=avx2)."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ()
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return ("-mprefer-vector-width=512",) if wide else ("-mno-avx512f",)
 
 
 def _openmp() -> str:

@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from drafters.choices import Dtype
+from drafters.choices import Dtype, StoredDtype
 from drafters.hub_client import look_up
 from drafters.paths import check_loadable
 from drafters.wording import dtype_name, shortened
 
+from .precision import fast_dtype
+
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 
 
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``.
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device | None = None) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``; ``"auto"`` -> what ``device`` (None: the default one) multiplies fast.
 
     Raises:
-        ValueError: not one of float32, bfloat16, float16.
+        ValueError: not one of auto, float32, bfloat16, float16.
     """
-    if (name := dtype_name(dtype)) not in get_args(Dtype):
+    if dtype == "auto":
+        return fast_dtype(device or resolve_device())
+    if (name := dtype_name(dtype)) not in get_args(StoredDtype):
         raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, found {dtype!r}")
     resolved: torch.dtype = getattr(torch, name)
     return resolved

@@ -16,6 +16,7 @@ from ..wording import dtype_name, size_text
 from .adapter import BASE, adapter_config, merge_adapter
 from .files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype, weight_map
 from .kv_cache import SMALL, cache_bytes
+from .precision import warn_if_slow
 
 DeviceMap = str | dict[str, Any]
 
@@ -81,8 +82,9 @@ def load_model(
             weights that are no floating point, an index that names other files than weights beside it, or a device map
             that leaves layers off the GPUs.
     """
-    kind = resolve_dtype(dtype)
     where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
+    warn_if_slow(kind, where)
     if device_map is not None and device is not None:
         raise ValueError(f"device {str(device)!r} and device_map {device_map!r} are both given; leave one out")
     devices = [where]

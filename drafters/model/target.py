@@ -120,7 +120,7 @@ class TargetModel:
     def from_pretrained(
         cls,
         name: str,
-        dtype: str | torch.dtype = "bfloat16",
+        dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         revision: str | None = None,
         engine: Engine | None = None,
@@ -131,6 +131,8 @@ class TargetModel:
         """Load a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
         Args:
+            dtype: of weights and hidden states; "auto": bf16 where the device has instructions for it, else float32 on
+                a CPU and float16 on a GPU.
             device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device).
             cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for beside the weights.
 

@@ -20,6 +20,7 @@ from drafters.decoding.sampling import Sampling
 from drafters.decoding.trace import Trace
 from drafters.energy import EnergyMeter, Reading
 from drafters.program import Failure
+from drafters.threads import fit_threads
 from eval.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,6 +179,7 @@ def measure(
                     run(method, some, placed[index * batch])
         # The measurement: on each prompt every method, in an order that changes.
         for index, some in enumerate(together[before:], start=before):
+            fit_threads()
             for method in method_order(list(methods), index, limits.seed + number):
                 yield run(method, some, placed[index * batch])
         del methods, run  # the round's drafters, before the next round's are built

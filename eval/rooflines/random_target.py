@@ -41,7 +41,7 @@ def random_target(
         ValueError: no such shape, device or dtype, or too little memory.
     """
     where = resolve_device(device)
-    config, kind = shape_config(shape, max_positions), resolve_dtype(dtype)
+    config, kind = shape_config(shape, max_positions), resolve_dtype(dtype, where)
     check_memory(shape, config, kind, [where], *cache_tokens)
     torch.manual_seed(seed)
     with torch.device(where):

@@ -31,7 +31,6 @@ def magpie(
     values = {
         "target": model.name,
         "out": out,
-        "dtype": machine.dtype,
         "count": count,
         "batch": rows,
         "max_new_tokens": max(2, min(ASKED, model.longest // 4)),
@@ -53,7 +52,6 @@ def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: flo
         "source": f"{out}/split/train.jsonl",
         "out": f"{out}/answers/train.jsonl",
         "target": model.name,
-        "dtype": machine.dtype,
         "batch": rows,
         "minutes": round(minutes, 2),
         "max_new_tokens": model.answer,
@@ -72,7 +70,7 @@ def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: flo
 
 def features(model: Model, machine: Machine, out: str, splits: dict[str, str], int8: bool, taps: list[int]) -> Any:
     """data_prep.features'."""
-    values: dict[str, Any] = {"target": model.name, "dtype": machine.dtype, "splits": splits}
+    values: dict[str, Any] = {"target": model.name, "splits": splits}
     values |= {"out": f"{out}/features", "store_dtype": "int8"} if int8 else {"out": f"{out}/features"}
     if taps:
         values["exit_layers"] = taps
@@ -93,7 +91,7 @@ def training(
     small, cpu = model.config.hidden_size <= SMALL, machine.device.type == "cpu"
     values: dict[str, Any] = {"target": model.name, "features": "online" if online else f"{out}/features"}
     if online:
-        data = {**splits, "max_length": model.longest, "target_dtype": machine.dtype, "target_batch_tokens": FORWARD}
+        data = {**splits, "max_length": model.longest, "target_batch_tokens": FORWARD}
         values["data"] = data
     values |= {"out": f"{out}/{method}"}
     if method == "kangaroo":
@@ -104,7 +102,6 @@ def training(
         "learning_rate": 2.0e-3 if small else (3.0e-5 if method == "eagle" else 5.0e-5),
         "warmup_steps": 50 if small else 200,
         "schedule": "cosine",
-        "precision": "bf16" if machine.dtype == "bfloat16" else "float32",
     }
     reasons = {
         "features": "computed while it trains: the disk is too small for them" if online else "",
@@ -144,7 +141,7 @@ def drafting(method: str, model: Model, machine: Machine, out: str) -> dict[str,
 def speed(model: Model, machine: Machine, out: str, prompts: str, count: int, rows: list[dict[str, Any]]) -> Any:
     """eval.speed's."""
     values = {
-        "target": {"path": model.name, "dtype": machine.dtype},
+        "target": {"path": model.name},
         "prompts": {"file": prompts, "count": count, "seed": 0, "max_prompt_tokens": model.longest - model.answer},
         "max_new_tokens": min(96, model.answer),
         "temperatures": [0.0],

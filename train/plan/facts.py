@@ -12,11 +12,12 @@ from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
 from data_prep.disk import free_bytes
 from data_prep.features import FeaturesConfig
 from data_prep.features_run import make_headers
-from drafters.choices import Dtype
 from drafters.config import validate
 from drafters.model.files import free_memory, load_config_only, resolve_device
 from drafters.model.kv_cache import head_sizes
-from drafters.provenance import cpu_cores
+from drafters.model.precision import fast_dtype
+from drafters.threads import cpu_cores
+from drafters.wording import dtype_name
 
 FEWEST = 24  # dialogues, below which nothing could be trained and measured on different ones
 SAMPLE = 256  # dialogues that are tokenized to know the lengths of all
@@ -86,7 +87,7 @@ class Machine:
     cores: int
     memory: int
     disk: int
-    dtype: Dtype
+    dtype: str
 
 
 @dataclass
@@ -141,10 +142,7 @@ def answer_spans(dialogue: MaskedTokens) -> list[tuple[int, int]]:
 
 
 def look_at_machine(out: Path) -> Machine:
-    """The device that programs take by themselves, and the precision that is fast on it."""
+    """The default device, and the dtype that ``auto`` stands for on it."""
     device = resolve_device()
-    # bf16 in products: every GPU since 2020, a CPU with AMX or AVX-512's instructions for it. Elsewhere it is emulated.
-    fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    dtype: Dtype = "bfloat16" if fast else "float32"
-    return Machine(device, gpus, cpu_cores() or 1, free_memory(device), free_bytes(out), dtype)
+    return Machine(device, gpus, cpu_cores(), free_memory(device), free_bytes(out), dtype_name(fast_dtype(device)))

@@ -97,11 +97,9 @@ class Planner:
         self.share_out()
         taps = trial.taps
         per_token = {kind: token_bytes(self.model.config.hidden_size, len(taps), kind) for kind in ("int8", "bfloat16")}
-        kind = "bfloat16" if self.machine.dtype == "bfloat16" else "float32"
-        per_token[kind] = token_bytes(self.model.config.hidden_size, len(taps), kind)
         room = SPARE_DISK * self.machine.disk
         sizes = {name: self.shares.tokens * bytes_ for name, bytes_ in per_token.items()}
-        online, int8 = sizes["int8"] > room, sizes[kind] > room
+        online, int8 = sizes["int8"] > room, sizes["bfloat16"] > room
         if online:
             self.plan.notes.append(
                 f"features would take {size_text(sizes['int8'])} in int8, and {size_text(self.machine.disk)} are free: "
@@ -113,7 +111,7 @@ class Planner:
         if not self.data.own:
             self.answers()
         if not online:
-            self.features(list(taps), int8, sizes["int8" if int8 else kind])
+            self.features(list(taps), int8, sizes["int8" if int8 else "bfloat16"])
         self.train(online)
         self.measure()
         return self.plan

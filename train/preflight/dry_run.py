@@ -27,6 +27,7 @@ from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.workload import Workload, estimate_workload, store_workload
 from train.run.files import check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
+from train.runtime import rank_device
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
 
@@ -38,6 +39,8 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     are not here.
     """
     report = Report()
+    if given.device is not None and config.precision == "auto":
+        config = config.model_copy(update={"precision": "bf16"})  # as all GPUs whose peak is known
     report.check("run folder", lambda: check_run_folder(config, given.resume), f"{config.out} can be used")
     report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
     target, local = checks.check_target(report, config, given.target_config), checks.here(config)
@@ -133,7 +136,7 @@ class Estimates:
         less = estimate.pass_memory(config, target, self.micro, checkpointing=True, on_gpu=on_gpu)["pass"]
         parts = estimate.memory_parts(config, self.task, given.ranks) | {"forward and backward": passes["pass"]}
         if config.data is not None:
-            width = resolve_dtype(config.data.target_dtype).itemsize
+            width = resolve_dtype(config.data.target_dtype, rank_device()).itemsize
             parts["target, for features"] = estimate.target_parameters(target)[0] * width
         elif config.tau_every and config.tau_device is None:
             parts["target, for tau"] = estimate.target_parameters(target)[0] * config.dtype.itemsize

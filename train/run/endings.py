@@ -42,12 +42,12 @@ def farewell(config: TrainConfig, step: int, heldout: Source, ends: FrozenEnds, 
     """
     done = "is already finished" if already else "finished"
     more = "; nothing was changed. A higher limit (steps, epochs, minutes) goes on" if already else ""
-    line, file = measure_command(config, heldout.manifest.source, heldout.manifest.target_dtype, ends)
+    line, file = measure_command(config, heldout.manifest.source, ends)
     what = "Measure it:" if file else "Measure it on a file of held-out ShareGPT dialogues or Spec-Bench questions:"
     return f"{config.out} {done} at step {step:,}{more}\nThe drafter: {config.out}\n{what}\n  {line}"
 
 
-def measure_command(config: TrainConfig, source: str, target_dtype: str, ends: FrozenEnds) -> tuple[str, bool]:
+def measure_command(config: TrainConfig, source: str, ends: FrozenEnds) -> tuple[str, bool]:
     """The command that measures the drafter in ``out``, and whether its prompts are a file that is here."""
     here = Path(source).is_file()
     context = getattr(ends.config, "max_position_embeddings", None) or 2048
@@ -56,7 +56,6 @@ def measure_command(config: TrainConfig, source: str, target_dtype: str, ends: F
     drafters.append(config.measured_by)
     overrides: dict[str, Any] = {
         **{f"target.{key}": value for key, value in config.measured_target.items()},
-        "target.dtype": target_dtype,
         "prompts.file": source if here else "FILE",
         "prompts.max_prompt_tokens": min(512, context - answer),
         "max_new_tokens": answer,

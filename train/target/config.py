@@ -50,7 +50,7 @@ class TargetConfig(Config):
     norm_lr: float = Field(default=3e-3, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
-    precision: Literal["float32", "autocast", "bf16"] = "bf16"
+    precision: Literal["auto", "float32", "autocast", "bf16"] = "auto"
     threads: int = Field(default=2, ge=1, description="workers, each with its own rows and one core")
     seed: int = 0
     eval_every: int = Field(default=200, ge=1)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from data_prep.progress import Bar
 from drafters.files import replace_json
+from drafters.model.precision import cpu_has_bf16
 from drafters.program import command
 from train.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
@@ -35,6 +36,9 @@ class TargetRun:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         if not resume and checkpoints(config.run_dir):
             raise ValueError(f"{config.run_dir} already holds a run: pass --resume or another run_dir=")
+        if config.precision == "auto":
+            config = config.model_copy(update={"precision": "bf16" if cpu_has_bf16() else "float32"})
+            print(f"precision: {config.precision} (auto)")
         self.config, self.info, self.stop_asked = config, how_to_repeat(config, arguments), False
         self.tokenizer = get_tokenizer(config)
         self.heldout = read_messages(config.corpus / "heldout.jsonl")

@@ -1,0 +1,99 @@
+"""CPU threads by the load: an operation's threads wait for each other, so one that another process delays stops all.
+
+With both of two cores in use, a third thread made decoding 40 times slower (2 threads; 36 tokens/s) than giving up one
+thread (540). A program calls ``fit_threads`` at its start and within its loop.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+EVERY = 2.0  # seconds from one look at the load to the next
+FIRST_LOOK = 0.25  # seconds
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "200000 100000": 200 ms of CPU time each 100 ms; "max 100000": no limit
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Look:
+    """CPU seconds used until ``time`` on the cores of this process: by all processes, and by it and its children."""
+
+    time: float
+    all: float
+    own: float
+
+    @classmethod
+    def now(cls) -> "Look":
+        cores = psutil.cpu_times(percpu=True)
+        if hasattr(os, "sched_getaffinity"):
+            mine = os.sched_getaffinity(0)
+            cores = [times for core, times in enumerate(cores) if core in mine] or cores
+        busy = sum(sum(times) - times.idle - getattr(times, "iowait", 0.0) for times in cores)
+        process, own = psutil.Process(), 0.0
+        for member in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                own += sum(member.cpu_times()[:4])  # children that have ended included
+        return cls(time.monotonic(), busy, own)
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use: its affinity, and its control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such group, or no limit
+        quota, period = map(float, QUOTA.read_text().split())
+        cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
+
+
+def threads_for(before: Look, now: Look, cores: int, most: int) -> int:
+    """Threads, at most ``most``, that find a free core each, by what other processes used between two looks."""
+    others = max(0.0, (now.all - before.all) - (now.own - before.own)) / (now.time - before.time)
+    return max(1, min(most, math.floor(cores - others + 0.5)))
+
+
+_before: Look | None = None
+_most: int | None = None  # threads of a machine that has nothing else to do; 0: the user has set them
+
+
+def set_threads(threads: int | None) -> None:
+    """What a config's ``threads`` says: that many; None: by the load."""
+    fit_threads() if threads is None else fix_threads(threads)
+
+
+def fix_threads(threads: int) -> None:
+    """Let torch use ``threads`` CPU threads, whatever the load."""
+    global _most
+    torch.set_num_threads(threads)
+    _most = 0
+
+
+def fit_threads(most: int | None = None) -> None:
+    """Let torch use a thread for each core that other processes leave free; looks at the load every two seconds.
+
+    It does nothing if OMP_NUM_THREADS is set, or after ``fix_threads``.
+
+    Args:
+        most: threads on an idle machine; None: as torch chose, at most the cores that this process may use.
+    """
+    global _before, _most
+    if _most is None or most is not None:
+        _most = most or (0 if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), cpu_cores()))
+    if _most <= 1 or (_before is not None and time.monotonic() - _before.time < EVERY):
+        return
+    if _before is None:
+        _before = Look.now()
+        time.sleep(FIRST_LOOK)
+    now = Look.now()
+    threads = threads_for(_before, now, cpu_cores(), _most)
+    _before = now
+    if threads != torch.get_num_threads():
+        _log.warning("%d CPU threads from here on, of %d: what other processes leave free", threads, _most)
+        torch.set_num_threads(threads)
