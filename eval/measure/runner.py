@@ -179,7 +179,6 @@ def measure(
                     run(method, some, placed[index * batch])
         # The measurement: on each prompt every method, in an order that changes.
         for index, some in enumerate(together[before:], start=before):
-            fit_threads()
             for method in method_order(list(methods), index, limits.seed + number):
                 yield run(method, some, placed[index * batch])
         del methods, run  # the round's drafters, before the next round's are built
@@ -210,6 +209,7 @@ def _run(
     if key in failed:
         return _failure(failed[key], len(prompts), place)
     on_run(method)
+    fit_threads()
     most = min(prompt.max_new_tokens or limits.max_new_tokens for prompt in prompts)
     try:
         with meter.measure() if meter else contextlib.nullcontext(Reading()) as joules:
