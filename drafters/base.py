@@ -52,6 +52,7 @@ class Drafter:
         max_context: positions that the target, and whatever else drafts, were made for.
         taps: hidden states wanted from every target forward, by the number of layers before them.
         remembers: whether what one prompt taught serves the next (a pool that outlives it).
+        settings: the options that it was built with.
         auto: what chooses the shape of its drafts, where that is not fixed.
     """
 
@@ -67,7 +68,7 @@ class Drafter:
     auto: "Chooser | None" = None
 
     def __init__(self, target: TargetModel, options: Config) -> None:
-        self.target, self.max_context = target, target.max_context
+        self.target, self.max_context, self.settings = target, target.max_context, options
 
     @classmethod
     def from_options(cls, target: TargetModel, **options: Any) -> Self:

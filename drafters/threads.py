@@ -69,7 +69,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def fix_threads(threads: int) -> None:
-    """Let torch use ``threads`` CPU threads, whatever the load."""
+    """Let torch use ``threads`` CPU threads and ignore the load."""
     global _most
     torch.set_num_threads(threads)
     _most = 0

@@ -15,11 +15,11 @@ from drafters.model.files import resolve_dtype
 from drafters.provenance import environment, load_average
 from drafters.threads import set_threads
 from drafters.wording import dtype_name
-from eval.entries import paths_of
+from eval.entries import DrafterEntry, paths_of
 from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
 from eval.lossless import LosslessConfig
 from eval.measure.identity import conditions
-from eval.measure.lineup import Lineup, check_options
+from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.watched import Watched
 from eval.prompts import load_prompts
 from eval.report.files import write_page
@@ -28,6 +28,8 @@ from eval.speed_run import load_models, tokenizer_of
 
 NEEDED = 2  # accepted draft tokens behind which there must be enough places to test: a q of another depth shows there
 STEM = "lossless"
+# In place of auto: a chain of five (EAGLE's default depth) and a tree, both of which are drafted whatever they cost.
+FIXED = {"tree": ("chain", "static"), "match": (2,), "gamma": (5,), "nodes": (16,)}
 
 
 def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, Any]:
@@ -39,7 +41,8 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
     """
     set_threads(config.threads)
     check_options([config.drafter])
-    lineup, target = _load(config, config.target.dtype)
+    models = _load(config, config.target.dtype)
+    lineup, target = Lineup([config.drafter], models), models.target
     name, lossless = next((name, row["lossless"]) for name, row in lineup.described.items())
     paths = [config.target.path, *paths_of([config.drafter])]
     facts = environment(target) | conditions(paths, str(target.device), config.threads)
@@ -49,35 +52,75 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
         found |= {"verdict": LOSSY, "reasons": [], "greedy": [], "sampled": None}
     else:
         prompts = _prompts(config, lineup, target)
-        found |= certify(config, target, lineup, prompts)
+        entries = certified_entries(config.drafter, _fresh(lineup, 0.0))
+        parts = [certify(config, target, Lineup([entry], models), prompts) for entry in entries]
         exact, device = target.dtype, target.device
-        del target, lineup  # the memory of one of them suffices
+        del target, lineup, models  # the memory of one of them suffices
         if config.rounded is not None and resolve_dtype(config.rounded, device) != exact:
-            found["greedy"].append(_rounded(config, prompts))
-        found |= judged(found["greedy"], found["sampled"])
+            models = _load(config, config.rounded)
+            for part, entry in zip(parts, entries, strict=True):
+                drafter = _fresh(Lineup([entry], models), 0.0)
+                part["greedy"].append(greedy_part(config, models.target, drafter, prompts))
+        found |= combined([entry.name for entry in entries], parts)
     found["environment"] = facts | {"load_average_after": load_average()}
     console.print(verdict_line(found), markup=False, highlight=False)
     write_page(found, markdown(found), config.out, STEM, console)
     return found
 
 
-def _load(config: LosslessConfig, dtype: Any) -> tuple[Lineup, TargetModel]:
+def certified_entries(entry: DrafterEntry, drafter: Drafter) -> list[DrafterEntry]:
+    """What is certified: where options of ``drafter`` are auto, drafts of FIXED shapes, then those that auto chooses.
+
+    The verdict rests on the fixed shapes, which are the same on every machine.
+    """
+    auto = _auto_options(drafter)
+    if not auto:
+        return [entry]
+    count = max(len(values) for values in auto.values())
+    shapes = [{name: [values[min(index, len(values) - 1)]] for name, values in auto.items()} for index in range(count)]
+    return [*(entry.model_copy(update={"grid": shape}) for shape in shapes), entry]
+
+
+def _auto_options(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
+    """The FIXED values of the options that are auto, of a hybrid's head too, by dotted name."""
+    found = {name: FIXED[name] for name, value in drafter.settings if value == "auto"}
+    head = getattr(drafter, "head", None)
+    if isinstance(head, Drafter):
+        found |= {f"head.{name}": values for name, values in _auto_options(head).items()}
+    return found
+
+
+def combined(names: list[str], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One verdict on all that was certified; what the first shape gave stands first, the others under ``shapes``.
+
+    With several shapes, the last one is auto's: it can make the verdict "not lossless", but not "not shown".
+    """
+    for name, part in zip(names, parts, strict=True):
+        part |= {"name": name, **judged(part["greedy"], part["sampled"])}
+    needed = parts[:-1] or parts
+    verdicts = {part["verdict"] for part in needed} | ({NOT_LOSSLESS} & {part["verdict"] for part in parts})
+    verdict = next(one for one in (NOT_LOSSLESS, UNDECIDED, LOSSLESS) if one in verdicts)
+    several = len(parts) > 1
+    reasons = [f"{part['name']}: {reason}" if several else reason for part in parts for reason in part["reasons"]]
+    return {
+        "verdict": verdict,
+        "reasons": reasons,
+        "greedy": parts[0]["greedy"],
+        "sampled": parts[0]["sampled"],
+        "shapes": parts if several else [],
+    }
+
+
+def _load(config: LosslessConfig, dtype: Any) -> Models:
     chosen = config.target.model_copy(update={"dtype": dtype})
     longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
-    models = load_models(chosen, longest + max(config.greedy_tokens, config.new_tokens), config.batch)
-    return Lineup([config.drafter], models), models.target
+    return load_models(chosen, longest + max(config.greedy_tokens, config.new_tokens), config.batch)
 
 
 def certify(config: LosslessConfig, target: TargetModel, lineup: Lineup, prompts: list[list[int]]) -> dict[str, Any]:
     """What the verdict on a drafter that says it is lossless rests on, in the target's dtype."""
     greedy = greedy_part(config, target, _fresh(lineup, 0.0), prompts)
     return {"greedy": [greedy], "sampled": sampled_part(config, target, _fresh(lineup, config.temperature), prompts)}
-
-
-def _rounded(config: LosslessConfig, prompts: list[list[int]]) -> dict[str, Any]:
-    """Greedy texts in the other dtype."""
-    lineup, target = _load(config, config.rounded)
-    return greedy_part(config, target, _fresh(lineup, 0.0), prompts)
 
 
 def _fresh(lineup: Lineup, temperature: float) -> Drafter:

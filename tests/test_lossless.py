@@ -291,7 +291,7 @@ def test_the_program_certifies_by_name_and_by_folder(tmp_path: Path) -> None:
     few = ["begun=2", "begun_tokens=4", "greedy_tokens=6", "texts=3", "new_tokens=6", "batch=2"]
     found = {}
     for drafter in ("prompt_lookup", tmp_path / "head", "mjgd"):
-        arguments = ["--target", target.name, "--drafter", drafter, *few, f"out={tmp_path / 'out'}"]
+        arguments = ["--target", target.name, "--drafter", drafter, *few, "rounded=bfloat16", f"out={tmp_path / 'out'}"]
         assert status(lossless.main, *arguments) == 1
         found = json.loads((tmp_path / "out" / "lossless.json").read_text())
         page = (tmp_path / "out" / "lossless.md").read_text()
@@ -305,6 +305,36 @@ def test_the_program_certifies_by_name_and_by_folder(tmp_path: Path) -> None:
         assert found["sampled"]["texts"] == 4 and found["environment"]["config"]["begun"] == 2
         assert "| float32 | 2 | 12 | 2 | 0 | 0 |" in page and "--drafter" in page
     assert found["environment"]["target"]["name"] == target.name
+
+
+def test_auto_is_certified_by_fixed_shapes(tmp_path: Path) -> None:
+    """Catches a verdict that hangs on what auto chooses on this machine, which may be to draft nothing."""
+    target = tiny_run.save_target(tmp_path / "target")
+    save_checkpoint(tmp_path / "head", EagleHead(target.config), make_config("eagle", {}, target))
+    few = ["begun=2", "begun_tokens=4", "greedy_tokens=6", "texts=3", "new_tokens=6", "batch=2", "rounded=null"]
+    arguments = ["--target", target.name, "--drafter", str(tmp_path / "head"), *few, f"out={tmp_path / 'out'}"]
+    assert status(lossless.main, *arguments) == 1
+    found = json.loads((tmp_path / "out" / "lossless.json").read_text())
+    assert [shape["name"] for shape in found["shapes"]] == ["eagle tree=chain", "eagle tree=static", "eagle"]
+    assert [shape["sampled"]["longest_draft"] for shape in found["shapes"][:2]] == [5, 5]
+    assert found["greedy"] == found["shapes"][0]["greedy"] and found["sampled"] == found["shapes"][0]["sampled"]
+    assert found["reasons"][0].startswith("eagle tree=chain: sampled: too few")
+    assert "# Certified: eagle tree=static, not shown" in (tmp_path / "out" / "lossless.md").read_text()
+
+
+def test_autos_part_of_a_verdict() -> None:
+    """Catches an auto that drafts nothing here and so takes a signature away, and one whose fault is passed over."""
+    right = {"greedy": [], "sampled": {"broken_ends": {}, "outside": 0, "outside_allowed": 0, "p_value": 1.0}}
+    right["sampled"] |= {"alpha": 1e-4, "longest_draft": 5, "deepest": 4}
+    nothing = {"greedy": [], "sampled": {**right["sampled"], "longest_draft": 1, "deepest": 0}}
+    wrong = {"greedy": [], "sampled": {**right["sampled"], "p_value": 1e-9}}
+    for parts, verdict in (
+        ([right, right, nothing], "lossless"),
+        ([right, right, wrong], "not lossless"),
+        ([right, nothing, right], "not shown"),
+        ([nothing], "not shown"),
+    ):
+        assert lossless_run.combined(list("abc"[: len(parts)]), [dict(part) for part in parts])["verdict"] == verdict
 
 
 def test_what_is_no_drafter_is_said(tmp_path: Path) -> None:

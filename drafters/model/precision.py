@@ -14,7 +14,7 @@ SIZE = 512  # rows and columns of the matrices that are timed
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """The dtype that ``auto`` stands for: bf16 where ``device`` is fast at it, else float32 (CPU) or float16 (GPU)."""
+    """Return the dtype of ``auto``: bf16 where ``device`` is fast at it, else float32 (CPU) or float16 (GPU)."""
     if device.type == "cpu":
         return torch.bfloat16 if cpu_has_bf16() else torch.float32
     if device.type == "cuda" and torch.version.hip is None:
@@ -53,7 +53,7 @@ def matmul_gflops(dtype: torch.dtype, device: torch.device) -> float:
     """1e9 FLOP/s of a product of two square matrices; takes a few ms, where it is slow half a second."""
     left, right = (torch.ones(SIZE, SIZE, dtype=dtype, device=device) for _ in range(2))
     seconds = []
-    for _ in range(3):  # the first one pays for what is set up once
+    for _ in range(3):  # the first one includes set-up
         start = time.perf_counter()
         float((left @ right)[0, 0])  # waits for a GPU
         seconds.append(time.perf_counter() - start)

@@ -46,8 +46,13 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [f"# {found['drafter']['name']}: {found['verdict']}", "", f"**{verdict_line(found)}.**", ""]
     lines += [f"- **{reason}**" for reason in found["reasons"]]
     lines += [target_line(facts), machine_line(facts), software_line(facts), ""]
+    for shape in found.get("shapes") or [found]:
+        if shape["sampled"] is None:
+            continue
+        if "name" in shape:
+            lines += [f"# Certified: {shape['name']}, {shape['verdict']}", ""]
+        lines += [*_greedy(shape["greedy"]), *_sampled(shape["sampled"], facts["config"])]
     if sampled is not None:
-        lines += [*_greedy(found["greedy"]), *_sampled(sampled, facts["config"])]
         lines += [ABOUT.format(**sampled), ""]
     return "\n".join([*lines, *run_again(facts["argv"])])
 
