@@ -41,16 +41,16 @@ class Peak(threading.Thread):
             self.highest = max(self.highest, process.memory_info().rss)
 
 
-def settings(folder: Path, precision: str) -> dict[str, Any]:
+def settings(folder: Path) -> dict[str, Any]:
     """Of the run that is measured."""
     tokens = LENGTH * DIALOGUES
-    changes = {"precision": precision, "batch_tokens": tokens, "steps": 2, "loss_chunk_rows": 1024, "heldout_tokens": 1}
+    changes = {"batch_tokens": tokens, "steps": 2, "loss_chunk_rows": 1024, "heldout_tokens": 1}
     return tiny_run.settings(str(folder / "target"), folder / "features", folder / "run", **changes)
 
 
 def measure(given: str) -> int:
-    """One small run to have all libraries loaded, then the one that counts; ``given``: its folder and precision."""
-    folder, precision = Path(json.loads(given)[0]), json.loads(given)[1]
+    """One small run to have all libraries loaded, then the one that counts, in the folder ``given``."""
+    folder = Path(given)
     torch.set_num_threads(1)
     features = tiny_run.write_stores(folder / "small-features", tiny_run.save_target(folder / "small"))
     tiny_run.train_here("eagle", tiny_run.settings(str(folder / "small"), features, folder / "small-run", steps=1))
@@ -65,7 +65,7 @@ def measure(given: str) -> int:
     loop.TrainRun._evaluate = lambda *given, **named: None  # type: ignore[method-assign]  # its memory is another's
     peak = Peak()
     peak.start()
-    tiny_run.train_here("eagle", settings(folder, precision))
+    tiny_run.train_here("eagle", settings(folder))
     peak.done.set()
     state = sum(file.stat().st_size for file in (folder / "run" / "state").glob("step-*/*"))
     print(json.dumps({"memory": peak.highest - peak.before, "state": state}))

@@ -203,17 +203,19 @@ def test_time(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_estimates_against_a_run(tmp_path: Path, precision: str) -> None:
-    """Memory off by more than a third either way, or a state that takes more disk than was said (5% allowed)."""
-    config = validate(EagleConfig, memory_run.settings(tmp_path, precision), source="test")
+def test_estimates_against_a_run(tmp_path: Path) -> None:
+    """Memory off by more than a third either way, or a state that takes more disk than was said (5% allowed).
+
+    In float32, which every CPU is fast in: ``test_bytes_a_weight`` has what 16 bits change.
+    """
+    config = validate(EagleConfig, memory_run.settings(tmp_path), source="test")
     target = LlamaConfig(**memory_run.SHAPE)
     micro = MicroBatch(memory_run.DIALOGUES, memory_run.LENGTH)
     task = meta_task(config, target)
     expected = sum(memory_parts(config, task, 1).values())
     expected += pass_memory(config, target, micro)["pass"]
-    given, log = json.dumps([str(tmp_path), precision]), tmp_path / "memory.log"
-    assert nursery.run("memory_run.measure", given, tiny_run.environment(), log, 300) == 0, log.read_text()
+    log = tmp_path / "memory.log"
+    assert nursery.run("memory_run.measure", str(tmp_path), tiny_run.environment(), log, 300) == 0, log.read_text()
     measured = json.loads(log.read_text().splitlines()[-1])
     assert expected == pytest.approx(measured["memory"], rel=0.33)
     count = parameters(task.module)

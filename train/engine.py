@@ -189,7 +189,7 @@ class Engine:
         self._engine.step()
 
     def update(self, learning_rate: float, factors: Mapping[str, float] | None = None) -> Tensor:
-        """The last micro-batch's ``step``; the gradient's norm before clipping, float64 ``[1]``.
+        """The last micro-batch's ``step``; the gradient's norm before clipping (0: skipped), float64 ``[1]``.
 
         ``factors``: by part, its share of the learning rate.
         """
@@ -200,6 +200,8 @@ class Engine:
             norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         self._engine.step()
         norm = self._engine.get_global_grad_norm() if norm is None else norm
+        if getattr(self._engine.optimizer, "overflow", False):  # float16: skipped, and the loss scale is lowered
+            norm = 0.0
         return torch.as_tensor(norm, dtype=torch.float64, device=self.device).reshape(1)
 
     def weights(self) -> dict[str, Tensor]:
