@@ -114,7 +114,7 @@ def test_the_measuring_command_works(
     config = load_config(SpeedConfig, words[4], words[5:])
     check_speed(config)
     assert [entry.drafter for entry in config.entries] == ["autoregressive", "prompt_lookup", "lookahead", "kangaroo"]
-    assert (config.target.path, config.target.dtype) == (str(target_folder), "float32")
+    assert (config.target.path, config.target.dtype) == (str(target_folder), "auto")
     assert config.prompts.files == [folder / "heldout.jsonl"]
     assert config.out == folder / "head-speed"
 
@@ -123,7 +123,7 @@ def test_without_a_file_of_prompts_the_command_asks_for_one(settings: dict[str, 
     """Catches a command that names a Hub dataset, or a file of another machine, as the prompts."""
     config = validate(EagleConfig, settings, source="test")
     ends = load_frozen_ends(config.target, dtype="float32")
-    line, here = measure_command(config, "owner/dataset", "bfloat16", ends)
+    line, here = measure_command(config, "owner/dataset", ends)
     assert not here
     assert "prompts.file=FILE" in shlex.split(line)
 

@@ -180,8 +180,9 @@ def check_features(config: TrainConfig, store: FeatureStore, taps: tuple[int, ..
     damage = _damage(store, taps)
     if damage:
         return Finding(question, False, damage, look_at)
+    dtype = store.manifest.target_dtype
     try:
-        target = TargetModel.from_pretrained(config.target, device=config.tau_device, revision=config.revision)
+        target = TargetModel.from_pretrained(config.target, dtype, config.tau_device, config.revision)
     except (ValueError, torch.OutOfMemoryError) as error:
         return Finding(question, True, f"not checked, the target cannot be loaded ({error})", look_at)
     cosines: list[Tensor] = []
