@@ -1,10 +1,14 @@
 """Beam search: what extends a hypothesis. (The search is compared with brute force in MJSD's and MJGD's tests.)"""
 
+import random
+
 import pytest
 import torch
+from test_mjsd import log_likelihood, state_of, toy
 
 from drafters import Sampling
-from drafters.drafting.beam_search import _candidates, is_end, until_end
+from drafters.drafting.beam_search import _candidates, beam_search, is_end, trace_back, until_end
+from drafters.mjsd import MJSDDrafter
 
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 1.0, 0.0, -1.0, -3.0])
 
@@ -24,6 +28,31 @@ def test_tokens_are_drawn_from_the_warped_distribution(sampling: Sampling) -> No
     seen = torch.bincount(tokens[:, 0] * 7 + tokens[:, 1], minlength=49).view(7, 7) / count
     assert float((seen - expected).abs().sum()) / 2 < 0.02
     torch.testing.assert_close(step, shuffled.log_softmax(-1)[tokens])
+
+
+def test_beams_that_end_early_stay_once() -> None:
+    """Catches a hypothesis that goes on behind its EOS, takes several places among the beams, is charged for what it
+    lacks or ends at one of several EOS only. All beams of the last level are compared with a search by whole texts."""
+    rng, model, ended = random.Random(0), toy(), 0
+    for _ in range(30):
+        ids, eos = [rng.choice([0, 1, 3, 4, 5]), rng.randrange(6)], frozenset(rng.sample(range(6), rng.randint(1, 3)))
+        length, width, beams = rng.randint(2, 4), rng.randint(1, 5), [(0.0, list[int]())]
+        for _ in range(length):
+            over = [(score, [*tail, tail[-1]]) for score, tail in beams if eos & set(tail)]
+            longer = [[*tail, token] for _, tail in beams if not eos & set(tail) for token in range(6)]
+            over += [(float(log_likelihood(model, ids, tail).sum()), tail) for tail in longer]
+            beams = sorted(over, reverse=True)[:width]
+        drafter, state = MJSDDrafter.from_options(model, draft_model=model, gamma=4, beams=width), state_of(model, ids)
+        with torch.inference_mode():
+            drafter.begin(state, None)  # type: ignore[arg-type]
+            models, features = (model, drafter.lm_head, drafter._cache), drafter._catch_up(state)
+            levels = beam_search(*models, features, length, width, Sampling(), eos)
+        found = trace_back(levels, torch.arange(len(levels[-1].tokens)))
+        assert found.tokens.tolist() == [tail for _, tail in beams]
+        scores = torch.tensor([score for score, _ in beams])
+        torch.testing.assert_close(found.log_p.sum(1), scores, atol=1e-4, rtol=1e-4)
+        ended += sum(bool(eos & set(tail)) for _, tail in beams)
+    assert ended > 20
 
 
 def test_exhausted_support() -> None:
