@@ -307,7 +307,6 @@ def test_a_checkpoint_carries_its_ids(saved: Path) -> None:
     as_saved, fewer, whole = (load_drafter(str(saved), target, **more) for more in ({}, {"draft_vocab": 7}, WHOLE))
     assert as_saved.lm_head.ids.tolist()[:60] == ids.tolist() and fewer.lm_head.ids.tolist()[:60] == ids.tolist()
     assert (as_saved.lm_head.width, as_saved.lm_head.text, fewer.lm_head.text) == (97, 57, 90)
-    assert sorted(fewer.lm_head.ids.tolist()) == list(range(97))
     assert as_saved.lm_head.options() == {"draft_vocab": 40}
     none = load_drafter(str(saved), target, draft_text=0)
     assert none.lm_head.ids.tolist() == ids[:40].tolist()
