@@ -91,6 +91,20 @@ def test_draw_at_the_ends_of_the_random_numbers(total: float, monkeypatch: pytes
     assert draw(counts * (total / 64), None).tolist() == expected
 
 
+def test_draws_without_replacement_at_the_ends_of_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a token that can be drawn and is said to be none at u = 0, and one of probability 0 that is drawn at
+    either end. Compared with Gumbel's race in float64."""
+    rng = random.Random(0)
+    for _ in range(200):
+        p = torch.tensor([rng.choice([0.0, rng.random()]) for _ in range(6)] + [rng.random()])
+        uniform = torch.tensor([rng.choice([0.0, 1 - 2**-24, rng.random()]) for _ in p])
+        monkeypatch.setattr(torch, "rand", lambda *_, uniform=uniform, **__: uniform.clone())
+        tokens, valid = draw_without_replacement(p / p.sum(), 4, None)
+        race = p.double() / -uniform.double().clamp_min(2**-24.5).log()
+        order = [int(token) for token in race.argsort(descending=True) if p[token] > 0][:4]
+        assert tokens[valid].tolist() == order and valid.tolist() == [place < len(order) for place in range(4)]
+
+
 def test_draws_without_replacement_in_order() -> None:
     """Catches draws that are distinct but not sequential: P(a then b) must be q(a) q(b) / (1 - q(a)), exactly."""
     q = torch.tensor([0.55, 0.25, 0.15, 0.05])
