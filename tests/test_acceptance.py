@@ -284,7 +284,7 @@ def test_greedy_takes_the_deepest_matching_path() -> None:
 
 def test_rows_of_a_batch_are_judged_apart() -> None:
     """Catches a verdict read from another batch row, a host-side shortcut that skips too many nodes, and padding of a
-    smaller tree that is accepted, or counted as a level. Of many batches, each row by itself."""
+    smaller tree that is accepted, or counted as a level. The reference walks down each row of random batches."""
     rng = random.Random(0)
     for _ in range(60):
         shapes = [[rng.randrange(ROOT, node) for node in range(rng.randrange(6))] for _ in range(rng.randint(1, 6))]

@@ -136,7 +136,7 @@ def test_the_table_of_prompts_is_as_good_as_the_journal(quick: None) -> None:
 
 def test_p_values_and_intervals_by_enumeration() -> None:
     """Catches swaps counted on one side only, another tail of the normal distribution than its two, and an interval
-    that leaves out what prompts cannot tell: of eight prompts all 256 swaps are made."""
+    without the difference between runs. The reference makes all 256 swaps of eight prompts."""
     generator, seen = np.random.default_rng(0), []
     swaps = [np.array(swap)[:, None] for swap in itertools.product([False, True], repeat=8)]
 
@@ -152,14 +152,14 @@ def test_p_values_and_intervals_by_enumeration() -> None:
         found = logarithm(a, b)
         swapped = np.array([logarithm(np.where(swap, b, a), np.where(swap, a, b)) for swap in swaps])
         exact = float((np.abs(swapped) >= abs(found) - 1e-12).mean())
-        alone = paired.change(a, b, figure, seed=seed)
-        assert alone.ratio == pytest.approx(np.exp(found)) and alone.p_value == pytest.approx(exact, abs=0.02)
-        # Two runs differ by more than their prompts tell: at least the two tails of a normal deviate are left.
+        narrow = paired.change(a, b, figure, seed=seed)
+        assert narrow.ratio == pytest.approx(np.exp(found)) and narrow.p_value == pytest.approx(exact, abs=0.02)
+        # With a difference between runs, the p-value is at least the normal distribution's two tails.
         between = abs(found) / generator.uniform(0.5, 2.5)
         wider = paired.change(a, b, figure, between, seed)
         tails = 2 * NormalDist().cdf(-abs(found) / math.hypot(swapped.std(), between))
         assert wider.p_value == pytest.approx(max(exact, tails), abs=0.02)
-        for end, far in zip(alone.ratio_ci, wider.ratio_ci, strict=True):
+        for end, far in zip(narrow.ratio_ci, wider.ratio_ci, strict=True):
             by_prompts = math.log(end) - found
             expected = math.copysign(math.hypot(by_prompts, 1.96 * between), by_prompts)
             assert math.log(far) - found == pytest.approx(expected)

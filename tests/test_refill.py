@@ -106,8 +106,8 @@ def test_drafts_are_those_of_the_row_alone(make: Callable[[TargetModel], Drafter
 
 @pytest.mark.parametrize("method", ["speculative", "eagle-chain", "medusa-static", "prompt_lookup"])
 def test_rows_whose_first_token_is_their_last(method: str) -> None:
-    """Catches a step of a batch in which no row is left, whose drafter has not begun, an answer that goes on behind its
-    EOS, is lost, or comes twice: in every place of the queue, and all at once."""
+    """Catches a step without unfinished rows, for which the drafter has not begun, and an answer that goes on behind
+    its EOS, is lost, or comes twice. Random prompts of the queue end so, also all at once."""
     target, prompts, rng = target_of("llama"), prompts_of(7), random.Random(0)
     plain = make_drafter("autoregressive", target)
     free = rows_of(generate(target, plain, prompts, max_new_tokens=5, eos_token_id=NO_EOS))

@@ -260,8 +260,8 @@ def test_damaged_lines_are_done_again(
 def test_finished_runs_are_not_repeated_and_others_are_refused(
     tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches answers of two settings in one file, an hour spent again because a batch size changed, and a file that
-    somebody put in the place of the answers taken for the target's own."""
+    """Catches answers of two settings in one file, an hour spent again because a batch size changed, and a
+    replaced file that is taken for the target's own answers."""
     config = write_config(tmp_path, target_folder, count=3)
     run_killed(monkeypatch, 1, config)
     with pytest.raises(ValueError, match=r"unfinished was made with other settings: temperature was 0.0, is 0.5"):

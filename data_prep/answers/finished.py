@@ -53,8 +53,8 @@ def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict
     digest = source_digest(out)
     if facts.get("digest", digest) != digest:
         raise ValueError(
-            f"{out} was changed or replaced after it was written ({file} is of a file with digest {facts['digest']}, "
-            f"found {digest}); put it back, or delete both to have the answers written again"
+            f"{out} was changed or replaced after it was written: its digest is {digest}, {file} has "
+            f"{facts['digest']}; put the first file back, or delete both to have the answers written again"
         )
     print(f"{out} is finished already: {describe(facts)}")
     return True
