@@ -4,6 +4,7 @@ Measured on a toy vocabulary over hundreds of thousands of identical prompts dec
 exact joint distribution of the next three tokens. The same measurement of rules that are wrong on purpose must fail.
 """
 
+import random
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -282,12 +283,25 @@ def test_greedy_takes_the_deepest_matching_path() -> None:
 
 
 def test_rows_of_a_batch_are_judged_apart() -> None:
-    """Catches a verdict read from another batch row, and a host-side shortcut that skips too many nodes."""
-    draft = DraftTree(torch.tensor([[1, 2], [1, 2], [3, 2]]), torch.tensor([[ROOT, 0]] * 3))
-    logits = torch.full((3, 3, 4), -50.0)
-    for row, choices in enumerate([(1, 2, 0), (1, 3, 0), (1, 1, 1)]):
-        logits[row, range(3), choices] = 50.0
-    for rule, sampling in ((verify_greedy, Sampling()), (verify_sampled, Sampling(temperature=1.0))):
-        verdict = rule(draft, logits, draft.ancestors(), sampling, torch.Generator().manual_seed(0))
-        assert verdict.rows == [[0, 1, 2], [0, 1], [0]]
-        assert verdict.tokens == [[1, 2, 0], [1, 3], [1]]
+    """Catches a verdict read from another batch row, a host-side shortcut that skips too many nodes, and padding of a
+    smaller tree that is accepted, or counted as a level. The reference walks down each row of random batches."""
+    rng = random.Random(0)
+    for _ in range(60):
+        shapes = [[rng.randrange(ROOT, node) for node in range(rng.randrange(6))] for _ in range(rng.randint(1, 6))]
+        shapes = [list(range(ROOT, len(row) - 1)) for row in shapes] if rng.random() < 0.3 else shapes
+        # Siblings differ; the target takes tokens below 3, so that a fair share of the nodes is right.
+        trees = [[row[:node].count(parent) for node, parent in enumerate(row)] for row in shapes]
+        choices = [[rng.randrange(3) for _ in range(1 + max(map(len, shapes)))] for _ in shapes]
+        logits = torch.tensor(choices)[..., None].eq(torch.arange(6)) * 100.0
+        draft = DraftTree.of_rows(trees, shapes, torch.device("cpu"))
+        for rule, sampling in ((verify_greedy, Sampling()), (verify_sampled, Sampling(temperature=1.0))):
+            verdict = rule(draft, logits, draft.ancestors(), sampling, None)
+            for row, (tokens, parents, choice) in enumerate(zip(trees, shapes, choices, strict=True)):
+                at, path, depth = ROOT, [0], [0]
+                for node, parent in enumerate(parents):
+                    depth.append(depth[parent + 1] + 1)
+                    if parent == at and tokens[node] == choice[at + 1]:
+                        at = node
+                        path.append(node + 1)
+                assert (verdict.rows[row], verdict.depths[row]) == (path, max(depth))
+                assert verdict.tokens[row] == [choice[node] for node in path]

@@ -1,6 +1,7 @@
 """Drafting with a part of the LM head, or an int8 copy: lossless and by the right ids, for every drafter with one."""
 
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from copy import copy
@@ -24,7 +25,7 @@ from drafters.decoding.loop import DecodeState
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.kangaroo import KangarooDrafter
 from drafters.medusa import MedusaDrafter
-from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHead
+from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, kept_ids
 from drafters.model.text_tokens import TextTokens
 from drafters.specinfer import SpecInferDrafter
 
@@ -319,6 +320,19 @@ def test_a_checkpoint_carries_its_ids(saved: Path) -> None:
 
 
 WHOLE: Options = {"draft_vocab": None}
+
+
+def test_the_rows_of_the_text_begin_as_what_is_listed_and_then_the_others() -> None:
+    """Catches a token with two rows, whose probability would count twice, one too many or too few, and rare tokens that
+    take the rows of listed ones."""
+    rng = random.Random(0)
+    for _ in range(100):
+        vocab = rng.randint(2, 30)
+        ids = rng.sample(range(vocab), rng.randint(1, vocab))
+        count, text = rng.randint(1, len(ids)), rng.choice([None, rng.randint(0, 30)])
+        kept, places = kept_ids(torch.tensor(ids).int(), EagleOptions(draft_vocab=count, draft_text=text), vocab, "x")
+        assert places == min(vocab - count, TEXT_ROWS if text is None else text) and kept is not None
+        assert kept.tolist() == [*ids, *sorted(set(range(vocab)) - set(ids))][: count + places]
 
 
 def test_ids_have_to_be_there() -> None:

@@ -1,5 +1,6 @@
 """The figures of a report: loops, alternation, paired speedups, exactness, counting."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -358,6 +359,26 @@ def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:
         target = TargetModel(target.model)
         logits = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).float()
         assert diverge(twin)[0] is explained
+
+
+def test_only_a_tie_with_the_tokens_taken_explains_a_divergence() -> None:
+    """Catches a wrong token that passes for rounding, since two other tokens tie there, or since the other output's is
+    the best: of every two tokens taken, the worse one decides."""
+    model, ids = build("llama").to(torch.bfloat16), list(range(3, 13))
+    target = TargetModel(model)
+    feature = target.features(torch.tensor([ids])).features[0, -1]
+    ranks = target.lm_head(feature).float().argsort(descending=True).tolist()
+    for rank, near in ((1, 0), (2, 0), (6, 5)):  # three tie for the best, two others further down
+        model.lm_head.weight.data[ranks[rank]] = model.lm_head.weight.data[ranks[near]]
+    target = TargetModel(model)
+    logits = target.lm_head(feature).float()
+    pairs = list(itertools.permutations([*ranks[:8], ranks[-1]], 2))
+    plain, others = ([placed(Outcome([pair[side], 7], 0, 1), 0, 1) for pair in pairs] for side in (0, 1))
+    count, rounds = len(pairs), [[other] for other in others]
+    found = find_divergences(target, [ids] * count, ["p"] * count, rounds, plain)
+    tolerance = TOLERANCE[torch.bfloat16] * logits.abs().max()
+    expected = [bool(logits.max() - logits[list(pair)].min() < tolerance) for pair in pairs]
+    assert [one.accepted for one in found] == expected and 6 <= sum(expected) < count / 2
 
 
 def test_a_tail_of_rounding_is_told_from_a_fault() -> None:

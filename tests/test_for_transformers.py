@@ -176,6 +176,33 @@ def test_sampled_by_the_text_is_distributed_as_the_models_own() -> None:
     assert sampled_deviation(2) < LIMIT
 
 
+class Fixed:
+    """Scores of its own, which say all of the distribution: by the row and the number of new tokens."""
+
+    alters = True
+    p = torch.tensor([[0.5, 0.3, 0.2, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.9, 0.1]])
+
+    def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
+        return self.p[(row + len(new)) % 3].log()
+
+    def ends(self, row: int, new: list[int]) -> bool:
+        return False
+
+
+def test_scores_are_not_warped_again() -> None:
+    """Catches temperature, top-k or top-p applied to scores that the processors have warped: with the first token, or
+    behind drafts."""
+    drafter, rows = rigged.eagle(toy(), 0.3, "static"), 300
+    how: dict[str, Any] = {"temperature": 0.4, "top_k": 2, "top_p": 0.5, "seed": 0}
+    found = generate(
+        toy(), drafter, [PROMPT] * rows, max_new_tokens=6, eos_token_id=[], control=Fixed(), **how
+    ).tokens.T.reshape(6, rows // 3, 3)
+    for place, tokens in enumerate(found):
+        for row in range(3):
+            seen = tokens[:, row].bincount(minlength=VOCAB) / len(tokens)
+            assert float((seen - Fixed.p[(row + place) % 3]).abs().sum()) / 2 < 0.2
+
+
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an example in docs/decoding.md that has gone stale, and a shipped head that changes the shipped target's
     text."""

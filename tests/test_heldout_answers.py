@@ -173,6 +173,7 @@ def test_answers_that_are_its_own_already_are_taken_as_they_are(
     found = read_manifest(tmp_path / "out" / "heldout")
     assert (found.answers, found.source) == ("own", str(source))
     assert not list((tmp_path / "out").glob("heldout-answers*"))
+    assert whose(found.model_copy(update={"source_digest": "of another file"})) == "given"  # replaced since
     sidecar, header = Path(f"{source}.json"), found.model_copy()
     facts = json.loads(sidecar.read_text())
     for key, other in (("target_fingerprint", "x"), ("tokenizer_hash", "x"), ("chat_template", "x")):

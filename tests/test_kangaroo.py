@@ -14,7 +14,7 @@ from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 
-ETA = 0.15
+ETA, SURER = 0.15, 0.2
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]
 
 
@@ -62,9 +62,10 @@ def test_drafts_equal_the_adapter_from_scratch(rigged: bool, scale: float, tempe
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("rigged", "scale"), [(True, 0.1), (False, 0.0)])
 def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temperature: float) -> None:
-    """Catches nodes that see a cousin's row, adapter rows of rejected nodes that stay, accepted ones that are lost."""
+    """Catches nodes that see a cousin's row, adapter rows of rejected nodes that stay, accepted ones that are lost, and
+    a stop by how sure the adapter is of another node than the likeliest path's."""
     target = target_of("llama", quiet_depths(scale))
-    drafter = kangaroo(target, rigged, eta=ETA / 2, paths=TREE)
+    drafter = kangaroo(target, rigged, eta=SURER, paths=TREE)
     propose, shapes = drafter.propose, set()
 
     def checked(state: DecodeState) -> DraftTree:
@@ -72,6 +73,7 @@ def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temp
         known, parents = state.tokens[0], draft.parents[0].tolist()
         shapes.add(draft.size)
         assert draft.hidden is not None
+        sure: list[float] = []  # at each level, after the likeliest path so far
         for node, parent in enumerate(parents):
             path = [node]
             while parents[path[0]] != ROOT:
@@ -80,6 +82,7 @@ def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temp
             exits = target.features(torch.tensor([ids]), taps=(EXIT_LAYER,)).taps[EXIT_LAYER]
             torch.testing.assert_close(draft.hidden[:, node + 1], exits[:, -1], atol=1e-3, rtol=1e-3)
             logits = target.lm_head(drafter.module(exits, torch.arange(exits.shape[1])[None]))[:, -2]
+            sure += [logits.softmax(-1).amax().item()] if TREE[node] == [0] * (len(sure) + 1) else []
             if temperature == 0:
                 rank = [other for other in range(node) if parents[other] == parent]
                 assert ids[-1] == logits.topk(len(rank) + 1).indices[0, -1]
@@ -87,6 +90,8 @@ def test_a_tree_equals_the_adapter_from_scratch(rigged: bool, scale: float, temp
                 assert draft.q is not None and draft.q_row is not None
                 q = draft.q[:, draft.q_row[0, node]]
                 torch.testing.assert_close(q, state.sampling.probabilities(logits), atol=1e-4, rtol=1e-3)
+        assert all(value > SURER for value in sure[:-1])
+        assert len(sure) == min(3, state.room() - 1) or sure[-1] <= SURER
         return draft
 
     with mock.patch.object(drafter, "propose", checked):

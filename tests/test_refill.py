@@ -1,11 +1,14 @@
 """Continuous batching: a prompt put into a running batch goes as it would alone, and no other row notices."""
 
+import random
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
+from rigged import medusa
 from test_batch import METHODS, prompts_of
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
@@ -78,11 +81,16 @@ def recorded(drafter: Drafter) -> dict[tuple[tuple[int, ...], int], list[int]]:
     return found
 
 
-def test_drafts_are_those_of_the_row_alone() -> None:
-    """Catches a head that goes on from the features, or the cache, of the answer that was there before: its drafts are
-    lossless, and wrong."""
-    target, prompts = target_of("llama"), prompts_of(11)
-    make, longest = METHODS["eagle-random"], max(map(len, prompts_of(11)))
+@pytest.mark.parametrize(
+    "make",
+    [METHODS["eagle-random"], lambda target: medusa(target, None, "static", nodes=12)],
+    ids=["eagle-random", "medusa-random"],
+)
+def test_drafts_are_those_of_the_row_alone(make: Callable[[TargetModel], Drafter]) -> None:
+    """Catches a head that goes on from the features, or the cache, of the answer that was there before, or from those
+    of padding where prompts of several lengths join together: its drafts are lossless, and wrong."""
+    target, prompts = target_of("llama"), [*prompts_of(11), *(prompt(10 - index % 3, index) for index in range(11, 19))]
+    longest = max(map(len, prompts))
     plain = make_drafter("autoregressive", target)
     free = rows_of(generate(target, plain, prompts, max_new_tokens=LIMIT, eos_token_id=NO_EOS))
     options: dict[str, Any] = {"max_new_tokens": LIMIT, "eos_token_id": [free[1][4], free[3][9], free[6][2]]}
@@ -94,6 +102,22 @@ def test_drafts_are_those_of_the_row_alone() -> None:
     for ids in prompts:
         generate(target, drafter, [ids], **options)
     assert len(together) > 25 and together == alone
+
+
+@pytest.mark.parametrize("method", ["speculative", "eagle-chain", "medusa-static", "prompt_lookup"])
+def test_rows_whose_first_token_is_their_last(method: str) -> None:
+    """Catches a step without unfinished rows, for which the drafter has not begun, and an answer that goes on behind
+    its EOS, is lost, or comes twice. Random prompts of the queue end so, also all at once."""
+    target, prompts, rng = target_of("llama"), prompts_of(7), random.Random(0)
+    plain = make_drafter("autoregressive", target)
+    free = rows_of(generate(target, plain, prompts, max_new_tokens=5, eos_token_id=NO_EOS))
+    for _ in range(6):
+        at_once = [index for index in range(7) if rng.random() < rng.choice([0.3, 0.7, 1.0])]
+        eos = [*{free[index][0] for index in at_once}, free[rng.randrange(7)][rng.randrange(5)]]
+        found = continued(target, method, prompts, rng.randint(1, 3), max_new_tokens=5, eos_token_id=eos)
+        ends = [next((i + 1 for i, token in enumerate(row) if token in eos), 5) for row in free]
+        assert [(one.key, one.tokens) for one in found] == [(i, free[i][:end]) for i, end in enumerate(ends)]
+        assert all(bool(one.steps) is (len(one.tokens) > 1) for one in found)
 
 
 def test_rows_are_kept_busy() -> None:

@@ -260,7 +260,8 @@ def test_damaged_lines_are_done_again(
 def test_finished_runs_are_not_repeated_and_others_are_refused(
     tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches answers of two settings in one file, and an hour spent again because a batch size changed."""
+    """Catches answers of two settings in one file, an hour spent again because a batch size changed, and a
+    replaced file that is taken for the target's own answers."""
     config = write_config(tmp_path, target_folder, count=3)
     run_killed(monkeypatch, 1, config)
     with pytest.raises(ValueError, match=r"unfinished was made with other settings: temperature was 0.0, is 0.5"):
@@ -271,6 +272,11 @@ def test_finished_runs_are_not_repeated_and_others_are_refused(
     assert "finished already: 3 of 3 dialogues" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"new.jsonl was made with other settings: seed was 0, is 1; undo that"):
         run(config, "seed=1")
+    answers = (tmp_path / "new.jsonl").read_text()
+    (tmp_path / "new.jsonl").write_text(answers.replace("Tell", "Ask"))
+    with pytest.raises(ValueError, match=r"new.jsonl was changed or replaced .*delete both"):
+        run(config)
+    (tmp_path / "new.jsonl").write_text(answers)
     (tmp_path / "source.jsonl").write_text(json.dumps(dialogue(9)))
     with pytest.raises(ValueError, match="source_digest was"):
         run(config)

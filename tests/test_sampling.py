@@ -1,6 +1,7 @@
 """Sampling: warps as in transformers, draws without replacement, residuals."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -69,11 +70,39 @@ def test_out_of_range_is_refused(options: dict[str, float]) -> None:
 
 
 def test_draw_follows_the_distribution() -> None:
-    """Catches an exponential race run the wrong way round, and tokens of probability zero."""
+    """Catches an exponential race run the wrong way round, and one random number for all rows."""
     p = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     found = draw(p.expand(200_000, -1), torch.Generator().manual_seed(0)).bincount(minlength=5) / 200_000
     assert (found - p).abs().sum() / 2 < 0.004
-    assert found[1] == 0
+
+
+@pytest.mark.parametrize("total", [1.0, 0.5, 2.0**-143], ids=["p", "what is left of p", "hardly anything is left"])
+def test_draw_at_the_ends_of_the_random_numbers(total: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a token of probability 0 drawn at u = 0 or where u meets the sum so far, and the id V at the largest u,
+    which rounding puts on the total. Compared with whole numbers: 64ths of the total, many of them 0."""
+    rng = random.Random(0)
+    sums = [[*sorted(rng.choices(range(65), k=8)), 64] for _ in range(2000)]
+    uniform = [rng.choice([0.0, 1 - 2**-24, rng.randrange(64) / 64]) for _ in sums]
+    counts = torch.tensor(sums).diff(dim=1, prepend=torch.zeros(2000, 1, dtype=torch.long))
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(uniform)[:, None])
+    expected = [
+        next(i for i, so_far in enumerate(line) if so_far > 64 * u) for line, u in zip(sums, uniform, strict=True)
+    ]
+    assert draw(counts * (total / 64), None).tolist() == expected
+
+
+def test_draws_without_replacement_at_the_ends_of_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a token that can be drawn and is said to be none at u = 0, and one of probability 0 that is drawn at
+    either end. Compared with Gumbel's race in float64."""
+    rng = random.Random(0)
+    for _ in range(200):
+        p = torch.tensor([rng.choice([0.0, rng.random()]) for _ in range(6)] + [rng.random()])
+        uniform = torch.tensor([rng.choice([0.0, 1 - 2**-24, rng.random()]) for _ in p])
+        monkeypatch.setattr(torch, "rand", lambda *_, uniform=uniform, **__: uniform.clone())
+        tokens, valid = draw_without_replacement(p / p.sum(), 4, None)
+        race = p.double() / -uniform.double().clamp_min(2**-24.5).log()
+        order = [int(token) for token in race.argsort(descending=True) if p[token] > 0][:4]
+        assert tokens[valid].tolist() == order and valid.tolist() == [place < len(order) for place in range(4)]
 
 
 def test_draws_without_replacement_in_order() -> None:

@@ -39,7 +39,7 @@ def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict
     """Whether the output is there; says so in a line.
 
     Raises:
-        ValueError: it was made with other settings.
+        ValueError: it was made with other settings, or is another file by now.
     """
     if not is_finished(out):
         return False
@@ -50,6 +50,12 @@ def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{file} is not what this program writes; give another `out`, or move it") from None
     check_identity(Path(out), before, identity)
+    digest = source_digest(out)
+    if facts.get("digest", digest) != digest:
+        raise ValueError(
+            f"{out} was changed or replaced after it was written: its digest is {digest}, {file} has "
+            f"{facts['digest']}; put the first file back, or delete both to have the answers written again"
+        )
     print(f"{out} is finished already: {describe(facts)}")
     return True
 
