@@ -43,7 +43,9 @@ class Suite(Config):
         None, description="under prompts.data: JSON lines, gzipped or not, or a folder of such or of parquet files"
     )
     url: str | None = Field(None, description="where the file is published")
-    hub: str | None = Field(None, description="a dataset of the Hub, read where the file is not there")
+    hub: str | None = Field(
+        None, description="a dataset of the Hub, read where the file is not there; owner/name[:config][:split]"
+    )
     subset: str | None = Field(None, description="of the Hub's dataset")
     split: str = "test"
     prompt: str | None = Field(
@@ -64,6 +66,8 @@ class Suite(Config):
     def _check(self) -> Self:
         if self.file is None and self.hub is None:
             raise ValueError("it has neither file nor hub: say where its prompts are")
+        if ":" in (self.hub or "") and {"subset", "split"} & self.model_fields_set:
+            raise ValueError(f"hub is {self.hub}: name configuration and split there, or as subset and split")
         if self.url is not None and self.file is None:
             raise ValueError("url says where a file is published, and there is no file: give its name, too")
         needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
@@ -142,6 +146,8 @@ def source(name: str, data: Path) -> str:
     suite = load_suite(name)
     if suite.file is not None and (data / suite.file).exists() or suite.hub is None:
         return str(data / (suite.file or ""))
+    if ":" in suite.hub:
+        return suite.hub
     return f"{suite.hub} ({', '.join(filter(None, (suite.subset, suite.split)))})"
 
 
@@ -201,7 +207,7 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
     here = data / suite.file if suite.file is not None else None
     if here is None or (not here.exists() and suite.hub is not None):
         try:
-            found = dataset_records(f"{suite.hub}:{suite.split}", suite.subset)
+            found = dataset_records(suite.hub or "", suite.subset, suite.split)
         except ValueError as error:
             fetch = "" if here is None else f"; or fetch its file: {_fetch(here, suite)}"
             raise ValueError(f"suite {name}: {error}{fetch}") from error
@@ -210,7 +216,7 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
     here = _local(name, suite, data)
     files = [here] if here.is_file() else _files_in(here)
     if any(file.name.endswith(DATASET_SUFFIXES) for file in files):
-        yield from enumerate(dataset_records(f"{here}:{suite.split}"), start=1)
+        yield from enumerate(dataset_records(str(here), split=suite.split), start=1)
         return
     for file in files:
         yield from read_records(file)
@@ -246,7 +252,7 @@ def _within(record: Any, suite: Suite) -> bool:
 
 def _published(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
     first = first_record(records)
-    key = next((key for key in QUESTION_KEYS if key in first), next(iter(QUESTION_KEYS)))
+    key = next((key for key in QUESTION_KEYS if first.get(key) is not None), next(iter(QUESTION_KEYS)))
     return questions(records, key, skipped, suite.id)
 
 
@@ -268,7 +274,7 @@ def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counte
 
 
 def filled(template: str, fields: dict[str, Any]) -> str | None:
-    """A Jinja template over a record's fields; None where it names one that the record lacks.
+    """A Jinja template over a record's fields; None where it prints one that the record lacks, or that is null.
 
     Raises:
         ValueError: the template is no valid Jinja.
@@ -289,4 +295,7 @@ def _compiled(template: str) -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
-    return SandboxedEnvironment(undefined=StrictUndefined).from_string(template)
+    def printed(value: Any) -> Any:
+        return StrictUndefined(name="a null") if value is None else value
+
+    return SandboxedEnvironment(undefined=StrictUndefined, finalize=printed).from_string(template)

@@ -169,7 +169,16 @@ def enough_memory(batch: int, what: str) -> Iterator[None]:
 
 
 def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
-    """Tokens that end a turn. A template's own is often missing among those of the generation config."""
+    """Tokens that end an answer: those that end a text, and the one that the template prints behind an answer.
+
+    The latter is often missing among the others: ``<|im_end|>`` where the EOS is ``</s>``.
+    """
+    own = chat.end_of_turn()
+    return text_ends(target, chat) | (frozenset() if own is None or own >= target.vocab_size else {own})
+
+
+def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
+    """The EOS tokens of the generation config and of the tokenizer."""
     own = chat.tokenizer.eos_token_id
     return eos_ids(target, None) | (frozenset() if own is None else {own})
 
