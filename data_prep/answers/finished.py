@@ -17,11 +17,8 @@ from ..store.lock import folder_lock
 from .journal import check_identity
 from .ownership import DATE, sidecar, unfinished
 
-LATER = {
-    "unanswered",
-    "reader",
-    DATE,
-}  # keys of an identity that outputs of before do not have: for whole ones they change nothing
+# Keys of an identity that outputs of before do not have: for whole ones they change nothing.
+LATER = {"unanswered", "reader", DATE}
 
 
 def target_identity(target: str, revision: str | None, chat: ChatTokenizer) -> dict[str, Any]:

@@ -27,8 +27,8 @@ FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with o
 class EncodedSplit:
     """The dialogues that stay, in the order of the data file, and what became of the others.
 
-    One whose template prints earlier answers without their reasoning stays as several, one a turn. ``used``: dialogues of
-    the file that stay.
+    One whose template prints earlier answers without their reasoning stays as several, one a turn. ``used``: dialogues
+    of the file that stay.
     """
 
     ids: list[str] = field(default_factory=list)

@@ -98,8 +98,8 @@ def parse_record(
     """One record -> a Dialogue.
 
     A leading assistant turn is removed (the EAGLE data rule), as is a trailing user turn or a tool's result, which
-    nobody answered; all are counted in ``changed``. Where somebody will answer, ``unanswered``, that turn stays, and may
-    be the only one.
+    nobody answered; all are counted in ``changed``. Where somebody will answer, ``unanswered``, that turn stays, and
+    may be the only one.
 
     Raises:
         DroppedError: with one of the reasons ``broken_json``, ``not_utf8``, ``not_an_object``, ``no_conversations``,

@@ -57,8 +57,8 @@ class ChatTemplate:
         """A dialogue as the target meets it while it writes the answers, and what is changed for that.
 
         Most templates print earlier answers without their reasoning. Such a dialogue becomes one record a turn, each as
-        it is printed when its last answer is written; every answer is trained on in one of them, and has ``weight`` 0 in
-        the others.
+        it is printed when its last answer is written; every answer is trained on in one of them, and has ``weight`` 0
+        in the others.
 
         Raises:
             DroppedError: reasons ``template_refused``, ``tools_not_printed`` (calls or results of tools), and
