@@ -87,8 +87,8 @@ class StoreManifest(BaseModel):
     it prints one: the day on which the store was begun. ``dropped`` counts the records that were left out, by reason;
     ``changed`` those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the target's
     ``own`` greedy ones, ``sampled`` by it, or ``given``; None: not written down. ``consumed`` counts the encoded
-    dialogues that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is settled by whoever
-    begins the store. ``complete`` is False while dialogues are still missing.
+    dialogues that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is settled by
+    whoever begins the store. ``complete`` is False while dialogues are still missing.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
