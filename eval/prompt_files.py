@@ -60,11 +60,19 @@ def files_sha256(files: list[Path]) -> str:
 
 
 def detect_format(file: Path) -> Format:
-    """By the first readable record: one without a question's key is read (and checked) as ShareGPT."""
-    first = first_record(read_records(file))
-    if first_value(first, TURN_KEYS):  # whatever stands beside the turns
-        return "sharegpt"
-    return next((format_ for key, format_ in QUESTION_KEYS.items() if first.get(key) is not None), "sharegpt")
+    """By the first record with turns or a question; where none has them, it is read (and checked) as ShareGPT."""
+    for _, record in read_records(file):
+        if isinstance(record, dict):
+            if first_value(record, TURN_KEYS):  # whatever stands beside the turns
+                return "sharegpt"
+            if key := question_key(record):
+                return QUESTION_KEYS[key]
+    return "sharegpt"
+
+
+def question_key(record: dict[str, Any]) -> str | None:
+    """The key that has a record's question, in the published formats."""
+    return next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
 
 
 def first_record(records: Iterable[tuple[int, Any]]) -> dict[str, Any]:

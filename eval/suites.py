@@ -20,7 +20,7 @@ from data_prep.dialogues.reader import DATASET_SUFFIXES, dataset_records
 from drafters.config import Config, load_config
 from drafters.text_files import read_text
 from drafters.wording import shortened
-from eval.prompt_files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_record, questions
+from eval.prompt_files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_record, question_key, questions
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "suites"
 Metric = Literal["number", "humaneval", "mbpp", "rouge", "bleu"]
@@ -207,7 +207,8 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
     here = data / suite.file if suite.file is not None else None
     if here is None or (not here.exists() and suite.hub is not None):
         try:
-            found = dataset_records(suite.hub or "", suite.subset, suite.split)
+            hub = suite.hub if ":" in (suite.hub or "") else f"{suite.hub}:{suite.split}"
+            found = dataset_records(str(hub), suite.subset)
         except ValueError as error:
             fetch = "" if here is None else f"; or fetch its file: {_fetch(here, suite)}"
             raise ValueError(f"suite {name}: {error}{fetch}") from error
@@ -216,7 +217,7 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
     here = _local(name, suite, data)
     files = [here] if here.is_file() else _files_in(here)
     if any(file.name.endswith(DATASET_SUFFIXES) for file in files):
-        yield from enumerate(dataset_records(str(here), split=suite.split), start=1)
+        yield from enumerate(dataset_records(f"{here}:{suite.split}"), start=1)
         return
     for file in files:
         yield from read_records(file)
@@ -251,9 +252,8 @@ def _within(record: Any, suite: Suite) -> bool:
 
 
 def _published(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
-    first = first_record(records)
-    key = next((key for key in QUESTION_KEYS if first.get(key) is not None), next(iter(QUESTION_KEYS)))
-    return questions(records, key, skipped, suite.id)
+    keys = (question_key(record) for _, record in records if isinstance(record, dict))
+    return questions(records, next(filter(None, keys), next(iter(QUESTION_KEYS))), skipped, suite.id)
 
 
 def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:

@@ -186,10 +186,9 @@ def check_source(source: str | Path) -> None:
 
 def _is_dataset(source: str) -> bool:
     """Whether ``source`` may name a dataset: a folder here or ``owner/name``, and its configuration and split."""
-    repository, *parts = source.split(":")
-    if parts and Path(repository).is_dir():
-        return len(parts) <= 2
-    return not source.endswith(DATA_SUFFIXES) and repository.count("/") == 1 and len(parts) <= 2
+    repository, *parts = dataset_parts(source)
+    is_named = not source.endswith(DATA_SUFFIXES) and repository.count("/") == 1
+    return len(parts) <= 2 and (is_named or Path(repository).is_dir())
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -207,11 +206,17 @@ def _records(source: str) -> Iterable[Any]:
     return dataset_records(source)
 
 
-def dataset_records(name: str, subset: str | None = None, split: str | None = None) -> Iterable[Any]:
+def dataset_parts(name: str) -> list[str]:
+    """A dataset's folder or repository, and what else ``name`` holds: ``[:config][:split]``."""
+    here = (name.rsplit(":", count) for count in range(3))
+    return next((parts for parts in here if Path(parts[0]).exists()), name.split(":"))
+
+
+def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
     """The records of a local dataset folder or of a Hub dataset, ``owner/name[:config][:split]``.
 
     Args:
-        subset, split: of a dataset whose ``name`` has none; default: the only configuration, and ``train``.
+        subset: the configuration, where ``name`` has none.
 
     Raises:
         ValueError: `datasets` is not installed, there is no such dataset, or the name fits several of its parts.
@@ -223,54 +228,51 @@ def dataset_records(name: str, subset: str | None = None, split: str | None = No
             f"reading the Hub dataset {name!r} needs `pip install datasets`; "
             "or download its ShareGPT file and give its path"
         ) from error
-    repository, *parts = [name] if Path(name).exists() else name.split(":")
+    repository, *parts = dataset_parts(name)
     if len(parts) > 2 or not all(parts):
         raise ValueError(f"{name!r} names no dataset; write owner/name, owner/name:config or owner/name:config:split")
-    problems = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+    if len(parts) == 2:
+        subset, split = parts
+    elif parts and subset is None:
+        subset, split = _config_or_split(repository, parts[0])
+    else:
+        split = parts[0] if parts else "train"
     try:
-        if len(parts) == 2:
-            subset, split = parts
-        elif parts:
-            subset, split = _config_or_split(repository, parts[0])
-        # From 4.0 on it runs no repository's script.
-        return datasets.load_dataset(repository, subset, split=split or "train")
-    except _AmbiguousError:
-        raise
-    except problems as error:
-        what = f"a configuration {subset!r} and a split" if subset else "a split"
+        return datasets.load_dataset(repository, subset, split=split)  # from 4.0 on it runs no repository's script
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        what = f"a configuration {subset!r} and a split {split!r}" if subset else f"a split {split!r}"
+        names = _config_names(repository)
+        hint = ""
+        if len(names) > 1 and subset not in names:
+            hint = f": it has the configurations {', '.join(names)}; name one, as {repository}:{names[0]}"
         raise ValueError(
-            f"no dataset {repository!r} with {what} {split or (parts or ['train'])[-1]!r} could be loaded"
-            f"{_configs_hint(repository, subset)} ({type(error).__name__}: {error})"
+            f"no dataset {repository!r} with {what} could be loaded{hint} ({type(error).__name__}: {error})"
         ) from error
 
 
-class _AmbiguousError(ValueError):
-    """A word that names a configuration and a split."""
-
-
-def _config_or_split(repository: str, word: str) -> tuple[str | None, str | None]:
-    """Of ``owner/name:word``: the configuration and the split, one of which is None."""
+def _config_or_split(repository: str, word: str) -> tuple[str | None, str]:
+    """Configuration and split of ``owner/name:word``, which is either."""
     import datasets
 
-    if word not in datasets.get_dataset_config_names(repository):
+    names = _config_names(repository)
+    if word not in names:
         return None, word
     splits: list[str] = []
-    for config in datasets.get_dataset_config_names(repository):
-        splits += datasets.get_dataset_split_names(repository, config)
+    for config in names:
+        with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+            splits += datasets.get_dataset_split_names(repository, config)
     if word in splits:
-        raise _AmbiguousError(
+        raise ValueError(
             f"{repository}:{word}: {word!r} is a configuration and a split there; write {repository}:{word}:SPLIT or "
             f"{repository}:CONFIG:{word}"
         )
-    return word, None
+    return word, "train"
 
 
-def _configs_hint(repository: str, subset: str | None) -> str:
-    """What to write, where the dataset has several configurations and none of them was named."""
+def _config_names(repository: str) -> list[str]:
+    """The dataset's configurations; none where the Hub does not tell, as without a network."""
     import datasets
 
     with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
-        names = datasets.get_dataset_config_names(repository)
-        if len(names) > 1 and subset not in names:
-            return f": it has the configurations {', '.join(names)}; name one, as {repository}:{names[0]}"
-    return ""
+        return list(datasets.get_dataset_config_names(repository))
+    return []
