@@ -1,9 +1,14 @@
 """Chat templates of the shapes in use, and small tokenizers for them, trained on the spot."""
 
+import datetime
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from data_prep.dialogues import template
 
 TEXT = [
     "the answer is four",
@@ -176,6 +181,12 @@ class CharacterTokenizer(PreTrainedTokenizer):
 
     def _convert_id_to_token(self, index: int) -> str:
         return self.merged if index == 128 else chr(index)
+
+
+def pretend_today(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
+    """What templates print as today's date."""
+    today = type("Day", (datetime.date,), {"today": staticmethod(lambda: day)})
+    monkeypatch.setattr(template, "datetime", SimpleNamespace(date=today))
 
 
 def dialogue(index: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,11 +16,11 @@ import pytest
 import tiny_run
 import torch
 import yaml
-from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, DATED, byte_level, dialogue
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, DATED, byte_level, dialogue, pretend_today
 from transformers import AutoTokenizer
 
 from data_prep import disk, features, features_run
-from data_prep.dialogues import loss_mask, template
+from data_prep.dialogues import loss_mask
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
 from data_prep.ranks import Rank
@@ -397,12 +396,6 @@ def test_a_chat_template_from_a_file(tmp_path: Path, target_folder: Path) -> Non
         assert store.manifest.chat_template == str(tmp_path / "other.jinja")
         tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB)
         assert tokenizer.decode(store[0].input_ids).startswith("PREAMBLE <|im_start|>user")
-
-
-def pretend_today(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
-    """What templates print as today's date."""
-    today = type("Day", (datetime.date,), {"today": staticmethod(lambda: day)})
-    monkeypatch.setattr(template, "datetime", SimpleNamespace(date=today))
 
 
 @pytest.mark.parametrize("answers", ["given", "own"])

@@ -74,13 +74,13 @@ class ChatTemplate:
         left = [index for index in answers if kept[index].get("weight") != 0]
         if not left:
             raise DroppedError("no_trained_turn", "all answers have weight 0")
-        thoughts = {index for index in answers if has_thought(kept[index])}
+        thoughts = {index for index in left if has_thought(kept[index])}
         forgotten = {index for index in thoughts if not self._shows(kept[: index + 1], index)}
         if forgotten:
             changes.append("reasoning_left_out")
-        views = []
+        views: list[list[Message]] = []
         while left:
-            view = kept if not views else kept[: left[-1] + 1]
+            view = kept[: left[-1] + 1]
             hidden = thoughts - forgotten - {left[-1]}
             here = [index for index in left if index not in hidden or self._shows(view, index)]
             views.append([_trained(message, n in here) for n, message in enumerate(view)])
