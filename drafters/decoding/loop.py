@@ -198,16 +198,14 @@ def generate(
     """Continue prompts with a target accelerated by a drafter.
 
     Args:
-        input_ids: ``[B, T]`` prompt ids, padded on the right where ``prompt_lengths`` says so, or on either side where
-            ``attention_mask`` ``[B, T]`` is 0; or a list of id lists.
+        input_ids: ``[B, T]``, padded behind ``prompt_lengths`` or where ``attention_mask`` is 0; or a list of id lists.
         max_new_tokens: exactly this many at most, cut at the first EOS.
         temperature: 0 is greedy. top_k, top_p: 0 and 1 switch them off.
         eos_token_id: where rows end; None takes the target's generation config's, ``[]`` is none.
         seed: of the one generator that all random numbers come from.
         on_tokens: called with (row, new ids) as soon as they are committed, for streaming.
         control: logits processors and stopping criteria; where it alters scores, the options above are for drafting.
-        trace: an empty one, that gets its steps before ``on_tokens`` hears of their tokens; its times are read at the
-            end. None: the result's own.
+        trace: an empty one, filled before ``on_tokens`` is called; its times are read at the end. None: the result's.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
