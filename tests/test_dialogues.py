@@ -134,6 +134,8 @@ def test_a_call_belongs_to_the_answer_before_it() -> None:
     }
     assert messages[2] == {"role": "tool", "content": "dry", "tool_call_id": "1"}
     assert messages[3]["weight"] == 0
+    in_turn = [WITH_TOOLS["messages"][0] | {"tools": WITH_TOOLS["tools"]}, *WITH_TOOLS["messages"][1:]]
+    assert parse_record({"conversations": in_turn, "tools": None}, "x").messages == messages
 
 
 def test_calls_in_sharegpts_roles_and_as_json_text() -> None:

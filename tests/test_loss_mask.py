@@ -318,13 +318,17 @@ def thinking(in_text: bool) -> list[Message]:
     return messages
 
 
-@pytest.mark.parametrize("in_text", [False, True])
-def test_every_turn_of_a_thinking_target_is_trained_on_as_it_is_written(in_text: bool) -> None:
+KEYS_ALONE = QWEN3_TOOLS.replace("and '</think>' in content", "and false")  # as newer ones: they read no text
+
+
+@pytest.mark.parametrize(("template", "in_text"), [(QWEN3_TOOLS, False), (QWEN3_TOOLS, True), (KEYS_ALONE, True)])
+def test_every_turn_of_a_thinking_target_is_trained_on_as_it_is_written(template: str, in_text: bool) -> None:
     """Catches the reasoning of all turns but the last left out, since the template prints a dialogue so afterwards."""
-    found, changes = settled(qwen3(), thinking(in_text))
+    found, changes = settled(qwen3(template), thinking(in_text))
     assert found == [
         ["<think>\nIt is a sum\n</think>\n\nFour.<|im_end|>"],
-        ["Yes.<|im_end|>", "<think>\nNow with three\n</think>\n\nNine.<|im_end|>"],
+        ["<think>\n\n</think>\n\nYes.<|im_end|>"],
+        ["<think>\nNow with three\n</think>\n\nNine.<|im_end|>"],
     ]
     assert changes == ["one_record_per_turn"]
 
@@ -334,8 +338,8 @@ def test_records_of_one_dialogue_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"messages": thinking(in_text=False)}) + "\n" for _ in range(4)))
     split = encode_split(str(file), qwen3(), 512, limit=3)
-    assert split.used == split.counts.kept == 3 and split.ids[:2] == ["record 0/0", "record 0/1"]
-    assert len(split.dialogues) == 6
+    assert split.used == split.counts.kept == 3 and split.ids[:3] == ["record 0/0", "record 0/1", "record 0/2"]
+    assert len(split.dialogues) == 9
     assert split.counts.changed == {"one_record_per_turn": 3}
     sample = sample_split(str(file), qwen3(), 512, count=2)
     assert sample.usable == 4 and 3 * sample.tokens == 4 * split.tokens

@@ -119,7 +119,8 @@ def parse_record(
     if not turns:
         raise DroppedError("empty_dialogue")
     messages, changes = _in_order(parse_messages(turns), unanswered)
-    if tools := parse_tools(record.get("tools")):
+    in_turns = [turn["tools"] for turn in turns if turn.get("tools")]  # in the system message, where there is one
+    if tools := parse_tools(record.get("tools") or next(iter(in_turns), None)):
         messages[0] = messages[0] | {"tools": tools}
     if changed is not None:
         changed.update(changes)

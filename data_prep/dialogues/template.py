@@ -1,7 +1,8 @@
 """A chat template: what it prints of a dialogue, and in which form it takes what is more than text.
 
-Reasoning goes to the template under the keys that templates read, or as ``<think>`` in the text where the template
-knows that. What it does not print is left out and counted. A template that dates its prompts gets one day's date.
+Reasoning, also such as stands in the text, goes to the template under the keys that templates read; where it reads none
+but knows ``<think>``, within the text. What it does not print is left out and counted. A template that dates its
+prompts gets one day's date.
 """
 
 import contextlib
@@ -50,15 +51,14 @@ class ChatTemplate:
         Raises:
             DroppedError: reason ``template_refused``.
         """
-        in_text = self._reasoning_form == "text"
-        return self._print([for_template(message, in_text) for message in messages], messages, prompt)
+        return self._print([for_template(message, self._form) for message in messages], messages, prompt)
 
     def settle(self, messages: Sequence[Message]) -> tuple[list[list[Message]], list[str]]:
         """A dialogue as the target meets it while it writes the answers, and what is changed for that.
 
-        Most templates print earlier answers without their reasoning. Such a dialogue becomes one record a turn, each as
-        it is printed when its last answer is written; every answer is trained on in one of them, and has ``weight`` 0
-        in the others.
+        Most templates print earlier answers without their reasoning. A dialogue with reasoning then becomes one record
+        a turn, each as it is printed when its last answer is written; every answer is trained on in one of them, and
+        has ``weight`` 0 in the others.
 
         Raises:
             DroppedError: reasons ``template_refused``, ``tools_not_printed`` (calls or results of tools), and
@@ -79,10 +79,11 @@ class ChatTemplate:
         if forgotten:
             changes.append("reasoning_left_out")
         views: list[list[Message]] = []
+        as_written = {index: self.print(kept[: index + 1]).rstrip() for index in left if thoughts - forgotten}
         while left:
             view = kept[: left[-1] + 1]
-            hidden = thoughts - forgotten - {left[-1]}
-            here = [index for index in left if index not in hidden or self._shows(view, index)]
+            text = as_written.get(left[-1], "")
+            here = [index for index in left if text.startswith(as_written.get(index, ""))]
             views.append([_trained(message, n in here) for n, message in enumerate(view)])
             left = [index for index in left if index not in here]
         if len(views) > 1:
@@ -120,18 +121,17 @@ class ChatTemplate:
         return THOUGHT in self.print([*messages[:turn], message, *messages[turn + 1 :]])
 
     @functools.cached_property
-    def _reasoning_form(self) -> str:
-        """How the template takes an answer's reasoning: under its "keys", or within the "text"."""
+    def _form(self) -> str:
+        """How the template takes an answer's reasoning: under its "keys", within the "text", or "" for not at all."""
         probe = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": PLACEHOLDER, "reasoning_content": THOUGHT},
         ]
         with contextlib.suppress(DroppedError):
-            if THOUGHT in self._print([for_template(message) for message in probe], probe):
-                return "keys"
-            if END_THINK in self.text and THOUGHT in self._print([for_template(m, True) for m in probe], probe):
-                return "text"
-        return "keys"
+            for form in ("keys", "text") if END_THINK in self.text else ("keys",):
+                if THOUGHT in self._print([for_template(message, form) for message in probe], probe):
+                    return form
+        return ""
 
     def _print(self, given: list[Message], messages: Sequence[Message], prompt: bool = False) -> str:
         try:
@@ -146,13 +146,16 @@ class ChatTemplate:
             raise DroppedError("template_refused", f"the chat template of {self.name} refused: {error}") from error
 
 
-def for_template(message: Message, reasoning_in_text: bool = False) -> Message:
-    """A message with the keys that templates read."""
+def for_template(message: Message, form: str = "") -> Message:
+    """A message with the keys that templates read, its reasoning in one of ``ChatTemplate``'s forms."""
     found = {key: message[key] for key in KEPT_KEYS if key in message}
-    reasoning = message.get("reasoning_content")
-    if reasoning and reasoning_in_text:
+    reasoning = message.get("reasoning_content", "")
+    if form == "text" and reasoning:
         found["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{message['content']}"
-    elif reasoning:
+    elif form == "keys" and has_thought(message):
+        if not reasoning:
+            before, _, text = message["content"].rpartition(END_THINK)
+            reasoning, found["content"] = before.replace(THINK, "").strip("\n"), text.lstrip("\n")
         found |= {"reasoning_content": reasoning, "thinking": reasoning}  # gpt-oss reads the latter
     return found
 
@@ -160,7 +163,8 @@ def for_template(message: Message, reasoning_in_text: bool = False) -> Message:
 def has_thought(message: Message) -> bool:
     """Whether an answer has reasoning, beside its text or within it."""
     before, found, _ = message["content"].rpartition(END_THINK)
-    return "reasoning_content" in message or bool(found and before.replace(THINK, "").strip())
+    thought = message["role"] == "assistant" and found and before.replace(THINK, "").strip()
+    return "reasoning_content" in message or bool(thought)
 
 
 def _without(message: Message, key: str) -> Message:
