@@ -26,7 +26,7 @@ def prompts_of(
             raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
         input_ids = input_ids.tolist()
     if isinstance(input_ids, Mapping):
-        raise ValueError("input_ids is a whole tokenizer output; try input_ids['input_ids']")
+        raise ValueError("input_ids is a whole tokenizer output; try generate(target, drafter, **inputs)")
     try:
         if any(isinstance(row, int) for row in input_ids):
             raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
