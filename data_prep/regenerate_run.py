@@ -17,7 +17,7 @@ from drafters.provenance import git_commit, library_versions
 
 from .answers.endpoint import NO_THINKING, EndpointAnswers
 from .answers.finished import finish, is_finished, merging, report_finished, target_identity
-from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
+from .answers.journal import ONLY_REASONING, AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from .answers.ownership import begun_on, unfinished
 from .answers.target import TargetAnswers
 from .dialogues.encoding import load_tokenizer
@@ -238,8 +238,10 @@ def describe(facts: dict[str, Any]) -> str:
     lost = "".join(f", {reason} {count:,}" for reason, count in reasons.items())
     rate = f", {facts['tokens_per_second']:,.0f} tokens/s" if facts["tokens_per_second"] else ""
     tau = f", tau {facts['tau']:.2f}" if facts["tau"] else ""
-    thought = facts.get("reasoned", 0) + facts["dropped"].get("only_reasoning", 0)  # older sidecars have none
-    thinking = f", {thought:,} with reasoning ({NO_THINKING} switches it off)" if thought else ""
+    thought = facts.get("reasoned", 0)  # older sidecars have none
+    thought += sum(facts[key].get(ONLY_REASONING, 0) for key in ("dropped", "ended_early"))
+    off = NO_THINKING if facts["config"].get("endpoint") else "a chat_template that ends prompts behind empty thoughts"
+    thinking = f", {thought:,} with reasoning ({off} switches it off)" if thought else ""
     return (
         f"{facts['kept']:,} of {facts['read']['kept']:,} dialogues, {facts['answers']:,} answers, {facts['tokens']:,} "
         f"tokens, {facts['truncated']:,} answers cut at the limit{thinking}{lost}{rate}"

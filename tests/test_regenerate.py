@@ -398,6 +398,8 @@ def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> Non
     spaces = ours.chat.tokenizer(" \n ", add_special_tokens=False)["input_ids"]
     assert ours.turn(4, 1, [*spaces, end], "").drop == "empty_answer"
     assert ours.turn(4, 1, [*ids, start, end], "").drop == "special_token_in_text"
+    thought = ours.chat.tokenizer("<think>\nIt is", add_special_tokens=False)["input_ids"]
+    assert ours.turn(4, 1, thought, "") == Turn(4, 1, end="only_reasoning")
     euro = ours.chat.tokenizer("no €", add_special_tokens=False)["input_ids"]
     assert ours.turn(4, 1, euro[:-1], "").answer == "no "  # half a character is no text
 

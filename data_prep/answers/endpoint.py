@@ -27,7 +27,7 @@ from pydantic import Field
 from drafters.config import Config
 
 from ..dialogues.messages import REASONING_KEYS, Message, first_value
-from .journal import RETRIED, AnsweredBatch, Conversation, Turn
+from .journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
@@ -172,7 +172,8 @@ class EndpointAnswers:
         reasoning = first_value(choice["message"], REASONING_KEYS)
         reasoning = reasoning if isinstance(reasoning, str) and reasoning.strip() else None
         if not isinstance(text, str) or not text.strip():
-            return Turn(index, number, drop="only_reasoning" if reasoning else "empty_answer"), ""
+            lost = Turn(index, number, end=ONLY_REASONING) if reasoning else Turn(index, number, drop="empty_answer")
+            return lost, ""
         try:
             (text + (reasoning or "")).encode()
         except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer

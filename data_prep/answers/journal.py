@@ -27,6 +27,7 @@ from .ownership import RUN_FILE
 
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
 RETRIED = frozenset({"refused", "bad_reply"})
+ONLY_REASONING = "only_reasoning"  # reason to end a dialogue: the answer was cut before its reasoning ended
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from drafters.decoding.call import eos_ids
 from drafters.decoding.refill import Continued
 
 from ..dialogues.loss_mask import ChatTokenizer
-from ..dialogues.reader import DroppedError
-from .journal import AnsweredBatch, Conversation, Turn
+from ..dialogues.messages import DroppedError
+from ..dialogues.template import END_THINK, THINK
+from .journal import ONLY_REASONING, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 SHORTEST = 256  # prompts up to so many tokens are one class
@@ -148,6 +149,8 @@ class TargetAnswers:
             ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         text = text.removeprefix(lead) if ended else text.removeprefix(lead).rstrip(REPLACEMENT)
+        if not ended and text.lstrip().startswith(THINK) and END_THINK not in text:
+            return Turn(index, turn, end=ONLY_REASONING)
         if not text.strip():
             return Turn(index, turn, drop="empty_answer")
         try:
