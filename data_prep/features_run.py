@@ -21,7 +21,7 @@ from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 from drafters.wording import dtype_name, size_text
 
-from .answers.ownership import WORDS, whose
+from .answers.ownership import WORDS, begun_on, whose
 from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import source_digest
@@ -60,7 +60,7 @@ class Work:
 
 def run(config: FeaturesConfig, rank: Rank) -> None:
     """Make the stores, or this rank's share of them; what is there already is not made again."""
-    chat = load_tokenizer(config.target, config.revision, config.chat_template)
+    chat = load_tokenizer(config.target, config.revision, config.chat_template, start_date(config))
     headers = make_headers(config, chat)
     own = config.model_copy(update={"dtype": target_dtype(config)})
     target = functools.cache(lambda: load_target(config.target, own, rank))
@@ -81,6 +81,18 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
     with contextlib.ExitStack() as stack:
         served = functools.cache(lambda: stack.enter_context(start_vllm(config, work, rank)))
         write_all(target, served if config.engine == "vllm" else None, work, config, rank)
+
+
+def start_date(config: FeaturesConfig) -> str | None:
+    """The day on which an earlier run began the stores, or the answers in their sources; None: there is none so far.
+
+    A template that prints today's date would print another one in each run.
+    """
+    stores = [Path(config.out) / split for split in config.splits]
+    dates = [read_header(store).template_date for store in stores if (store / MANIFEST).is_file()]
+    if not any(dates):
+        dates = [begun_on(file) for file in (answers_file(config), *config.splits.values())]
+    return min(filter(None, dates), default=None)
 
 
 def write_all(
@@ -151,6 +163,7 @@ def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, Store
             dtype=config.store_dtype or ("bfloat16" if config.dtype == "auto" else dtype),
             tokenizer_hash=tokenizer_hash(chat.tokenizer),
             template_hash=template_hash(chat.template),
+            template_date=chat.date,
             chat_template=config.chat_template,
             max_length=config.max_length,
             limit=config.limit,

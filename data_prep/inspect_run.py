@@ -98,7 +98,8 @@ def facts_table(manifest: StoreManifest) -> Table:
         "target": f"{manifest.target_name}, revision {manifest.target_revision or 'not given'}, ran in "
         f"{manifest.target_dtype}, vocabulary {manifest.vocab_size:,}, fingerprint {manifest.target_fingerprint}",
         "tokenizer": f"{manifest.tokenizer_hash}; template {manifest.template_hash}"
-        + (f" from {manifest.chat_template}" if manifest.chat_template else ""),
+        + (f" from {manifest.chat_template}" if manifest.chat_template else "")
+        + (f", dated {manifest.template_date}" if manifest.template_date else ""),
         "source": f"{manifest.source}, digest {manifest.source_digest}",
         "answers": WORDS[manifest.answers],
         "limits": f"max_length {manifest.max_length:,}, limit {manifest.limit or 'none'}",

@@ -14,8 +14,8 @@ from drafters.provenance import git_commit, library_versions
 
 from .answers.finished import finish, is_finished, merging, report_finished, target_identity
 from .answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
-from .answers.ownership import unfinished
-from .answers.target import enough_memory, turn_ends
+from .answers.ownership import begun_on, unfinished
+from .answers.target import enough_memory, text_ends
 from .answers.writing import derived_seed
 from .dialogues.encoding import load_tokenizer
 from .dialogues.loss_mask import ChatTokenizer
@@ -65,7 +65,7 @@ class Asked:
     def open(self, target: TargetModel) -> None:
         """Before the first question: find out what ends one."""
         mark = self.chat.tokenizer(self.mark, add_special_tokens=False)["input_ids"]
-        self.ends = turn_ends(target, self.chat) | set(mark if len(mark) == 1 else ())
+        self.ends = text_ends(target, self.chat) | set(mark if len(mark) == 1 else ())
 
     def take(self, ids: list[int]) -> Turn:
         """What becomes of a question of these token ids."""
@@ -98,7 +98,7 @@ class Asked:
 
 def run(config: MagpieConfig, rank: Rank) -> None:
     """Let the target ask this process's share, and put all parts together if they are there."""
-    chat = load_tokenizer(config.target, config.revision, config.chat_template)
+    chat = load_tokenizer(config.target, config.revision, config.chat_template, begun_on(config.out))
     try:
         prompt, mark = chat.question_prompt(config.system)
     except DroppedError as error:

@@ -15,10 +15,10 @@ from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
 
-from .answers.endpoint import EndpointAnswers
+from .answers.endpoint import NO_THINKING, EndpointAnswers
 from .answers.finished import finish, is_finished, merging, report_finished, target_identity
-from .answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
-from .answers.ownership import unfinished
+from .answers.journal import ONLY_REASONING, AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
+from .answers.ownership import begun_on, unfinished
 from .answers.target import TargetAnswers
 from .dialogues.encoding import load_tokenizer
 from .dialogues.loss_mask import ChatTokenizer
@@ -41,7 +41,7 @@ def run(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] 
     check_target(config)
     chat = None
     if config.target is not None:
-        chat = load_tokenizer(config.target, config.revision, config.chat_template)
+        chat = load_tokenizer(config.target, config.revision, config.chat_template, begun_on(config.out))
     identity = make_identity(config, chat)
     if report_finished(config.out, identity, describe):
         return
@@ -114,9 +114,8 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
     """All that the answers depend on. Answers of two identities never get into one file."""
     values = {key: value for key, value in config.model_dump().items() if key not in FREE_ON_RESUME}
     values["source_digest"] = source_digest(config.source)
-    values["unanswered"] = (
-        True  # dialogues are counted with those that nobody has answered: journals know them by number
-    )
+    # Journals know dialogues by their number: among all, with those that nobody has answered, as this reader counts.
+    values |= {"unanswered": True, "reader": 2}
     if chat is not None:
         assert config.target is not None
         values |= target_identity(config.target, config.revision, chat)
@@ -223,6 +222,7 @@ def summary(
         "ended_early": dict(ended),
         "answers": sum(len(one.answers) for one in conversations if not one.dropped),
         "truncated": sum(one.truncated for one in conversations if not one.dropped),
+        "reasoned": sum(len(one.reasoning) - one.reasoning.count(None) for one in conversations if not one.dropped),
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 2) if seconds else None,
@@ -238,7 +238,12 @@ def describe(facts: dict[str, Any]) -> str:
     lost = "".join(f", {reason} {count:,}" for reason, count in reasons.items())
     rate = f", {facts['tokens_per_second']:,.0f} tokens/s" if facts["tokens_per_second"] else ""
     tau = f", tau {facts['tau']:.2f}" if facts["tau"] else ""
+    thought = facts.get("reasoned", 0)  # older sidecars have none
+    thought += sum(facts[key].get(ONLY_REASONING, 0) for key in ("dropped", "ended_early"))
+    off = NO_THINKING if facts["config"].get("endpoint") else "a chat_template that ends prompts behind empty thoughts"
+    thinking = f", {thought:,} with reasoning ({off} switches it off)" if thought else ""
     return (
         f"{facts['kept']:,} of {facts['read']['kept']:,} dialogues, {facts['answers']:,} answers, {facts['tokens']:,} "
-        f"tokens, {facts['truncated']:,} answers cut at the limit{lost}{rate}{tau}"
+        f"tokens, {facts['truncated']:,} answers cut at the limit{thinking}{lost}{rate}"
+        f"{tau}"
     )

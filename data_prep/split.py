@@ -19,7 +19,7 @@ from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues
 from .disk import check_folder, check_room, source_bytes
 
 FACTS = "split.json"
-FROM = {"system": "system", "user": "human", "assistant": "gpt"}
+FROM = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
 
 
 def split(dialogues: list[Dialogue], heldout: int, seed: int) -> tuple[list[Dialogue], list[Dialogue]]:
@@ -49,9 +49,14 @@ def split(dialogues: list[Dialogue], heldout: int, seed: int) -> tuple[list[Dial
 
 def record(dialogue: Dialogue) -> dict[str, object]:
     """The ShareGPT record of a dialogue."""
-    turns = [{"from": FROM[message["role"]], "value": message["content"]} for message in dialogue.messages]
+    turns = [
+        {"from": FROM[message["role"]], "value": message["content"]}
+        | {key: value for key, value in message.items() if key not in ("role", "content", "tools")}
+        for message in dialogue.messages
+    ]
     category = {"category": dialogue.category} if dialogue.category else {}
-    return {"id": dialogue.id, **category, "conversations": turns}
+    tools = {"tools": dialogue.messages[0]["tools"]} if "tools" in dialogue.messages[0] else {}
+    return {"id": dialogue.id, **category, **tools, "conversations": turns}
 
 
 def unanswered_record(name: str, question: str) -> dict[str, object]:
@@ -110,7 +115,9 @@ def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Write both sides of a split."""
     parser = CommandLine("data_prep.split", __doc__)
-    parser.add_argument("source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:split]")
+    parser.add_argument(
+        "source", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name[:config][:split]"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder of train.jsonl and heldout.jsonl")
     parser.add_argument("--heldout", type=positive, default=500, help="dialogues to hold out (default 500)")
     parser.add_argument("--seed", type=int, default=0)

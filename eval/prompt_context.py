@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
-from data_prep.dialogues.reader import Message, ReadCounts, read_dialogues
+from data_prep.dialogues.messages import Message, uses_tools
+from data_prep.dialogues.reader import ReadCounts, read_dialogues
 from eval.prompt_files import detect_format
 
 MISFITS = 100  # dialogues in a row that are too long for what is left, after which it is left
@@ -38,7 +39,8 @@ class Earlier:
         self._render, self._wanted = render, wanted
         found = []
         for file in files:
-            found += [_turns(dialogue.messages) for dialogue in read_dialogues(file, ReadCounts())]
+            read = (dialogue.messages for dialogue in read_dialogues(file, ReadCounts()))
+            found += [_turns(messages) for messages in read if not uses_tools(messages)]
         left = [turns for turns in found if not any(turn["content"] in asked for turn in turns[::2])]
         random.Random(seed).shuffle(left)
         self._waiting = deque(left)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.dialogues.json_records import Unreadable, read_records
-from data_prep.dialogues.reader import TURN_KEYS, Message, ReadCounts, read_dialogues
+from data_prep.dialogues.messages import Message, first_value
+from data_prep.dialogues.reader import TURN_KEYS, ReadCounts, read_dialogues
 from drafters.wording import shortened
 
 Format = Literal["sharegpt", "spec-bench", "gsm8k", "humaneval"]
@@ -59,11 +60,19 @@ def files_sha256(files: list[Path]) -> str:
 
 
 def detect_format(file: Path) -> Format:
-    """By the first readable record: one without a question's key is read (and checked) as ShareGPT."""
-    first = first_record(read_records(file))
-    if any(key in first for key in TURN_KEYS):  # whatever stands beside the turns
-        return "sharegpt"
-    return next((format_ for key, format_ in QUESTION_KEYS.items() if key in first), "sharegpt")
+    """By the first record with turns or a question; where none has them, it is read (and checked) as ShareGPT."""
+    for _, record in read_records(file):
+        if isinstance(record, dict):
+            if first_value(record, TURN_KEYS):  # whatever stands beside the turns
+                return "sharegpt"
+            if key := question_key(record):
+                return QUESTION_KEYS[key]
+    return "sharegpt"
+
+
+def question_key(record: dict[str, Any]) -> str | None:
+    """The key that has a record's question, in the published formats."""
+    return next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
 
 
 def first_record(records: Iterable[tuple[int, Any]]) -> dict[str, Any]:
@@ -91,7 +100,7 @@ def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
             yield Record(dialogue.id, dialogue.category, messages[:first_answer])
     except ValueError:
         first = first_record(read_records(file))
-        if counts.kept or not first or any(key in first for key in TURN_KEYS):
+        if counts.kept or not first or first_value(first, TURN_KEYS) is not None:
             raise
         raise ValueError(
             f"{file} has fields of no known format; its first record is {shortened(first, 60)}, expected is {FORMS}; "

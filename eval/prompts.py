@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.dialogues.reader import Message
+from data_prep.dialogues.messages import DroppedError, Message
+from data_prep.dialogues.template import REFUSALS, for_template
 from drafters.config import Config
 from eval.prompt_context import Earlier, check_context_files
 from eval.prompt_files import KNOWN, Format, Record, check_prompt_file, detect_format, files_sha256, read_prompts
@@ -297,8 +298,15 @@ def _usable(
         own = load_suite(record.suite).max_new_tokens if record.suite is not None else None
         most = min(own or max_new_tokens, max_new_tokens)
         limit = longest_prompt(config, most, max_context)
-        ids = render_up_to(tokenizer, record.messages, limit)
+        try:
+            ids = render_up_to(tokenizer, record.messages, limit)
+            bare = [{key: message[key] for key in ("role", "content")} for message in record.messages]
+            unprinted = "tools" in record.messages[0] and render_up_to(tokenizer, bare, limit) == ids
+        except DroppedError as error:
+            skipped[error.reason] += 1
+            return None
         reason = "duplicate" if tuple(ids) in seen else "too_long" if len(ids) > limit else ""
+        reason = "tools_not_printed" if unprinted else reason
         if reason or not ids:
             skipped[reason or "empty_prompt"] += 1
             return None
@@ -394,8 +402,17 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Messages -> token ids, ending where the assistant's answer begins."""
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    """Messages -> token ids, ending where the assistant's answer begins.
+
+    Raises:
+        DroppedError: the template refuses them.
+    """
+    given, tools = [for_template(message) for message in messages], messages[0].get("tools")
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        encoded = tokenizer.apply_chat_template(given, tools=tools, **options)
+    except REFUSALS as error:
+        raise DroppedError("template_refused", f"the chat template refuses {messages[0]['role']!r}: {error}") from error
     return list(encoded["input_ids"])
 
 

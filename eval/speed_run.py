@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.progress import Bar
 from data_prep.ranks import Rank
 from drafters import TargetModel, make_drafter
@@ -84,8 +85,18 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank
 
 def tokenizer_of(chosen: TargetEntry) -> Any:
     """The target's tokenizer, with a chat template; raises ValueError where there is none."""
+    return _chat_of(chosen).tokenizer
+
+
+def _chat_of(chosen: TargetEntry) -> ChatTokenizer:
     template = None if chosen.chat_template is None else str(chosen.chat_template)
-    return load_tokenizer(chosen.path, chosen.revision, template).tokenizer
+    return load_tokenizer(chosen.path, chosen.revision, template)
+
+
+def answer_ends(chosen: TargetEntry, target: TargetModel) -> frozenset[int]:
+    """Tokens that end an answer: the generation config's, and the one that the template prints behind answers."""
+    own = _chat_of(chosen).end_of_turn()
+    return eos_ids(target, None) | (frozenset() if own is None or own >= target.vocab_size else {own})
 
 
 def run(
@@ -119,7 +130,7 @@ def run(
     left_out = refused(config, lineup)
     assistants = load_assistants(config.stock, models)
     most = min([lineup.max_context, *(model.max_context for model in assistants.values())])
-    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, eos_ids(target, None))
+    limits = Limits(config.max_new_tokens, config.top_k, config.top_p, config.seed, answer_ends(config.target, target))
     prompts = prompts_for(config, target, most, limits)  # a dialogue's earlier answers end where they end
     limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
     if shortage := shortage_line(prompts.describe()):
@@ -169,7 +180,7 @@ def finish(
         tokenizer = tokenizer_of(config.target)
 
         def marks(outputs: list[Run]) -> dict[str, Any]:
-            eos = eos_ids(models.target, None)
+            eos = answer_ends(config.target, models.target)
             ended = [until(run.tokens, eos) for run in outputs]
             answers = tokenizer.batch_decode(ended, skip_special_tokens=True)
             cut = [tokens[-1] not in eos for tokens in ended]

@@ -20,7 +20,7 @@ from data_prep.dialogues.reader import DATASET_SUFFIXES, dataset_records
 from drafters.config import Config, load_config
 from drafters.text_files import read_text
 from drafters.wording import shortened
-from eval.prompt_files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_record, questions
+from eval.prompt_files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_record, question_key, questions
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "suites"
 Metric = Literal["number", "humaneval", "mbpp", "rouge", "bleu"]
@@ -43,7 +43,9 @@ class Suite(Config):
         None, description="under prompts.data: JSON lines, gzipped or not, or a folder of such or of parquet files"
     )
     url: str | None = Field(None, description="where the file is published")
-    hub: str | None = Field(None, description="a dataset of the Hub, read where the file is not there")
+    hub: str | None = Field(
+        None, description="a dataset of the Hub, read where the file is not there; owner/name[:config][:split]"
+    )
     subset: str | None = Field(None, description="of the Hub's dataset")
     split: str = "test"
     prompt: str | None = Field(
@@ -64,6 +66,8 @@ class Suite(Config):
     def _check(self) -> Self:
         if self.file is None and self.hub is None:
             raise ValueError("it has neither file nor hub: say where its prompts are")
+        if ":" in (self.hub or "") and {"subset", "split"} & self.model_fields_set:
+            raise ValueError(f"hub is {self.hub}: name configuration and split there, or as subset and split")
         if self.url is not None and self.file is None:
             raise ValueError("url says where a file is published, and there is no file: give its name, too")
         needing = {"number", "rouge", "bleu"} & {*self.metrics.values()}
@@ -142,6 +146,8 @@ def source(name: str, data: Path) -> str:
     suite = load_suite(name)
     if suite.file is not None and (data / suite.file).exists() or suite.hub is None:
         return str(data / (suite.file or ""))
+    if ":" in suite.hub:
+        return suite.hub
     return f"{suite.hub} ({', '.join(filter(None, (suite.subset, suite.split)))})"
 
 
@@ -201,7 +207,8 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
     here = data / suite.file if suite.file is not None else None
     if here is None or (not here.exists() and suite.hub is not None):
         try:
-            found = dataset_records(f"{suite.hub}:{suite.split}", suite.subset)
+            hub = suite.hub if ":" in (suite.hub or "") else f"{suite.hub}:{suite.split}"
+            found = dataset_records(str(hub), suite.subset)
         except ValueError as error:
             fetch = "" if here is None else f"; or fetch its file: {_fetch(here, suite)}"
             raise ValueError(f"suite {name}: {error}{fetch}") from error
@@ -245,9 +252,8 @@ def _within(record: Any, suite: Suite) -> bool:
 
 
 def _published(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
-    first = first_record(records)
-    key = next((key for key in QUESTION_KEYS if key in first), next(iter(QUESTION_KEYS)))
-    return questions(records, key, skipped, suite.id)
+    keys = (question_key(record) for _, record in records if isinstance(record, dict))
+    return questions(records, next(filter(None, keys), next(iter(QUESTION_KEYS))), skipped, suite.id)
 
 
 def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
@@ -268,7 +274,7 @@ def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counte
 
 
 def filled(template: str, fields: dict[str, Any]) -> str | None:
-    """A Jinja template over a record's fields; None where it names one that the record lacks.
+    """A Jinja template over a record's fields; None where it prints one that the record lacks, or that is null.
 
     Raises:
         ValueError: the template is no valid Jinja.
@@ -289,4 +295,7 @@ def _compiled(template: str) -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
-    return SandboxedEnvironment(undefined=StrictUndefined).from_string(template)
+    def printed(value: Any) -> Any:
+        return StrictUndefined(name="a null") if value is None else value
+
+    return SandboxedEnvironment(undefined=StrictUndefined, finalize=printed).from_string(template)

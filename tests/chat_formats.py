@@ -1,9 +1,14 @@
 """Chat templates of the shapes in use, and small tokenizers for them, trained on the spot."""
 
+import datetime
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from data_prep.dialogues import template
 
 TEXT = [
     "the answer is four",
@@ -72,6 +77,35 @@ QWEN3 = (  # thinking is printed in the last turn only, empty if there is none
     "{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' and loop.last %}"
     "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+QWEN3_TOOLS = (  # reasoning of the answers behind the last question; definitions, calls and results of tools
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% set ns = namespace(asked=0) %}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% set thought = message['reasoning_content'] or '' %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' and '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set content = content.split('</think>')[-1].strip() %}{% endif %}"
+    "{% if message['role'] == 'assistant' and loop.index0 > ns.asked %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ content }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL_TOOLS = (  # as Mistral's from v0.3 on: a call stands in the place of a text, and does not count as a turn
+    "{% set ns = namespace(turns=0) %}{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' or (message['role'] == 'assistant' and not message['tool_calls']) %}"
+    "{% if (message['role'] == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{% set ns.turns = ns.turns + 1 %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'tool' %}{{ '[RESULT] ' + message['content'] + ' [/RESULT]' }}"
+    "{% elif message['tool_calls'] %}{{ '[CALLS] ' + (message['tool_calls'] | tojson) + eos_token }}"
+    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+DATED = (  # as Llama 3.2: the system turn has the date
+    "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}{% else %}{% set today = '?' %}"
+    "{% endif %}{{ '<|im_start|>system\nToday: ' + today + '<|im_end|>\n' }}" + CHATML
 )
 TAGGED = (  # ChatML with generation tags, end-of-turn token inside
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
@@ -147,6 +181,12 @@ class CharacterTokenizer(PreTrainedTokenizer):
 
     def _convert_id_to_token(self, index: int) -> str:
         return self.merged if index == 128 else chr(index)
+
+
+def pretend_today(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
+    """What templates print as today's date."""
+    today = type("Day", (datetime.date,), {"today": staticmethod(lambda: day)})
+    monkeypatch.setattr(template, "datetime", SimpleNamespace(date=today))
 
 
 def dialogue(index: int) -> dict[str, Any]:

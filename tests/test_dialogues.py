@@ -19,6 +19,7 @@ from data_prep.dialogues.reader import (
     read_dialogues,
     source_digest,
 )
+from data_prep.split import record as written_record
 
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "data" / "train" / "sharegpt.jsonl.gz"
 
@@ -27,7 +28,8 @@ def turns(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"id": "x", "conversations": [{"from": role, "value": text} for role, text in pairs]}
 
 
-GOOD = turns(("human", "Hi"), ("gpt", "Hello!"))
+PAIRS = ("human", "Hi"), ("gpt", "Hello!")
+GOOD = turns(*PAIRS)
 
 
 def read(path: Path | str) -> tuple[list[Dialogue], ReadCounts]:
@@ -86,6 +88,140 @@ def test_openai_records_and_columns() -> None:
     columns = {"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Hello!"]}}
     assert parse_record(rows, "x").messages == expected
     assert parse_record(columns, "x").messages == expected
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": None, "value": None, "role": role, "content": text} for role, text in PAIRS]},
+        {"conversations": [{"from": role, "value": text, "role": None, "content": None} for role, text in PAIRS]},
+        {"conversations": [{"from": role, "value": "", "content": text} for role, text in PAIRS]},
+        {"conversations": None, "messages": [{"role": role, "content": text} for role, text in PAIRS]},
+        {"conversations": [], "conversation": None, "messages": [{"role": r, "content": t} for r, t in PAIRS]},
+        {"conversations": {"from": None, "role": ["user", "assistant"], "content": ["Hi", "Hello!"]}},
+        {"tools": None, "conversations": [{"role": r, "content": t, "tool_calls": None} for r, t in PAIRS]},
+    ],
+)
+def test_a_null_is_an_absent_key(record: dict[str, Any]) -> None:
+    """Catches a file of two forms, each record of which `datasets` gives the other form's keys as nulls, dropped."""
+    assert parse_record(record, "x").messages == parse_record(GOOD, "x").messages
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+WITH_TOOLS = {
+    "tools": '[{"name": "weather", "parameters": {"type": "object"}}]',
+    "messages": [
+        {"role": "user", "content": "Rain in Rome?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "The tool knows."},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": None}}]},
+        {"role": "tool", "content": "dry", "tool_call_id": "1"},
+        {"role": "assistant", "content": "No.", "weight": 0},
+    ],
+}
+
+
+def test_a_call_belongs_to_the_answer_before_it() -> None:
+    """Catches calls, results and definitions of tools lost, or the dialogue with them, and reasoning that vanishes."""
+    messages = parse_record(WITH_TOOLS, "x").messages
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[0]["tools"] == [{"name": "weather", "parameters": {"type": "object"}}]
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "The tool knows.",
+        "tool_calls": [call],
+    }
+    assert messages[2] == {"role": "tool", "content": "dry", "tool_call_id": "1"}
+    assert messages[3]["weight"] == 0
+    in_turn = [WITH_TOOLS["messages"][0] | {"tools": WITH_TOOLS["tools"]}, *WITH_TOOLS["messages"][1:]]
+    assert parse_record({"conversations": in_turn, "tools": None}, "x").messages == messages
+
+
+def test_calls_in_sharegpts_roles_and_as_json_text() -> None:
+    """Catches a call as JSON text handed to a template, which prints it quoted, and ShareGPT's names of the roles."""
+    as_text = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
+    record = turns(("human", "Rain?"), ("function_call", as_text), ("observation", "dry"), ("gpt", "No."))
+    assert parse_record(record, "x").messages[1] == {"role": "assistant", "content": "", "tool_calls": [WEATHER]}
+    call = {"id": "a1", "index": None, "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    record = {"messages": [{"role": "user", "content": "Rain?"}, {"role": "assistant", "tool_calls": [call]}]}
+    assert parse_record(record, "x").messages[1]["tool_calls"] == [{"id": "a1", **WEATHER}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tools": "{broken"}, "broken_tools"),
+        ({"tools": ["weather"]}, "broken_tools"),
+        (
+            {"conversations": turns(("human", "Hi"), ("function_call", "weather()"))["conversations"]},
+            "broken_tool_call",
+        ),
+        (
+            {"conversations": turns(("human", "Hi"), ("tool", "dry"), ("gpt", "No."))["conversations"]},
+            "wrong_role_order",
+        ),
+    ],
+)
+def test_broken_tools_are_dropped_by_reason(changes: dict[str, Any], reason: str) -> None:
+    """Catches a run that ends for one record's tools, or trains on what they left."""
+    with pytest.raises(DroppedError) as error:
+        parse_record({**GOOD, **changes}, "x")
+    assert error.value.reason == reason
+
+
+def test_a_result_that_nobody_answered_is_removed() -> None:
+    """Catches a dialogue that ends with a tool's result dropped, or trained on to there."""
+    changed: Counter[str] = Counter()
+    record = {"messages": [*WITH_TOOLS["messages"], *WITH_TOOLS["messages"][:4]]}  # type: ignore[misc]
+    assert parse_record(record, "x", changed).messages[-1]["role"] == "assistant"
+    assert changed == {"trailing_tool_removed": 1}
+
+
+def test_what_is_split_keeps_tools_reasoning_and_weights(tmp_path: Path) -> None:
+    """Catches a split of a file that leaves out what the file has beside roles and texts."""
+    before = parse_record(WITH_TOOLS, "x")
+    assert parse_record(json.loads(json.dumps(written_record(before))), "x") == before
+
+
+@pytest.mark.parametrize(
+    ("name", "loaded"),
+    [
+        ("owner/name", (None, "train")),
+        ("owner/name:test", (None, "test")),
+        ("owner/name:de", ("de", "train")),
+        ("owner/name:de:test", ("de", "test")),
+    ],
+)
+def test_a_configuration_may_be_named(name: str, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches data sets of several configurations, none of which could be named."""
+    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
+    asked = []
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: ["de", "en", "dev"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda repository, config: ["train", "dev"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or [GOOD])
+    check_source(name)
+    assert len(read(name)[0]) == 1
+    assert asked == [("owner/name", *loaded)]
+    with pytest.raises(
+        ValueError, match=r"owner/name:dev: 'dev' is a configuration and a split there; write owner/name"
+    ):
+        read("owner/name:dev")
+    with pytest.raises(ValueError, match="no data file at owner/name:a:b:c; give .* owner/name.:config..:split."):
+        read("owner/name:a:b:c")
+
+
+def test_a_configuration_must_be_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an error in the words of `datasets`, which tells how to write Python and not what to write here."""
+    datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
+
+    def refuse(*names: Any, split: str) -> Any:
+        raise ValueError("Config name is missing.")
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: ["de", "en"])
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match=r"it has the configurations de, en; name one, as owner/name:de \("):
+        read("owner/name")
 
 
 def test_a_category_is_kept() -> None:

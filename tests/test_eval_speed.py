@@ -21,12 +21,14 @@ import eval.speed_run
 from drafters import Drafter, TargetModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.decoding.acceptance import Rule, Verdict
+from drafters.decoding.call import eos_ids
 from drafters.decoding.sampling import Sampling
 from drafters.energy import EnergyMeter
 from drafters.provenance import environment
 from drafters.speculative import SpeculativeDrafter
 from eval.entries import STOCK
 from eval.report.rows import statements, warnings
+from eval.speed import TargetEntry
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -280,6 +282,18 @@ def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
     shortage = "only 7 prompts are measured, not the 50 asked for"
     assert shortage in (tmp_path / "out" / "report.md").read_text()
     assert shortage in capsys.readouterr().out
+
+
+def test_an_answer_ends_where_the_template_says(files: dict[str, Path], tmp_path: Path) -> None:
+    """Catches speeds of text behind the answers: of a target whose EOS is not its template's end of turn."""
+    shutil.copytree(files["target"], tmp_path / "target")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("{% endfor %}", "{{ '<pad> ' }}{% endfor %}")
+    tokenizer.save_pretrained(tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    own = eos_ids(target, None)
+    ends = [eval.speed_run.answer_ends(TargetEntry(path=str(path)), target) for path in (files["target"], target.name)]
+    assert ends == [own, own | {tokenizer.pad_token_id}] and tokenizer.pad_token_id not in own
 
 
 def test_where_eos_is_ignored_all_answers_are_of_one_length(files: dict[str, Path], tmp_path: Path) -> None:

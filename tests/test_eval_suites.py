@@ -124,6 +124,17 @@ def test_what_cannot_be_read_is_said_with_what_to_do(tmp_path: Path) -> None:
         )
 
 
+def test_a_null_field_is_an_absent_one(tmp_path: Path) -> None:
+    """Catches "None" asked as a question; and a null that the template minds itself, as Alpaca's inputs, skipped."""
+    write(
+        tmp_path / "own.jsonl", [{"ask": None, "more": "w1"}, {"ask": "w2", "more": None}, {"ask": "w3", "more": "w4"}]
+    )
+    suite = suite_file(tmp_path, "own", file="own.jsonl", prompt="{{ ask }}{% if more %} {{ more }}{% endif %}")
+    skipped = Counter[str]()
+    found = read_suite(suite, tmp_path, skipped)
+    assert [one.messages[-1]["content"] for one in found] == ["w2", "w3 w4"] and skipped == {"missing_field": 1}
+
+
 def suite_file(folder: Path, name: str, **keys: Any) -> str:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(keys))

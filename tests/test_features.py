@@ -1,5 +1,6 @@
 """python -m data_prep.features: what is stored is what the target computes, also after a kill -9."""
 
+import datetime
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import tiny_run
 import torch
 import yaml
-from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level, dialogue
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, DATED, byte_level, dialogue, pretend_today
 from transformers import AutoTokenizer
 
 from data_prep import disk, features, features_run
@@ -24,7 +25,7 @@ from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_
 from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
 from data_prep.ranks import Rank
 from data_prep.store.dump import FORWARD_COST, plan_batches
-from data_prep.store.manifest import plan_shards, read_manifest
+from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters.config import load_config
 from drafters.model.target import TargetModel
@@ -395,6 +396,35 @@ def test_a_chat_template_from_a_file(tmp_path: Path, target_folder: Path) -> Non
         assert store.manifest.chat_template == str(tmp_path / "other.jinja")
         tokenizer = byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB)
         assert tokenizer.decode(store[0].input_ids).startswith("PREAMBLE <|im_start|>user")
+
+
+@pytest.mark.parametrize("answers", ["given", "own"])
+def test_a_dated_template_prints_the_day_on_which_the_store_was_begun(
+    tmp_path: Path,
+    target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answers: str,
+) -> None:
+    """Catches a store finished on another day refused, with advice about library versions, or mixed of two dates."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    changes = {"chat_template": str(tmp_path / "dated.jinja"), "heldout_answers": answers, "heldout_new_tokens": 8}
+    config = write_config(tmp_path, target_folder, **changes)
+    pretend_today(monkeypatch, datetime.date(2024, 2, 9))
+    run(config, f"out={tmp_path / 'whole'}")
+    features.main(["--config", str(config), "--rank", "0", "--ranks", "2"])
+    assert not read_manifest(tmp_path / "out" / "train").complete
+    pretend_today(monkeypatch, datetime.date(2024, 11, 28))
+    features.main(["--config", str(config), "--rank", "1", "--ranks", "2"])
+    for split in ("train", "heldout"):
+        whole, store = (FeatureStore.open(tmp_path / out / split) for out in ("whole", "out"))
+        assert store.manifest.template_date == "2024-02-09"
+        assert [one.sha256 for one in whole.manifest.shards] == [one.sha256 for one in store.manifest.shards]
+    file = tmp_path / "out" / "train" / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"template_date": None}))  # as it was written before
+    capsys.readouterr()
+    run(config)
+    assert capsys.readouterr().out.count("is finished already") == (2 if answers == "given" else 3)
 
 
 def test_plans() -> None:

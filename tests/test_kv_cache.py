@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +115,47 @@ def test_ragged_batch_equals_each_row_alone(family: str) -> None:
     assert rows_of(result) == cut and result.lengths == [len(row) for row in cut]
     assert all((row[length:] == eos).all() for row, length in zip(result.tokens, result.lengths, strict=True))
     assert seen.commits > 13
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_attention_mask_tells_what_is_padding(side: str) -> None:
+    """Catches padding on the left read as text: its tokens were attended to and shifted every position."""
+    target = target_of("llama")
+    drafter, pad = AutoregressiveDrafter.from_options(target), 9
+    prompts = [prompt(3), prompt(14), prompt(8)]
+    expected = [plain_greedy(target, ids, 6) for ids in prompts]
+    filler = [[pad] * (14 - len(ids)) for ids in prompts]
+    rows = [more + ids if side == "left" else ids + more for ids, more in zip(prompts, filler, strict=True)]
+    seen = [[0] * len(more) + [1] * len(ids) for ids, more in zip(prompts, filler, strict=True)]
+    mask = torch.tensor(seen if side == "left" else [row[::-1] for row in seen])
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": NO_EOS}
+    found = generate(target, drafter, torch.tensor(rows), attention_mask=mask, **options)
+    assert rows_of(found) == expected
+    for wrong, said in (
+        (mask[:, :-1], "attention_mask has rows of"),
+        (mask[0], "must be .batch, tokens. of 0 and 1"),
+        (torch.tensor([[1, 0, 1, *[0] * 11]] * 3), "zeros between the ones of row 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            generate(target, drafter, torch.tensor(rows), attention_mask=wrong, **options)
+    with pytest.raises(ValueError, match="give one of the two"):
+        generate(target, drafter, rows, attention_mask=mask, prompt_lengths=[3, 14, 8], **options)
+
+
+def test_padding_without_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a left-padded batch continued as if its padding were text; and a refusal of what is no padding."""
+    target = target_of("llama")
+    drafter = AutoregressiveDrafter.from_options(target)
+
+    def made(rows: list[list[int]]) -> int:
+        return len(generate(target, drafter, rows, max_new_tokens=1, eos_token_id=NO_EOS).tokens)
+
+    generation = target.model.generation_config
+    monkeypatch.setattr(generation, "pad_token_id", 9)
+    for padded in ([[9, 5], [6, 7]], [[9, 9, 5]], [[9, 9, 5], [9, 6, 7]]):
+        with pytest.raises(ValueError, match=r"row 0 of input_ids begins with 9.*give the tokenizer's attention_mask"):
+            made(padded)
+    for text in ([[9, 5]], [[9, 5], [9, 6]], [[9, 5], [6, 7, 8]], [[5, 9], [6, 9]]):
+        assert made(text) == len(text)
+    monkeypatch.setattr(generation, "bos_token_id", 9)  # as GPT-2's tokenizer is often padded
+    assert made([[9, 5], [6, 7]]) == 2

@@ -10,12 +10,15 @@ import pytest
 from chat_formats import (
     CHATML,
     CHATML_SPECIALS,
+    DATED,
     LLAMA2,
     LLAMA3,
     LLAMA3_SPECIALS,
     MISTRAL,
+    MISTRAL_TOOLS,
     MISTRAL_V3,
     QWEN3,
+    QWEN3_TOOLS,
     SENTENCEPIECE_SPECIALS,
     TAGGED,
     VICUNA,
@@ -24,7 +27,7 @@ from chat_formats import (
     sentencepiece_like,
 )
 
-from data_prep.dialogues.encoding import FIRST_WITHOUT_ANSWER, encode_split
+from data_prep.dialogues.encoding import FIRST_WITHOUT_ANSWER, encode_split, sample_split
 from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
 from data_prep.dialogues.reader import DroppedError, Message
 
@@ -292,3 +295,157 @@ def test_a_template_that_prints_no_answers_gives_no_prompt() -> None:
     with pytest.raises(DroppedError) as caught:
         ChatTokenizer(byte_level(users, CHATML_SPECIALS, None, "<|im_end|>")).prompt(DIALOGUE[:1])
     assert caught.value.reason == "no_answer_printed"
+
+
+def qwen3(template: str = QWEN3_TOOLS) -> ChatTokenizer:
+    return ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>"))
+
+
+def settled(chat: ChatTokenizer, messages: list[Message]) -> tuple[list[list[str]], list[str]]:
+    """The trained texts of each record that a dialogue becomes, and what was changed."""
+    views, changes = chat.printer.settle(messages)
+    return [masked_runs(chat.tokenizer, encode_one(chat, view)) for view in views], changes
+
+
+def thinking(in_text: bool) -> list[Message]:
+    """Three turns, the second without reasoning."""
+    answers = [("It is a sum", "Four."), ("", "Yes."), ("Now with three", "Nine.")]
+    messages: list[Message] = []
+    for thought, answer in answers:
+        beside = {} if in_text or not thought else {"reasoning_content": thought}
+        text = f"<think>{thought}</think>{answer}" if in_text and thought else answer
+        messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, **beside}]
+    return messages
+
+
+KEYS_ALONE = QWEN3_TOOLS.replace("and '</think>' in content", "and false")  # as newer ones: they read no text
+
+
+@pytest.mark.parametrize(("template", "in_text"), [(QWEN3_TOOLS, False), (QWEN3_TOOLS, True), (KEYS_ALONE, True)])
+def test_every_turn_of_a_thinking_target_is_trained_on_as_it_is_written(template: str, in_text: bool) -> None:
+    """Catches the reasoning of all turns but the last left out, since the template prints a dialogue so afterwards."""
+    found, changes = settled(qwen3(template), thinking(in_text))
+    assert found == [
+        ["<think>\nIt is a sum\n</think>\n\nFour.<|im_end|>"],
+        ["<think>\n\n</think>\n\nYes.<|im_end|>"],
+        ["<think>\nNow with three\n</think>\n\nNine.<|im_end|>"],
+    ]
+    assert changes == ["one_record_per_turn"]
+
+
+def test_records_of_one_dialogue_are_counted(tmp_path: Path) -> None:
+    """Catches a limit of dialogues spent on one's turns, an uncounted change, and a sample's sums by records."""
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"messages": thinking(in_text=False)}) + "\n" for _ in range(4)))
+    split = encode_split(str(file), qwen3(), 512, limit=3)
+    assert split.used == split.counts.kept == 3 and split.ids[:3] == ["record 0/0", "record 0/1", "record 0/2"]
+    assert len(split.dialogues) == 9
+    assert split.counts.changed == {"one_record_per_turn": 3}
+    sample = sample_split(str(file), qwen3(), 512, count=2)
+    assert sample.usable == 4 and 3 * sample.tokens == 4 * split.tokens
+    cut = encode_split(str(file), qwen3(), len(split.dialogues[0].input_ids))
+    assert cut.counts.changed == {"one_record_per_turn": 4, "truncated": 4} and not cut.counts.dropped
+
+
+def test_reasoning_goes_into_the_text_where_the_template_takes_it_there() -> None:
+    """Catches reasoning that stands beside an answer lost with a template that reads <think> in the text alone."""
+    found, changes = settled(qwen3(QWEN3), thinking(in_text=False)[:2])
+    assert found == [["<think>\nIt is a sum\n</think>\n\nFour.<|im_end|>"]] and not changes
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")],
+    ids=["unknown", "stripped"],
+)
+def test_reasoning_that_is_not_printed_is_counted(template: str) -> None:
+    """Catches reasoning that vanishes without a word: beside the text, or cut out of it by the template."""
+    found, changes = settled(qwen3(template), thinking(in_text=template != CHATML)[:2])
+    assert found == [["Four.<|im_end|>"]] and changes == ["reasoning_left_out"]
+
+
+CALLING: list[Message] = [
+    {"role": "user", "content": "Rain?", "tools": [{"name": "weather"}]},
+    {
+        "role": "assistant",
+        "content": "I look. ",
+        "reasoning_content": "A tool",
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+    },
+    {"role": "tool", "content": "dry"},
+    {"role": "assistant", "content": "No rain."},
+]
+
+
+def test_calls_are_trained_on_and_results_are_not() -> None:
+    """Catches definitions, calls or results that the target never sees, and a call left out of the loss."""
+    chat = qwen3()
+    (answers,), changes = settled(chat, CALLING)
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert answers == [
+        f"<think>\nA tool\n</think>\n\nI look. {call}<|im_end|>",
+        "<think>\n\n</think>\n\nNo rain.<|im_end|>",
+    ]
+    text = chat.render(CALLING).text
+    assert '[{"name": "weather"}]' in text and "<|im_start|>tool\ndry<|im_end|>" in text and not changes
+
+
+def test_a_call_in_the_place_of_a_text_is_found() -> None:
+    """Catches Mistral's dialogues with tools dropped: without its call an answer is one turn too many for it."""
+    chat = ChatTokenizer(byte_level(MISTRAL_TOOLS, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
+    more: list[Message] = [DIALOGUE[0], {"role": "assistant", "content": "A"}]
+    (answers,), changes = settled(chat, [CALLING[0], CALLING[1] | {"content": ""}, *CALLING[2:], *more])
+    assert [answer.partition("[{")[0] for answer in answers] == ["[CALLS] ", " No rain.</s>", " A</s>"]
+    assert answers[0].endswith("}]</s>")
+    assert changes == ["tools_left_out", "reasoning_left_out"]
+
+
+def test_tools_that_a_template_does_not_print_are_dropped() -> None:
+    """Catches a tool's result printed as the assistant's answer and trained on, and calls that vanish."""
+    chat = ChatTokenizer(byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>"))
+    for messages in (CALLING, CALLING[:2], [CALLING[0], *DIALOGUE[1:2], *CALLING[2:]]):
+        with pytest.raises(DroppedError) as error:
+            chat.printer.settle(messages)
+        assert error.value.reason == "tools_not_printed"
+    assert settled(chat, [CALLING[0], *DIALOGUE[1:2]])[1] == ["tools_left_out"]
+
+
+def test_special_tokens_are_refused_wherever_they_stand() -> None:
+    """Catches an end token within reasoning, a call or a definition taken for a real one."""
+    chat, bad = qwen3(), "<|im_end|>"
+    call = {"tool_calls": [{"type": "function", "function": {"name": bad, "arguments": {}}}]}
+    for place, more in ((0, {"tools": [{"name": bad}]}), (1, {"reasoning_content": bad}), (1, call)):
+        messages = [message | more if n == place else message for n, message in enumerate(CALLING)]
+        with pytest.raises(DroppedError, match="special token"):
+            chat.render(messages)
+
+
+def test_turns_of_weight_0_are_not_trained_on() -> None:
+    """Catches training on answers that the data marks as bad ones, which are there for what follows."""
+    chat = qwen3(CHATML)
+    bad = DIALOGUE[3] | {"weight": 0}
+    messages = [DIALOGUE[0], DIALOGUE[1] | {"weight": 1}, DIALOGUE[2], bad, DIALOGUE[0], DIALOGUE[1]]
+    assert settled(chat, messages)[0] == [[f"{KEPT[0]}<|im_end|>"] * 2]
+    assert chat.render(messages).text == chat.render([*DIALOGUE, *DIALOGUE[:2]]).text
+    with pytest.raises(DroppedError) as error:
+        chat.printer.settle([DIALOGUE[2], bad])
+    assert error.value.reason == "no_trained_turn"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_token_behind_an_answer_is_found(shape: str) -> None:
+    """Catches answers that run on to the limit: of a target whose EOS is not its template's end of turn."""
+    template, specials, bos, eos, *_, end = SHAPES[shape]
+    tokenizer = byte_level(template.replace("eos_token", f"'{eos}'"), specials, bos, specials[0])
+    assert ChatTokenizer(tokenizer).end_of_turn() == tokenizer.convert_tokens_to_ids(end.strip())
+    assert qwen3(HEADERS).end_of_turn() is None
+
+
+def test_a_dated_template_prints_one_day() -> None:
+    """Catches a store half of whose prompts have one date and half the next, and a date for templates without one."""
+    tokenizer = byte_level(DATED, CHATML_SPECIALS, None, "<|im_end|>")
+    chat = ChatTokenizer(tokenizer, date="2024-02-29")
+    assert chat.date == "2024-02-29" and "Today: 29 Feb 2024" in chat.render(DIALOGUE).text
+    assert "Today: 29 Feb 2024" in tokenizer.decode(chat.prompt(DIALOGUE[:1])[0])
+    assert ChatTokenizer(tokenizer).date is not None and ChatTokenizer(tokenizer).template == DATED
+    assert qwen3().date is None

@@ -19,7 +19,7 @@ from data_prep import regenerate
 from data_prep.answers import finished
 from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
-from data_prep.answers.target import TargetAnswers
+from data_prep.answers.target import TargetAnswers, text_ends, turn_ends
 from data_prep.answers.writing import Writing
 from data_prep.dialogues.encoding import encode_split
 from data_prep.dialogues.loss_mask import ChatTokenizer
@@ -404,8 +404,25 @@ def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> Non
     spaces = ours.chat.tokenizer(" \n ", add_special_tokens=False)["input_ids"]
     assert ours.turn(4, 1, [*spaces, end], "").drop == "empty_answer"
     assert ours.turn(4, 1, [*ids, start, end], "").drop == "special_token_in_text"
+    thought = ours.chat.tokenizer("<think>\nIt is", add_special_tokens=False)["input_ids"]
+    assert ours.turn(4, 1, thought, "") == Turn(4, 1, end="only_reasoning")
     euro = ours.chat.tokenizer("no €", add_special_tokens=False)["input_ids"]
     assert ours.turn(4, 1, euro[:-1], "").answer == "no "  # half a character is no text
+
+
+def test_an_answer_ends_where_the_template_says(answers: Callable[..., TargetAnswers]) -> None:
+    """Catches answers that run to the limit and are dropped: the target's EOS is not its template's end of turn."""
+    ours = answers()
+    ours.chat.tokenizer.eos_token = "<|endoftext|>"
+    end = ours.chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert text_ends(ours.target, ours.chat) == {0, 1} and turn_ends(ours.target, ours.chat) == {0, 1, end}
+
+
+def test_dialogues_with_tools_are_not_answered() -> None:
+    """Catches new answers to a dialogue whose calls nobody runs, with the results of the old calls left out."""
+    definitions = {"role": "user", "content": "Rain?", "tools": [{"name": "weather"}]}
+    one = Conversation(0, Dialogue("x", (definitions, {"role": "assistant", "content": "No."})))
+    assert one.done and one.dropped == "tools" and one.result() is None
 
 
 def test_a_dialogue_ends_where_there_is_no_room(answers: Callable[..., TargetAnswers]) -> None:

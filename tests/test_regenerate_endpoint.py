@@ -216,6 +216,31 @@ def test_what_becomes_of_odd_answers(tmp_path: Path, server: ChatServer) -> None
     assert facts(config)["dropped"]["truncated"] == 1
 
 
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_reasoning_is_kept_beside_the_answer(
+    key: str, tmp_path: Path, server: ChatServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a target's reasoning dropped, so that its features begin with an answer that it would not give there."""
+
+    def thinks(body: dict[str, Any], number: int) -> Any:
+        only = content(body) == "question 1.1"
+        message = {"content": None if only else "Four.", key: "Two and two.", "reasoning_details": None}
+        choice = {"message": message, "finish_reason": "length" if only else "stop"}
+        return ok({"choices": [choice], "usage": {"completion_tokens": 50}})
+
+    server.misbehave = thinks
+    records = run(write_config(tmp_path, server, count=3))
+    answer = {"from": "gpt", "value": "Four.", "reasoning_content": "Two and two."}
+    assert [len(record["conversations"]) for record in records] == [2, 3, 6]
+    assert all(turn == answer for record in records for turn in record["conversations"] if turn["from"] == "gpt")
+    assert not any("reasoning" in json.dumps(body["messages"]) for body in server.bodies)
+    assert facts(tmp_path / "endpoint.yaml")["ended_early"] == {"only_reasoning": 1}
+    said = capsys.readouterr().out
+    assert "6 with reasoning (endpoint.extra={chat_template_kwargs: {enable_thinking: false}} switches it off)" in said
+    (read_back, *_) = read_dialogues(tmp_path / "new.jsonl", ReadCounts())
+    assert read_back.messages[1]["reasoning_content"] == "Two and two."
+
+
 def test_too_many_refusals_end_the_run_and_are_tried_again(
     tmp_path: Path, server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

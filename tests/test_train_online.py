@@ -1,5 +1,6 @@
 """features: online: the losses of a run from a store, without one."""
 
+import datetime
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from chat_formats import dialogue
+from chat_formats import DATED, dialogue, pretend_today
 from transformers import PreTrainedModel
 
 from data_prep import features
@@ -216,6 +217,21 @@ def test_resume_refuses_other_dialogues(target: Path, data: dict[str, Any], tmp_
         file.write("\n" + json.dumps(dialogue(50)))
     with pytest.raises(ValueError, match=r"the train dialogues changed since the run .*'dialogues': 20.*: 21"):
         tiny_run.train_here("eagle", {**values, "steps": 4}, resume=True)
+
+
+def test_a_resumed_run_keeps_its_templates_date(
+    target: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that prints the day: a run resumed on another one would go on with other dialogues."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    values = settings(target, tmp_path / "run", steps=2)
+    values |= {"data": {**data, "chat_template": str(tmp_path / "dated.jinja")}}
+    pretend_today(monkeypatch, datetime.date(2024, 2, 9))
+    tiny_run.train_here("eagle", values)
+    pretend_today(monkeypatch, datetime.date(2024, 11, 28))
+    tiny_run.train_here("eagle", {**values, "steps": 4}, resume=True)
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["resumed_at_step"] == 2 and info["data"]["train"]["template_date"] == "2024-02-09"
 
 
 def test_one_dialogue_is_enough(target: Path, data: dict[str, Any], tmp_path: Path) -> None:

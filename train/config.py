@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it takes seconds, and a mistyped key should not wait for it
 class OnlineData(Config):
     """``data:`` of a run with ``features: online``: what data_prep.features would be given, and how the target runs."""
 
-    train: str = Field(description="ShareGPT file or Hub dataset (owner/name)")
+    train: str = Field(description="ShareGPT file or Hub dataset (owner/name[:config][:split])")
     heldout: str = Field(description="the same, of held-out dialogues")
     max_length: int = Field(2048, ge=2, description="tokens of a dialogue; the rest is cut off")
     limit: int | None = Field(None, ge=1, description="dialogues of each split, the first ones; default: all")

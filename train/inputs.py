@@ -16,6 +16,7 @@ from drafters.model.target import TargetModel
 from train.config import TrainConfig
 from train.data.online import OnlineFeatures, load_target, open_online
 from train.data.packing import Source
+from train.run.files import begun_on
 
 
 @dataclass
@@ -60,7 +61,7 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
             ``train.data.online.open_online``.
     """
     if isinstance(config.features, str):
-        texts = open_online(config)
+        texts = open_online(config, begun_on(config.out))
         check_batch_tokens(config, texts[0])
         return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
     check_splits(config.features)

@@ -26,13 +26,14 @@ from pydantic import Field
 
 from drafters.config import Config
 
-from ..dialogues.reader import Message
-from .journal import RETRIED, AnsweredBatch, Conversation, Turn
+from ..dialogues.messages import REASONING_KEYS, Message, first_value
+from .journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
 # Odd dialogues are refused one by one; so many mean that the server or the settings are to blame.
 MOST_LOST, SHARE_LOST = 20, 0.05
+NO_THINKING = "endpoint.extra={chat_template_kwargs: {enable_thinking: false}}"  # as vLLM and SGLang take it
 # A server's way to say that a prompt is too long differs; these words are in all of them.
 TOO_LONG = re.compile(r"context[ _-]?(length|size|window)", re.IGNORECASE)
 
@@ -151,7 +152,8 @@ class EndpointAnswers:
     def _answer(self, conversation: Conversation) -> tuple[Turn, str]:
         """The next turn of a conversation, and, where it is lost, why in the server's words. Runs in a thread."""
         index, number = conversation.index, len(conversation.answers)
-        history = conversation.history()
+        # Without earlier reasoning: templates leave that out, and some servers refuse it.
+        history = [{key: message[key] for key in ("role", "content")} for message in conversation.history()]
         try:
             choice, tokens = self._complete(history, self._body([(index, number)]))
         except BadReplyError as error:
@@ -167,13 +169,16 @@ class EndpointAnswers:
             return Turn(index, number, drop="content_filter"), ""
         if reason == "length" and self.writing.truncated == "drop":
             return Turn(index, number, end="truncated"), ""
+        reasoning = first_value(choice["message"], REASONING_KEYS)
+        reasoning = reasoning if isinstance(reasoning, str) and reasoning.strip() else None
         if not isinstance(text, str) or not text.strip():
-            return Turn(index, number, drop="empty_answer"), ""
+            lost = Turn(index, number, end=ONLY_REASONING) if reasoning else Turn(index, number, drop="empty_answer")
+            return lost, ""
         try:
-            text.encode()
+            (text + (reasoning or "")).encode()
         except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer
             return Turn(index, number, drop="invalid_text"), ""
-        return Turn(index, number, text, tokens, reason == "length"), ""
+        return Turn(index, number, text, tokens, reason == "length", reasoning=reasoning), ""
 
     def _too_many_lost(self, turn: Turn, detail: str) -> ValueError | None:
         self._answered += 1

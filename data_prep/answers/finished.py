@@ -15,9 +15,10 @@ from ..dialogues.loss_mask import ChatTokenizer
 from ..dialogues.reader import source_digest
 from ..store.lock import folder_lock
 from .journal import check_identity
-from .ownership import sidecar, unfinished
+from .ownership import DATE, sidecar, unfinished
 
-LATER = {"unanswered"}  # keys of an identity that outputs of before do not have: for whole ones they change nothing
+# Keys of an identity that outputs of before do not have: for whole ones they change nothing.
+LATER = {"unanswered", "reader", DATE}
 
 
 def target_identity(target: str, revision: str | None, chat: ChatTokenizer) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def target_identity(target: str, revision: str | None, chat: ChatTokenizer) -> d
         "target_fingerprint": ends.fingerprint,
         "tokenizer_hash": tokenizer_hash(chat.tokenizer),
         "chat_template": template_hash(chat.template),
+        **({DATE: chat.date} if chat.date else {}),
     }
 
 

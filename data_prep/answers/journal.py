@@ -18,14 +18,16 @@ from typing import IO, Any
 from drafters.files import replace_text
 from drafters.provenance import changes
 
-from ..dialogues.reader import Dialogue, Message
+from ..dialogues.messages import Message, uses_tools
+from ..dialogues.reader import Dialogue
 from ..disk import write_error
 from ..ranks import Rank
 from ..store.lock import RankLock, folder_lock
+from .ownership import RUN_FILE
 
-RUN_FILE = "run.json"
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
 RETRIED = frozenset({"refused", "bad_reply"})
+ONLY_REASONING = "only_reasoning"  # reason to end a dialogue: the answer was cut before its reasoning ended
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Turn:
 
     Attributes:
         index: the dialogue's place among the usable ones of the source. turn: counts its user turns from 0.
-        answer: the assistant's text; None where ``end`` or ``drop`` says why.
+        answer: the assistant's text; None where ``end`` or ``drop`` says why. reasoning: what it wrote before, where an
+            endpoint tells that apart.
         tokens: that were generated for it. truncated: it was cut at the limit, no end-of-turn token followed.
         end: reason to end the dialogue before this turn. drop: reason to drop the dialogue.
     """
@@ -46,6 +49,7 @@ class Turn:
     truncated: bool = False
     end: str | None = None
     drop: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,23 @@ class AnsweredBatch:
 
 @dataclass
 class Conversation:
-    """A dialogue of the source whose answers are being replaced, one turn after the other."""
+    """A dialogue of the source whose answers are being replaced, one turn after the other.
+
+    One with tools is dropped: nobody would run the calls that the new answers make.
+    """
 
     index: int
     dialogue: Dialogue
     answers: list[str] = field(default_factory=list)
+    reasoning: list[str | None] = field(default_factory=list)  # of each answer, where it stands apart from the text
     truncated: int = 0
     tokens: int = 0
     ended: str | None = None
     dropped: str | None = None
+
+    def __post_init__(self) -> None:
+        if uses_tools(self.dialogue.messages):
+            self.dropped = "tools"
 
     @property
     def questions(self) -> list[Message]:
@@ -88,8 +100,9 @@ class Conversation:
     def history(self) -> list[Message]:
         """The system message if there is one, the answered turns with their new answers, and the next question."""
         messages = [message for message in self.dialogue.messages if message["role"] == "system"]
-        for question, answer in zip(self.questions, self.answers, strict=False):
-            messages += [question, {"role": "assistant", "content": answer}]
+        for question, answer, reasoning in zip(self.questions, self.answers, self.reasoning, strict=False):
+            beside = {"reasoning_content": reasoning} if reasoning else {}
+            messages += [question, {"role": "assistant", "content": answer, **beside}]
         return messages if self.done else [*messages, self.questions[len(self.answers)]]
 
     def take(self, turn: Turn) -> None:
@@ -101,6 +114,7 @@ class Conversation:
             self.ended, self.dropped = (turn.end, None) if self.answers else (None, turn.end)
         if turn.answer is not None:
             self.answers.append(turn.answer)
+            self.reasoning.append(turn.reasoning)
             self.truncated += turn.truncated
             self.tokens += turn.tokens
 

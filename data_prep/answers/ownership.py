@@ -1,10 +1,14 @@
 """Whose answers a data file holds."""
 
+import contextlib
+import datetime
 import json
 from pathlib import Path
 
 from ..store.manifest import Answers, StoreManifest
 
+RUN_FILE = "run.json"  # of an unfinished output: what its texts depend on
+DATE = "template_date"
 # The answers of a store in words. None: it was made before that was written down.
 WORDS: dict[Answers | None, str] = {
     "own": "the target's own, greedy",
@@ -22,6 +26,17 @@ def sidecar(out: str) -> Path:
 def unfinished(out: str) -> Path:
     """The folder of a run's journals, as long as its output is not whole."""
     return Path(f"{out}.unfinished")
+
+
+def begun_on(out: str) -> str | None:
+    """The date that the template printed in the prompts of ``out``, whole or not; None where it printed none."""
+    for file, keys in ((sidecar(out), ("identity", DATE)), (unfinished(out) / RUN_FILE, (DATE,))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            found = json.loads(file.read_text())
+            for key in keys:
+                found = found[key]
+            return str(datetime.date.fromisoformat(found))
+    return None
 
 
 def check_own(out: str) -> None:

@@ -15,8 +15,9 @@ from drafters.decoding.refill import Continued
 from drafters.threads import fit_threads
 
 from ..dialogues.loss_mask import ChatTokenizer
-from ..dialogues.reader import DroppedError
-from .journal import AnsweredBatch, Conversation, Turn
+from ..dialogues.messages import DroppedError
+from ..dialogues.template import END_THINK, THINK
+from .journal import ONLY_REASONING, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 SHORTEST = 256  # prompts up to so many tokens are one class
@@ -151,6 +152,8 @@ class TargetAnswers:
             ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         text = text.removeprefix(lead) if ended else text.removeprefix(lead).rstrip(REPLACEMENT)
+        if not ended and text.lstrip().startswith(THINK) and END_THINK not in text:
+            return Turn(index, turn, end=ONLY_REASONING)
         if not text.strip():
             return Turn(index, turn, drop="empty_answer")
         try:
@@ -172,7 +175,16 @@ def enough_memory(batch: int, what: str) -> Iterator[None]:
 
 
 def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
-    """Tokens that end a turn. A template's own is often missing among those of the generation config."""
+    """Tokens that end an answer: those that end a text, and the one that the template prints behind an answer.
+
+    The latter is often missing among the others: ``<|im_end|>`` where the EOS is ``</s>``.
+    """
+    own = chat.end_of_turn()
+    return text_ends(target, chat) | (frozenset() if own is None or own >= target.vocab_size else {own})
+
+
+def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
+    """The EOS tokens of the generation config and of the tokenizer."""
     own = chat.tokenizer.eos_token_id
     return eos_ids(target, None) | (frozenset() if own is None else {own})
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from drafters.text_files import read_text
 
 from ..progress import Bar
 from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
+from .messages import Message
 from .reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
 
 CHUNK = 256  # dialogues tokenized in one call
@@ -23,11 +25,16 @@ FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with o
 
 @dataclass
 class EncodedSplit:
-    """The dialogues that stay, in the order of the data file, and what became of the others."""
+    """The dialogues that stay, in the order of the data file, and what became of the others.
+
+    One whose template prints earlier answers without their reasoning stays as several, one a turn. ``used``: dialogues
+    of the file that stay.
+    """
 
     ids: list[str] = field(default_factory=list)
     dialogues: list[MaskedTokens] = field(default_factory=list)
     counts: ReadCounts = field(default_factory=ReadCounts)
+    used: int = 0
 
     @property
     def tokens(self) -> int:
@@ -35,8 +42,13 @@ class EncodedSplit:
         return sum(len(dialogue.input_ids) for dialogue in self.dialogues)
 
 
-def load_tokenizer(name: str, revision: str | None = None, chat_template: str | None = None) -> ChatTokenizer:
+def load_tokenizer(
+    name: str, revision: str | None = None, chat_template: str | None = None, date: str | None = None
+) -> ChatTokenizer:
     """The target's tokenizer with its chat template, or the one in the file ``chat_template``; no remote code is run.
+
+    Args:
+        date: year-month-day, that the template prints, where it prints one; default: today's.
 
     Raises:
         ValueError: no tokenizer or template there, or a tokenizer without a chat template where none is given.
@@ -45,7 +57,7 @@ def load_tokenizer(name: str, revision: str | None = None, chat_template: str | 
     tokenizer = load_bare_tokenizer(name, revision)
     if template is not None:
         tokenizer.chat_template = template
-    return ChatTokenizer(tokenizer, name)
+    return ChatTokenizer(tokenizer, name, date)
 
 
 def _read_template(file: str) -> str:
@@ -86,19 +98,19 @@ class Sample:
     @property
     def usable(self) -> int:
         """Dialogues of the file that can be used, by the sample's share, as far as the limit takes them."""
-        found = round(self.counts.kept * len(self.encoded.dialogues) / self.looked_at)
+        found = round(self.counts.kept * self.encoded.used / self.looked_at)
         return found if self.limit is None else min(found, self.limit)
 
     @property
     def tokens(self) -> int:
         """Of all that can be used."""
-        return round(self.usable * self.encoded.tokens / len(self.encoded.dialogues))
+        return round(self.usable * self.encoded.tokens / self.encoded.used)
 
     @property
     def trained(self) -> int:
         """Tokens of answers, of all that can be used."""
         answers = sum(int(one.loss_mask.sum()) for one in self.encoded.dialogues)
-        return round(self.usable * answers / len(self.encoded.dialogues))
+        return round(self.usable * answers / self.encoded.used)
 
     def describe(self) -> str:
         """What became of the file's dialogues, in a line."""
@@ -147,21 +159,22 @@ def _encode(
     split = EncodedSplit(counts=counts)
     details: dict[str, str] = {}  # of the last dialogue dropped for each reason
     with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
-        while chunk := list(itertools.islice(stream, CHUNK if limit is None else min(CHUNK, limit - len(split.ids)))):
-            results = chat.encode([item.messages for item in chunk], max_length)
-            for dialogue, result in zip(chunk, results, strict=True):
+        while chunk := list(itertools.islice(stream, CHUNK if limit is None else min(CHUNK, limit - split.used))):
+            for dialogue, (results, changes) in zip(chunk, _records(chat, chunk, max_length), strict=True):
                 try:
-                    kept = _fit(result, max_length, counts)
+                    kept = _fit(results, max_length, counts.changed)
                 except DroppedError as error:
                     counts.drop(error.reason)
                     details[error.reason] = str(error)
                     continue
-                split.ids.append(dialogue.id)
-                split.dialogues.append(kept)
+                counts.changed.update(changes)
+                split.used += 1
+                split.ids += [dialogue.id] if len(kept) == 1 else [f"{dialogue.id}/{n}" for n in range(len(kept))]
+                split.dialogues += kept
             progress.update(len(chunk))
             if not split.ids and counts.dropped[NO_ANSWER] >= FIRST_WITHOUT_ANSWER:
                 raise ValueError(f"{source}: {details[NO_ANSWER]}")
-    counts.kept = len(split.ids)
+    counts.kept = split.used
     if not split.ids:
         detail = details.get(NO_ANSWER) or next(reversed(details.values()), "")
         example = f"; for example: {detail}" if detail else ""
@@ -169,17 +182,36 @@ def _encode(
     return split
 
 
-def _fit(result: MaskedTokens | DroppedError, max_length: int, counts: ReadCounts) -> MaskedTokens:
-    """Truncate; a dialogue whose answers all lie beyond ``max_length`` is worth nothing."""
-    if isinstance(result, DroppedError):
-        raise result
-    if len(result.input_ids) <= max_length:
-        return result
-    short = result.cut(max_length)
-    if not short.loss_mask.any():
+def _records(
+    chat: ChatTokenizer, dialogues: list[Dialogue], max_length: int
+) -> Iterator[tuple[list[MaskedTokens | DroppedError], list[str]]]:
+    """What each dialogue becomes, and what is changed for that; all of them are tokenized in one call."""
+    settled: list[tuple[list[list[Message]], list[str]] | DroppedError] = []
+    for dialogue in dialogues:
+        try:
+            settled.append(chat.printer.settle(dialogue.messages))
+        except DroppedError as error:
+            settled.append(error)
+    views = [view for one in settled if not isinstance(one, DroppedError) for view in one[0]]
+    encoded = iter(chat.encode(views, max_length))
+    for one in settled:
+        if isinstance(one, DroppedError):
+            yield [one], []
+        else:
+            yield list(itertools.islice(encoded, len(one[0]))), one[1]
+
+
+def _fit(results: list[MaskedTokens | DroppedError], max_length: int, changed: Counter[str]) -> list[MaskedTokens]:
+    """Truncate; a record whose answers all lie beyond ``max_length`` is worth nothing."""
+    if refused := next((result for result in results if isinstance(result, DroppedError)), None):
+        raise refused
+    whole = [result for result in results if isinstance(result, MaskedTokens)]
+    kept = [short for result in whole if (short := result.cut(max_length)).loss_mask.any()]
+    if not kept:
         raise DroppedError("no_response_left", f"no answer begins within the first {max_length} tokens")
-    counts.changed["truncated"] += 1
-    return short
+    if any(len(result.input_ids) > max_length for result in whole):
+        changed["truncated"] += 1
+    return kept
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -7,9 +7,12 @@ with a placeholder in the answer's place, whose remainder must end the full text
 strip, merge the system message into the first user turn, or print earlier turns differently from the last; where a
 template breaks them, the dialogue is refused, never masked by guess.
 
-The mask covers what the target has to generate: all that follows the generation prompt, through the end-of-turn token.
+The mask covers what the target has to generate: all that follows the generation prompt, through the end-of-turn token,
+with the answer's reasoning and calls of tools where the template prints them.
 """
 
+import contextlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +20,11 @@ from os.path import commonprefix
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
-from .reader import DroppedError, Message
+from .messages import DroppedError, Message
+from .template import PLACEHOLDER, ChatTemplate
 
 NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
-PLACEHOLDER = "\ue0f0\ue0f1the answer\ue0f2\ue0f3"  # private-use characters: no template strips or splits on them
 LONGEST_TOKEN = 64  # characters; far more than the tokens of a long text have on average
 
 
@@ -60,11 +62,14 @@ class ChatTokenizer:
     become the real token, so that a text about ``</s>`` ends a turn in its middle. Rewriting it would train on text
     that nobody wrote.
 
+    Args:
+        date: year-month-day, that the template prints, where it prints one; default: today's.
+
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, name: str = "the tokenizer") -> None:
+    def __init__(self, tokenizer: Any, name: str = "the tokenizer", date: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.name = name
         if not getattr(tokenizer, "chat_template", None):
@@ -72,7 +77,8 @@ class ChatTokenizer:
                 f"{name} has no chat template; write one to its folder as chat_template.jinja, or give a file with "
                 "one as chat_template, in the exact form that the target was tuned with"
             )
-        self.template: str = tokenizer.get_chat_template()
+        self.printer = ChatTemplate(tokenizer, name, date)
+        self.template, self.date = self.printer.text, self.printer.date
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = (str(token) for token in added if getattr(token, "special", False))
         self.special_tokens = {*tokenizer.all_special_tokens, *special} - {""}
@@ -109,21 +115,21 @@ class ChatTokenizer:
                 ``no_answer_printed`` (the template leaves out every answer).
         """
         self.check_text(messages)
-        text = self._apply(messages)
+        text = self.printer.print(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        pieces = {turn: self._around_answer(messages, turn) for turn in turns}
+        pieces = {turn: self._around_turn(text, messages, turn) for turn in turns}
         if not any(pieces.values()):
             raise self._no_answer(text)
         # Each answer lies between what the template prints before and after a placeholder in its place.
         last = pieces[turns[-1]]
         spans: list[tuple[int, int]] = []
+        floor = 0
         for turn, piece in pieces.items():
             if piece is None:  # the template leaves this turn out
                 continue
             before, after = piece
             start = self._answer_start(text, messages[:turn], before)
             end = len(text) - len(after)
-            floor = spans[-1][1] if spans else 0
             # All of the text must agree with that, or a mask would be guessed.
             if start is None or not text.endswith(after) or not floor <= start < end:
                 raise DroppedError(
@@ -131,7 +137,9 @@ class ChatTokenizer:
                     f"the chat template of {self.name} prints other turns differently depending on the text of answer "
                     f"{turn}, or on its own end, so the answer cannot be located; use a template without such rules",
                 )
-            spans.append((start, end + self._end_of_turn(after, last[1] if last else "")))
+            floor = end + self._end_of_turn(after, last[1] if last else "")
+            if messages[turn].get("weight") != 0:
+                spans.append((start, floor))
         return RenderedDialogue(text, spans)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
@@ -145,7 +153,7 @@ class ChatTokenizer:
             DroppedError: ``special_token_in_text``, ``template_refused``, or ``no_answer_printed``.
         """
         self.check_text(messages)
-        text = self._apply(messages, prompt=True)
+        text = self.printer.print(messages, prompt=True)
         piece = self._around_answer([*messages, {"role": "assistant", "content": PLACEHOLDER}], len(messages))
         if piece is None:
             raise self._no_answer(text)
@@ -166,7 +174,7 @@ class ChatTokenizer:
         """
         head = [] if system is None else [{"role": "system", "content": system}]
         self.check_text(head)
-        text = self._apply([*head, {"role": "user", "content": PLACEHOLDER}], prompt=True)
+        text = self.printer.print([*head, {"role": "user", "content": PLACEHOLDER}], prompt=True)
         before, found, after = text.partition(PLACEHOLDER)
         if not found:
             raise DroppedError("no_question_printed", f"the chat template of {self.name} prints no user turn")
@@ -179,29 +187,49 @@ class ChatTokenizer:
         mark = special["token"] if special else next(iter(after.strip().splitlines()), "")
         return ids, mark
 
+    def end_of_turn(self) -> int | None:
+        """The token that the template prints behind an answer; None where that is plain text, or nothing."""
+        question = {"role": "user", "content": "?"}
+        with contextlib.suppress(DroppedError):
+            piece = self._around_answer([question, {"role": "assistant", "content": PLACEHOLDER}], 1)
+            found = self._special_next.match(piece[1]) if piece is not None else None
+            return self.tokenizer.convert_tokens_to_ids(found["token"]) if found else None
+        return None
+
     def check_text(self, messages: Sequence[Message]) -> None:
         """Raise DroppedError (``special_token_in_text``) where a message spells one of the special tokens."""
         for message in messages:
-            if found := self._special.search(message["content"]):
+            texts = [message["content"], message.get("reasoning_content", "")]
+            texts += [json.dumps(message[key], ensure_ascii=False) for key in ("tools", "tool_calls") if key in message]
+            if found := next(filter(None, map(self._special.search, texts)), None):
                 raise DroppedError("special_token_in_text", f"the text contains the special token {found[0]!r}")
 
-    def _apply(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise DroppedError("template_refused", f"the chat template of {self.name} refused: {error}") from error
+    def _around_turn(self, text: str, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
+        """The text before and after an answer; None where the template does not print it.
+
+        A dialogue may only be printable with the answer's calls: then the answer is what follows its prompt, if the
+        template prints the turn in ``text`` as it does when it is the last.
+        """
+        if "tool_calls" not in messages[turn]:
+            return self._around_answer(messages, turn)
+        with contextlib.suppress(DroppedError):
+            if (piece := self._around_answer(messages, turn)) is not None:
+                return piece
+        before = self.printer.print(messages[:turn], prompt=True)
+        whole = self.printer.print(messages[: turn + 1]).rstrip()
+        return (before, text[len(whole) :]) if text.startswith(whole) and whole.startswith(before) else None
 
     def _around_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
         """The text before and after the answer's content; None where the template does not print it."""
         stand_in = [*messages[:turn], {"role": "assistant", "content": PLACEHOLDER}, *messages[turn + 1 :]]
-        parts = self._apply(stand_in).split(PLACEHOLDER)
+        parts = self.printer.print(stand_in).split(PLACEHOLDER)
         if len(parts) > 2:
             raise DroppedError("template_not_incremental", f"the chat template of {self.name} prints an answer twice")
         return (parts[0], parts[1]) if len(parts) == 2 else None
 
     def _answer_start(self, text: str, earlier: Sequence[Message], before: str) -> int | None:
         """Where the target starts to write: after the generation prompt, or else right before the answer's content."""
-        prompt = self._apply(earlier, prompt=True)
+        prompt = self.printer.print(earlier, prompt=True)
         if text.startswith(prompt):
             lead = before[len(prompt) :] if before.startswith(prompt) else ""
             # Without a generation prompt in the template, the assistant's header follows; it is not generated.

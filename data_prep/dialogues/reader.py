@@ -1,11 +1,13 @@
 """ShareGPT files, or a Hub dataset, to validated dialogues.
 
 A record holds its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
-``{"role", "content"}``; an ``id`` and a ``category`` may stand beside them. What cannot be used is dropped and counted
-by reason; one bad record never ends a run.
+``{"role", "content"}``; an ``id``, a ``category`` and definitions of ``tools`` may stand beside them. What cannot be
+used is dropped and counted by reason; one bad record never ends a run.
 """
 
+import contextlib
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,23 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from .json_records import Unreadable, read_records
+from .messages import FOLLOWING, DroppedError, Message, first_value, parse_messages, parse_tools
 
-ROLES = {
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    "system": "system",
-}
 TURN_KEYS = ("conversations", "conversation", "messages")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")
 DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # what `datasets` reads beside these
 
-Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}, as chat templates take it
-
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Roles alternate user, assistant, ... (a system message may stand first) and the last turn is the assistant's, if
-    not asked for otherwise.
+    """Roles alternate user, assistant, ... (a system message may stand first, results of tools between two answers) and
+    the last turn is the assistant's, if not asked for otherwise.
 
     ``category``: the record's own word for the kind of dialogue it is, if it has one.
     """
@@ -64,21 +60,13 @@ def listed(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
 
 
-class DroppedError(ValueError):
-    """A record that cannot be used; ``reason`` is what it is counted under."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
-
-
 def read_dialogues(source: str | Path, counts: ReadCounts, unanswered: bool = False) -> Iterator[Dialogue]:
     """Yield the usable dialogues of ``source`` in its order; ``counts`` fills as the iteration goes on.
 
     Args:
         source: a ``.json`` (a list of records, or one per line), ``.jsonl`` or gzipped file; else a local dataset
-            folder or a Hub dataset's name, ``owner/name`` or ``owner/name:split`` (default split ``train``), read with
-            the `datasets` library.
+            folder or a Hub dataset's name, ``owner/name[:config][:split]`` (default split ``train``), read with the
+            `datasets` library.
         unanswered: see ``parse_record``.
 
     Raises:
@@ -109,26 +97,39 @@ def parse_record(
 ) -> Dialogue:
     """One record -> a Dialogue.
 
-    A leading assistant turn is removed (the EAGLE data rule), as is a trailing user turn, which nobody answered; both
-    are counted in ``changed``. Where somebody will answer, ``unanswered``, that turn stays, and may be the only one.
+    A leading assistant turn is removed (the EAGLE data rule), as is a trailing user turn or a tool's result, which
+    nobody answered; all are counted in ``changed``. Where somebody will answer, ``unanswered``, that turn stays, and
+    may be the only one.
 
     Raises:
         DroppedError: with one of the reasons ``broken_json``, ``not_utf8``, ``not_an_object``, ``no_conversations``,
             ``empty_dialogue``, ``broken_turn``, ``unknown_role``, ``non_string_value``, ``invalid_text``,
-            ``empty_turn``, ``wrong_role_order``, ``no_assistant_turn`` (of ``unanswered`` ones ``no_user_turn``).
+            ``empty_turn``, ``broken_tools``, ``broken_tool_call``, ``wrong_role_order``, ``no_assistant_turn`` (of
+            ``unanswered`` ones ``no_user_turn``).
     """
     if isinstance(record, Unreadable):
         raise DroppedError(record.reason)
     if not isinstance(record, dict):
         raise DroppedError("not_an_object")
-    turns = next((record[key] for key in TURN_KEYS if record.get(key) is not None), None)
+    turns = first_value(record, TURN_KEYS)
     if isinstance(turns, dict):  # `datasets` stores a list of structs as a struct of lists in some versions
         turns = _rows(turns)
     if not isinstance(turns, list):
         raise DroppedError("no_conversations")
     if not turns:
         raise DroppedError("empty_dialogue")
-    messages = [_message(turn) for turn in turns]
+    messages, changes = _in_order(parse_messages(turns), unanswered)
+    in_turns = [turn["tools"] for turn in turns if turn.get("tools")]  # in the system message, where there is one
+    if tools := parse_tools(record.get("tools") or next(iter(in_turns), None)):
+        messages[0] = messages[0] | {"tools": tools}
+    if changed is not None:
+        changed.update(changes)
+    category = record.get("category") if isinstance(record.get("category"), str) else None
+    return Dialogue(str(record.get("id") or fallback_id), tuple(messages), category)
+
+
+def _in_order(messages: list[Message], unanswered: bool) -> tuple[list[Message], list[str]]:
+    """The messages from the first question to the last answer, and what was removed for that."""
     changes = []
     head = messages[:1] if messages[0]["role"] == "system" else []
     body = messages[len(head) :]
@@ -138,17 +139,17 @@ def parse_record(
     if body[0]["role"] == "assistant":
         body = body[1:]
         changes.append("leading_assistant_removed")
-    if body and body[-1]["role"] == "user" and not unanswered:
-        body = body[:-1]
-        changes.append("trailing_user_removed")
+    last = body[-1]["role"] if body else "assistant"
+    if last != "assistant" and not unanswered:
+        changes.append(f"trailing_{last}_removed")
+        while body and body[-1]["role"] == last:
+            body = body[:-1]
     if not body:
         raise DroppedError("no_assistant_turn")
-    if any(message["role"] != ("user", "assistant")[i % 2] for i, message in enumerate(body)):
+    order = [message["role"] for message in body]
+    if order[0] != "user" or any(after not in FOLLOWING.get(role, ()) for role, after in itertools.pairwise(order)):
         raise DroppedError("wrong_role_order")
-    if changed is not None:
-        changed.update(changes)
-    category = record.get("category") if isinstance(record.get("category"), str) else None
-    return Dialogue(str(record.get("id") or fallback_id), (*head, *body), category)
+    return [*head, *body], changes
 
 
 def source_digest(source: str | Path) -> str:
@@ -177,33 +178,22 @@ def check_source(source: str | Path) -> None:
             )
     elif path.exists() and not path.is_file():
         raise ValueError(f"{source} is neither a file nor a folder; write the data into a file and give that")
-    elif not path.exists() and (str(source).endswith(DATA_SUFFIXES) or str(source).count("/") != 1):
+    elif not path.exists() and not _is_dataset(str(source)):
         raise ValueError(
-            f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as owner/name"
+            f"no data file at {source}; give a ShareGPT .json, .jsonl or .gz file, or a Hub dataset as "
+            "owner/name[:config][:split]"
         )
 
 
-def _message(turn: Any) -> Message:
-    if not isinstance(turn, dict):
-        raise DroppedError("broken_turn")
-    role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if role is None:
-        raise DroppedError("broken_turn")
-    known = ROLES.get(role.lower().strip()) if isinstance(role, str) else None
-    if known is None:
-        raise DroppedError("unknown_role")
-    if not isinstance(text, str):
-        raise DroppedError("non_string_value")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer
-        raise DroppedError("invalid_text") from None
-    if not text.strip():
-        raise DroppedError("empty_turn")
-    return {"role": known, "content": text}
+def _is_dataset(source: str) -> bool:
+    """Whether ``source`` may name a dataset: a folder here or ``owner/name``, and its configuration and split."""
+    repository, *parts = dataset_parts(source)
+    is_named = not source.endswith(DATA_SUFFIXES) and repository.count("/") == 1
+    return len(parts) <= 2 and (is_named or Path(repository).is_dir())
 
 
 def _rows(columns: dict[str, Any]) -> list[dict[str, Any]] | None:
+    columns = {name: column for name, column in columns.items() if column is not None}
     lists = list(columns.values())
     if not lists or not all(isinstance(column, list) and len(column) == len(lists[0]) for column in lists):
         return None
@@ -217,11 +207,20 @@ def _records(source: str) -> Iterable[Any]:
     return dataset_records(source)
 
 
+def dataset_parts(name: str) -> list[str]:
+    """A dataset's folder or repository, and what else ``name`` holds: ``[:config][:split]``."""
+    here = (name.rsplit(":", count) for count in range(3))
+    return next((parts for parts in here if Path(parts[0]).exists()), name.split(":"))
+
+
 def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
-    """The records of a local dataset folder or of a Hub dataset, ``owner/name`` or ``owner/name:split``.
+    """The records of a local dataset folder or of a Hub dataset, ``owner/name[:config][:split]``.
+
+    Args:
+        subset: the configuration, where ``name`` has none.
 
     Raises:
-        ValueError: `datasets` is not installed, or there is no such dataset.
+        ValueError: `datasets` is not installed, there is no such dataset, or the name fits several of its parts.
     """
     try:
         import datasets
@@ -230,12 +229,51 @@ def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
             f"reading the Hub dataset {name!r} needs `pip install datasets`; "
             "or download its ShareGPT file and give its path"
         ) from error
-    folder, colon, split = name.rpartition(":")
-    repository, split = (folder, split) if colon else (name, "train")
-    what = f"a subset {subset!r} and a split {split!r}" if subset else f"a split {split!r}"
+    repository, *parts = dataset_parts(name)
+    if len(parts) > 2 or not all(parts):
+        raise ValueError(f"{name!r} names no dataset; write owner/name, owner/name:config or owner/name:config:split")
+    if len(parts) == 2:
+        subset, split = parts
+    elif parts and subset is None:
+        subset, split = _config_or_split(repository, parts[0])
+    else:
+        split = parts[0] if parts else "train"
     try:
         return datasets.load_dataset(repository, subset, split=split)  # from 4.0 on it runs no repository's script
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        what = f"a configuration {subset!r} and a split {split!r}" if subset else f"a split {split!r}"
+        names = _config_names(repository)
+        hint = ""
+        if len(names) > 1 and subset not in names:
+            hint = f": it has the configurations {', '.join(names)}; name one, as {repository}:{names[0]}"
         raise ValueError(
-            f"no dataset {repository!r} with {what} could be loaded ({type(error).__name__}: {error})"
+            f"no dataset {repository!r} with {what} could be loaded{hint} ({type(error).__name__}: {error})"
         ) from error
+
+
+def _config_or_split(repository: str, word: str) -> tuple[str | None, str]:
+    """Configuration and split of ``owner/name:word``, which is either."""
+    import datasets
+
+    names = _config_names(repository)
+    if word not in names:
+        return None, word
+    splits: list[str] = []
+    for config in names:
+        with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+            splits += datasets.get_dataset_split_names(repository, config)
+    if word in splits:
+        raise ValueError(
+            f"{repository}:{word}: {word!r} is a configuration and a split there; write {repository}:{word}:SPLIT or "
+            f"{repository}:CONFIG:{word}"
+        )
+    return word, "train"
+
+
+def _config_names(repository: str) -> list[str]:
+    """The dataset's configurations; none where the Hub does not tell, as without a network."""
+    import datasets
+
+    with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+        return list(datasets.get_dataset_config_names(repository))
+    return []

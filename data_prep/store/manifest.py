@@ -24,9 +24,9 @@ NON_FINITE = "non_finite"
 # What two runs must share to write into one store, and what may be said when they do not.
 SAME = (
     "target_name", "target_revision", "target_fingerprint", "hidden_size", "vocab_size", "taps", "target_dtype",
-    "dtype", "tokenizer_hash", "template_hash", "max_length", "limit", "answers", "source_digest",
+    "dtype", "tokenizer_hash", "template_hash", "template_date", "max_length", "limit", "answers", "source_digest",
 )  # fmt: skip
-NOT_COMPARED_IF_NONE = ("answers",)  # of stores made before it was written down
+NOT_COMPARED_IF_NONE = ("answers", "template_date")  # of stores made before it was written down
 # The same target under another path or name is the same target: its fingerprint tells.
 NOT_COMPARED_IF_SAME_FINGERPRINT = ("target_name", "target_revision")
 
@@ -83,11 +83,12 @@ class StoreManifest(BaseModel):
 
     ``dtype`` is that of features and taps on disk (int8 and float8: with a scale per token), ``target_dtype`` the one
     that the target ran in. ``chat_template`` is the file whose template took the place of the tokenizer's, if any;
-    ``template_hash`` is of the template used. ``dropped`` counts the records that were left out, by reason; ``changed``
-    those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the target's ``own``
-    greedy ones, ``sampled`` by it, or ``given``; None: not written down. ``consumed`` counts the encoded dialogues
-    that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is settled by whoever
-    begins the store. ``complete`` is False while dialogues are still missing.
+    ``template_hash`` is of the template used, ``template_date`` (year-month-day) what it prints as today's date, where
+    it prints one: the day on which the store was begun. ``dropped`` counts the records that were left out, by reason;
+    ``changed`` those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the target's
+    ``own`` greedy ones, ``sampled`` by it, or ``given``; None: not written down. ``consumed`` counts the encoded
+    dialogues that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is settled by
+    whoever begins the store. ``complete`` is False while dialogues are still missing.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -103,6 +104,7 @@ class StoreManifest(BaseModel):
     dtype: str
     tokenizer_hash: str
     template_hash: str
+    template_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
     chat_template: str | None = None
     max_length: int
     limit: int | None = None

@@ -1,5 +1,6 @@
 """What a call of ``generate`` is checked for, before any work is done."""
 
+import itertools
 import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, SupportsIndex
@@ -13,19 +14,31 @@ if TYPE_CHECKING:
     from ..base import Drafter
 
 
-def prompts_of(input_ids: Tensor | list[list[int]], prompt_lengths: list[int] | None) -> list[list[int]]:
+def prompts_of(
+    input_ids: Tensor | list[list[int]],
+    prompt_lengths: list[int] | None,
+    attention_mask: Tensor | list[list[int]] | None = None,
+    pad: int | None = None,
+) -> list[list[int]]:
+    """The rows of ``input_ids`` without their padding; ``pad`` is what shows padding that nothing tells of."""
     if isinstance(input_ids, Tensor):
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
         input_ids = input_ids.tolist()
     if isinstance(input_ids, Mapping):
-        raise ValueError("input_ids is a whole tokenizer output; try input_ids['input_ids']")
+        raise ValueError("input_ids is a whole tokenizer output; try generate(target, drafter, **inputs)")
     try:
         if any(isinstance(row, int) for row in input_ids):
             raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
         rows = [[operator.index(token) for token in row] for row in input_ids]
     except TypeError as error:
         raise ValueError(f"input_ids must be whole numbers, [batch, tokens]; found something else ({error})") from None
+    if attention_mask is not None:
+        if prompt_lengths is not None:
+            raise ValueError("prompt_lengths and attention_mask both tell what is padding; give one of the two")
+        rows = _attended(rows, attention_mask)
+    elif prompt_lengths is None and pad is not None:
+        _check_unpadded(rows, pad)
     if prompt_lengths is not None:
         if isinstance(prompt_lengths, int):
             raise ValueError(f"prompt_lengths is a list with the length of each row, found {prompt_lengths}")
@@ -39,6 +52,44 @@ def prompts_of(input_ids: Tensor | list[list[int]], prompt_lengths: list[int] | 
     if not rows or any(not row for row in rows):
         raise ValueError("the prompt is empty: there must be at least one token id a row (a BOS token will do)")
     return rows
+
+
+def _attended(rows: list[list[int]], mask: Tensor | list[list[int]]) -> list[list[int]]:
+    """The ids where ``mask`` ``[B, T]`` is not 0."""
+    try:
+        kept = [[bool(value) for value in row] for row in (mask.tolist() if isinstance(mask, Tensor) else mask)]
+    except TypeError:
+        raise ValueError(f"attention_mask must be [batch, tokens] of 0 and 1, found {shortened(mask)}") from None
+    if list(map(len, kept)) != list(map(len, rows)):
+        raise ValueError(f"attention_mask has rows of {[*map(len, kept)]}, input_ids of {[*map(len, rows)]} tokens")
+    if broken := [n for n, row in enumerate(kept) if True in row and False in row[row.index(True) :][: sum(row)]]:
+        raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}: padding stands at one side")
+    return [list(itertools.compress(row, seen)) for row, seen in zip(rows, kept, strict=True)]
+
+
+def _check_unpadded(rows: list[list[int]], pad: int) -> None:
+    """Raise ValueError for rows that look padded on the left.
+
+    These begin with ``pad`` twice or more; or once, where other rows of the same length do not.
+    """
+    leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
+    same_length = len({len(row) for row in rows}) == 1
+    if max(leading, default=0) > 1 or (same_length and max(leading, default=0) > min(leading, default=0)):
+        row = leading.index(max(leading))
+        raise ValueError(
+            f"row {row} of input_ids begins with {pad}, the padding token, which would be read as text: "
+            "give the tokenizer's attention_mask, too (generate(..., attention_mask=inputs['attention_mask']))"
+        )
+
+
+def padding_id(target: TargetModel) -> int | None:
+    """The token that fills batches of this target; None where it is not known, or may begin a text as well."""
+    sources = (getattr(target.model, "generation_config", None), target.config)
+    pad, begin = (
+        next((found for source in sources if (found := getattr(source, name, None)) is not None), None)
+        for name in ("pad_token_id", "bos_token_id")
+    )
+    return pad if isinstance(pad, int) and pad != begin else None
 
 
 def whole(value: object, name: str) -> int:

@@ -16,7 +16,7 @@ from ..model.rows import CHAIN, Rows
 from ..model.target import FeatureOutput, TargetModel
 from .acceptance import Rule, Verdict
 from .by_text import ByText, Control, chosen_by, scores_after
-from .call import check_call, check_types, eos_ids, prompts_of, whole
+from .call import check_call, check_types, eos_ids, padding_id, prompts_of, whole
 from .draft_tree import DraftTree
 from .sampling import Sampling
 from .trace import Step, Trace
@@ -189,6 +189,7 @@ def generate(
     top_p: float = 1.0,
     eos_token_id: int | list[int] | None = None,
     prompt_lengths: list[int] | None = None,
+    attention_mask: Tensor | list[list[int]] | None = None,
     seed: int = 0,
     on_tokens: Callable[[int, list[int]], None] | None = None,
     control: Control | None = None,
@@ -197,15 +198,14 @@ def generate(
     """Continue prompts with a target accelerated by a drafter.
 
     Args:
-        input_ids: ``[B, T]`` prompt ids, padded on the right where ``prompt_lengths`` says so; or a list of id lists.
+        input_ids: ``[B, T]``, padded behind ``prompt_lengths`` or where ``attention_mask`` is 0; or a list of id lists.
         max_new_tokens: exactly this many at most, cut at the first EOS.
         temperature: 0 is greedy. top_k, top_p: 0 and 1 switch them off.
         eos_token_id: where rows end; None takes the target's generation config's, ``[]`` is none.
         seed: of the one generator that all random numbers come from.
         on_tokens: called with (row, new ids) as soon as they are committed, for streaming.
         control: logits processors and stopping criteria; where it alters scores, the options above are for drafting.
-        trace: an empty one, that gets its steps before ``on_tokens`` hears of their tokens; its times are read at the
-            end. None: the result's own.
+        trace: an empty one, filled before ``on_tokens`` is called; its times are read at the end. None: the result's.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
@@ -213,7 +213,7 @@ def generate(
     """
     check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
-    prompts = prompts_of(input_ids, prompt_lengths)
+    prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
     max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), whole(seed, "seed")
     check_call(target, drafter, prompts, max_new_tokens, seed)
     # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.

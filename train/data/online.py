@@ -145,8 +145,11 @@ def _cut(values: Tensor, span: Span) -> Tensor:
     return values[span.row, span.start : span.start + span.length]
 
 
-def open_online(config: TrainConfig) -> tuple[OnlineFeatures, OnlineFeatures]:
+def open_online(config: TrainConfig, date: str | None = None) -> tuple[OnlineFeatures, OnlineFeatures]:
     """The training and held-out dialogues of ``features: online``; the target is not loaded yet.
+
+    Args:
+        date: that the chat template prints, if it prints one; default: today's.
 
     Raises:
         ValueError: a missing or unreadable data file, one file given for both splits, an exit layer that the target
@@ -156,7 +159,7 @@ def open_online(config: TrainConfig) -> tuple[OnlineFeatures, OnlineFeatures]:
     assert data is not None
     rank = find_rank(None, None)  # torch.distributed is not started yet
     refuse_shared_map(rank, data.target_device_map, "data.target_device_map")
-    chat = load_tokenizer(config.target, config.revision, data.chat_template)
+    chat = load_tokenizer(config.target, config.revision, data.chat_template, date)
     headers = make_headers(as_features_config(config, data), chat)
     opened = []
     for split, source in (("train", data.train), ("heldout", data.heldout)):

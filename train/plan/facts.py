@@ -46,8 +46,8 @@ class Data:
     """The dialogues: ``tokens`` and ``answers`` (tokens that belong to answers) of all, by a sample.
 
     ``own``: the target gave the answers itself; else ``answered`` tells what there will be. ``seconds``: it took to
-    read them. ``some`` of them, tokenized. ``asking``: seconds that the target takes for a question, where the
-    questions are its own, too; the dialogues are then as many as there could be.
+    read them. ``some`` of them, tokenized: records of ``used`` dialogues. ``asking``: seconds that the target takes for
+    a question, where the questions are its own, too; the dialogues are then as many as there could be.
     """
 
     source: str
@@ -59,6 +59,7 @@ class Data:
     read: str
     seconds: float
     some: list[MaskedTokens] = field(default_factory=list)
+    used: int = 0
     asking: float | None = None
 
     def answered(self, length: float, model: Model) -> "Data":
@@ -73,7 +74,7 @@ class Data:
                 so_far, before = so_far + begin - before + length, end
                 turns, answers = turns + 1, answers + length
             tokens += so_far
-        scale = self.dialogues / len(self.some)
+        scale = self.dialogues / self.used
         found = replace(self, turns=round(scale * turns), tokens=max(round(scale * tokens), 1))
         return replace(found, answers=max(round(scale * answers), 1))
 
@@ -131,8 +132,9 @@ def look_at_data(source: str, model: Model) -> Data:
     header = make_headers(validate(FeaturesConfig, asked, "--data"), model.chat)["train"]
     own = header.answers in ("own", "sampled")
     some, answers = sample.encoded.dialogues, max(sample.trained, 1)
-    turns = round(sample.usable * sum(len(answer_spans(one)) for one in some) / len(some))
-    return Data(source, sample.usable, turns, sample.tokens, answers, own, sample.describe(), sample.seconds, some)
+    turns = round(sample.usable * sum(len(answer_spans(one)) for one in some) / sample.encoded.used)
+    used, read = sample.encoded.used, sample.describe()
+    return Data(source, sample.usable, turns, sample.tokens, answers, own, read, sample.seconds, some, used)
 
 
 def answer_spans(dialogue: MaskedTokens) -> list[tuple[int, int]]:

@@ -213,7 +213,15 @@ def _by_key(config: dict[str, Any]) -> dict[str, Any]:
 
 def describe_data(manifest: StoreManifest) -> dict[str, Any]:
     """What tells a run's dialogues from others: the data file's hash, and how many were taken."""
-    return {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
+    found = {"source": manifest.source_digest, "dialogues": manifest.dialogues, "tokens": manifest.tokens}
+    return found | ({"template_date": manifest.template_date} if manifest.template_date else {})
+
+
+def begun_on(run: Path) -> str | None:
+    """The date that the chat template printed in the dialogues of the run in ``run``; None where there is none."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return str(read_info(run)["data"]["train"]["template_date"])
+    return None
 
 
 def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
@@ -229,7 +237,7 @@ def check_same_data(run: Path, data: dict[str, dict[str, Any]]) -> None:
         )
     before = info.get("data", {})
     for split, now in data.items():
-        if split in before and before[split] != now:
+        if split in before and {**now, **before[split]} != now:  # runs of earlier versions recorded no date
             raise ValueError(
                 f"--resume: the {split} dialogues changed since the run in {run} began ({before[split]} then, {now} "
                 "now); restore the data file or the features, or use another out="

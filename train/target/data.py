@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.dialogues.encoding import load_tokenizer
-from data_prep.dialogues.reader import Message, ReadCounts, read_dialogues
+from data_prep.dialogues.messages import Message, uses_tools
+from data_prep.dialogues.reader import ReadCounts, read_dialogues
 from train.target.config import TargetConfig
 from train.target.files import DataPosition, replace_folder
 
@@ -35,9 +36,13 @@ CHAT_TEMPLATE = (
 
 
 def read_messages(path: Path) -> list[list[Message]]:
-    """Chat messages of each usable dialogue of a ShareGPT file; says what it dropped or changed."""
+    """Chat messages of each usable dialogue of a ShareGPT file, without those with tools, which the template does not
+    print; says what it dropped or changed."""
     counts = ReadCounts()
-    messages = [list(dialogue.messages) for dialogue in read_dialogues(path, counts)]
+    read = [list(dialogue.messages) for dialogue in read_dialogues(path, counts)]
+    messages = [each for each in read if not uses_tools(each)]
+    if len(messages) < len(read):
+        counts.kept, counts.dropped["tools"] = len(messages), len(read) - len(messages)
     if counts.dropped or counts.changed:
         print(f"{path}: {counts.describe()}")
     return messages

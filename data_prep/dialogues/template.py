@@ -1,0 +1,175 @@
+"""A chat template: what it prints of a dialogue, and in which form it takes what is more than text.
+
+Reasoning, also such as stands in the text, goes to the template under the keys that templates read; where it reads none
+but knows ``<think>``, within the text. What it does not print is left out and counted. A template that dates its
+prompts gets one day's date.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from .messages import DroppedError, Message, uses_tools
+
+PLACEHOLDER = "\ue0f0\ue0f1the answer\ue0f2\ue0f3"  # private-use characters: no template strips or splits on them
+THOUGHT = "\ue0f4\ue0f5the thought\ue0f6\ue0f7"
+THINK, END_THINK = "<think>", "</think>"
+KEPT_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# What a template raises for messages that it does not take; of the latter, for lack of a check.
+REFUSALS = (TemplateError, TypeError, KeyError, IndexError, AttributeError)
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        date: year-month-day, that the template prints, where it prints one; default: today's.
+
+    Attributes:
+        text: the template itself. date: None where the template prints none.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, date: str | None = None) -> None:
+        self.tokenizer, self.name = tokenizer, name
+        self.text: str = tokenizer.get_chat_template()
+        self.date = (date or str(datetime.date.today())) if NOW.search(self.text) else None
+        self._options: dict[str, Any] = {}
+        if self.date is not None:
+            day = datetime.date.fromisoformat(self.date)
+            self._options["chat_template"] = NOW.sub(lambda call: json.dumps(day.strftime(call[2])), self.text)
+
+    def print(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """The text of the messages; with ``prompt``, to where the assistant's next answer begins.
+
+        Raises:
+            DroppedError: reason ``template_refused``.
+        """
+        return self._print([for_template(message, self._form) for message in messages], messages, prompt)
+
+    def settle(self, messages: Sequence[Message]) -> tuple[list[list[Message]], list[str]]:
+        """A dialogue as the target meets it while it writes the answers, and what is changed for that.
+
+        Most templates print earlier answers without their reasoning. A dialogue with reasoning then becomes one record
+        a turn, each as it is printed when its last answer is written; every answer is trained on in one of them, and
+        has ``weight`` 0 in the others.
+
+        Raises:
+            DroppedError: reasons ``template_refused``, ``tools_not_printed`` (calls or results of tools), and
+                ``no_trained_turn`` (all answers have ``weight`` 0).
+        """
+        kept, changes = list(messages), list[str]()
+        if uses_tools(messages):
+            self._check_tools(messages)
+            bare = [_without(message, "tools") for message in messages]
+            if "tools" in messages[0] and self.print(bare) == self.print(messages):
+                kept, changes = bare, ["tools_left_out"]
+        answers = [index for index, message in enumerate(kept) if message["role"] == "assistant"]
+        left = [index for index in answers if kept[index].get("weight") != 0]
+        if not left:
+            raise DroppedError("no_trained_turn", "all answers have weight 0")
+        thoughts = {index for index in left if has_thought(kept[index])}
+        forgotten = {index for index in thoughts if not self._shows(kept[: index + 1], index)}
+        if forgotten:
+            changes.append("reasoning_left_out")
+        views: list[list[Message]] = []
+        as_written = {index: self.print(kept[: index + 1]).rstrip() for index in left if thoughts - forgotten}
+        while left:
+            view = kept[: left[-1] + 1]
+            text = as_written.get(left[-1], "")
+            here = [index for index in left if text.startswith(as_written.get(index, ""))]
+            views.append([_trained(message, n in here) for n, message in enumerate(view)])
+            left = [index for index in left if index not in here]
+        if len(views) > 1:
+            changes.append("one_record_per_turn")
+        return views[::-1], changes
+
+    def _check_tools(self, messages: Sequence[Message]) -> None:
+        """Raise DroppedError where calls of tools or their results are not printed, or printed as answers."""
+        text, calls = self.print(messages), any("tool_calls" in message for message in messages)
+        missing = calls and self._try([_without(message, "tool_calls") for message in messages]) == text
+        results = [n for n, message in enumerate(messages) if message["role"] == "tool"]
+        if results and not missing:
+            marked = [m | {"content": PLACEHOLDER} if n in results else m for n, m in enumerate(messages)]
+            as_answers = [m | {"role": "assistant"} if n in results else m for n, m in enumerate(messages)]
+            printed = self._try(marked) or ""
+            missing = printed.count(PLACEHOLDER) < len(results) or self._try(as_answers) == text
+        if missing:
+            raise DroppedError(
+                "tools_not_printed", f"the chat template of {self.name} does not print calls or results of tools"
+            )
+
+    def _try(self, messages: Sequence[Message]) -> str | None:
+        """The text; None where the template refuses the messages."""
+        with contextlib.suppress(DroppedError):
+            return self.print(messages)
+        return None
+
+    def _shows(self, messages: Sequence[Message], turn: int) -> bool:
+        """Whether the reasoning of an answer is printed."""
+        message = messages[turn]
+        if "reasoning_content" in message:
+            message = message | {"reasoning_content": THOUGHT}
+        else:
+            message = message | {"content": f"{THINK}{THOUGHT}{END_THINK}{message['content'].rpartition(END_THINK)[2]}"}
+        return THOUGHT in self.print([*messages[:turn], message, *messages[turn + 1 :]])
+
+    @functools.cached_property
+    def _form(self) -> str:
+        """How the template takes an answer's reasoning: under its "keys", within the "text", or "" for not at all."""
+        probe = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": PLACEHOLDER, "reasoning_content": THOUGHT},
+        ]
+        with contextlib.suppress(DroppedError):
+            for form in ("keys", "text") if END_THINK in self.text else ("keys",):
+                if THOUGHT in self._print([for_template(message, form) for message in probe], probe):
+                    return form
+        return ""
+
+    def _print(self, given: list[Message], messages: Sequence[Message], prompt: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                given,
+                tools=messages[0].get("tools") if messages else None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self._options,
+            )
+        except REFUSALS as error:
+            raise DroppedError("template_refused", f"the chat template of {self.name} refused: {error}") from error
+
+
+def for_template(message: Message, form: str = "") -> Message:
+    """A message with the keys that templates read, its reasoning in one of ``ChatTemplate``'s forms."""
+    found = {key: message[key] for key in KEPT_KEYS if key in message}
+    reasoning = message.get("reasoning_content", "")
+    if form == "text" and reasoning:
+        found["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{message['content']}"
+    elif form == "keys" and has_thought(message):
+        if not reasoning:
+            before, _, text = message["content"].rpartition(END_THINK)
+            reasoning, found["content"] = before.replace(THINK, "").strip("\n"), text.lstrip("\n")
+        found |= {"reasoning_content": reasoning, "thinking": reasoning}  # gpt-oss reads the latter
+    return found
+
+
+def has_thought(message: Message) -> bool:
+    """Whether an answer has reasoning, beside its text or within it."""
+    before, found, _ = message["content"].rpartition(END_THINK)
+    thought = message["role"] == "assistant" and found and before.replace(THINK, "").strip()
+    return "reasoning_content" in message or bool(thought)
+
+
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
+
+
+def _trained(message: Message, wanted: bool) -> Message:
+    return message if wanted or message["role"] != "assistant" else message | {"weight": 0}
