@@ -201,7 +201,7 @@ class Engine:
         self._engine.step()
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         if getattr(self._engine.optimizer, "overflow", False):  # float16: skipped, and the loss scale is lowered
-            norm = 0.0
+            norm = torch.zeros(1)
         return torch.as_tensor(norm, dtype=torch.float64, device=self.device).reshape(1)
 
     def weights(self) -> dict[str, Tensor]:
