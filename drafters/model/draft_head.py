@@ -23,12 +23,12 @@ from drafters.wording import dtype_name
 
 from .clock import model_time
 from .cpu_kernels import multiplies
-from .ends import fetch
 from .fused import FusedLayer
 from .linear import Product, draft_dtype
 from .runner import Part
 from .target import TargetModel
 from .text_tokens import Rows, TextTokens
+from .weights import fetch
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
 TEXT_ROWS = (

@@ -1,5 +1,6 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
+import copy
 import gc
 import hashlib
 import json
@@ -9,7 +10,7 @@ from typing import Any, get_args
 import psutil
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from drafters.choices import Dtype
 from drafters.hub_client import look_up
@@ -70,6 +71,13 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
         check_loadable(name, revision)
     found: PretrainedConfig = _from_pretrained(AutoConfig, name, revision, "model configuration", "config.json")
     return found
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of this configuration without contents, for the names and shapes of its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    return model
 
 
 def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
