@@ -6,7 +6,7 @@ drops an unexpected one; here both are errors, found from the headers of the fil
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,7 +156,7 @@ def weight_files(name: str, revision: str | None = None) -> list[str]:
         second = next((path.name for path in sorted(Path(name).glob(DISTRIBUTED)) if path.name not in shards), second)
     if second:
         raise ValueError(
-            f"{name} holds two sets of weights, {second} and {shortened(', '.join(shards))}: programs differ in which "
+            f"{name} holds two sets of weights, {second} and {_listed(shards)}: programs differ in which "
             "they read; remove the one that is stale"
         )
     return shards
@@ -243,7 +243,7 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
     return dict(info)
 
 
-def _listed(keys: set[str]) -> str:
+def _listed(keys: Iterable[str]) -> str:
     """Some of the names, and how many more there are."""
     names = sorted(keys)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
