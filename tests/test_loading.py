@@ -13,9 +13,10 @@ import torch
 from conformance import NO_EOS, checked_commits, prompt, rows_of
 from rigged import eagle
 from safetensors.torch import load_file, save_file
+from transformers.utils import import_utils
 
 from drafters import TargetModel, generate, load_frozen_ends, make_drafter
-from drafters.model import loading
+from drafters.model import files, loading
 from drafters.model.graphs import GraphRunner
 from drafters.model.kv_cache import KVCache, cache_bytes
 from drafters.model.self_check import check_layers_agree, graphs_agree
@@ -229,7 +230,9 @@ def test_one_set_of_weights(stale: str, read: Callable[[str], object], tmp_path:
     shutil.copy(tmp_path / index["weight_map"][HEAD], tmp_path / "copy.safetensors")
     index["weight_map"]["model.copy"] = "copy.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"{HEAD} is in copy.safetensors and in model-.*; remove the file that is stale"):
+    with pytest.raises(
+        ValueError, match=f"{HEAD} is in copy.safetensors and in model-.*; remove the file that is stale"
+    ):
         read(str(tmp_path))
 
 
@@ -295,3 +298,28 @@ def test_ends_in_fp8(saved: str) -> None:
     change(saved, lambda found: found.update({HEAD: found[HEAD].to(torch.float8_e4m3fn)}))
     with pytest.raises(ValueError, match=f"{HEAD} is stored as F8_E4M3"):
         load_frozen_ends(saved)
+
+
+def test_sentencepiece_is_named_where_it_is_missing(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches "install tiktoken" for a tokenizer.model of sentencepiece, which tiktoken cannot read."""
+    (Path(saved) / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "sentencepiece", (lambda: False, "{0} needs sentencepiece"))
+    monkeypatch.setattr(files, "find_spec", lambda _: None)
+    with pytest.raises(
+        ValueError, match=f"{saved}' has a tokenizer.model .* pip install sentencepiece protobuf"
+    ) as error:
+        files.load_bare_tokenizer(saved)
+    assert "tiktoken" not in str(error.value)
+
+
+def test_a_sentencepiece_model_is_read(saved: str) -> None:
+    """Catches an extra without what the older models' tokenizers need."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    text, prefix = "a target verifies what a drafter drafts, and a drafter drafts what a target says", f"{saved}/made"
+    sizes = {"vocab_size": 280, "hard_vocab_limit": False, "byte_fallback": True, "model_type": "bpe"}
+    SentencePieceTrainer.train(sentence_iterator=iter([text] * 20), model_prefix=prefix, minloglevel=2, **sizes)
+    (Path(saved) / "made.model").rename(Path(saved) / "tokenizer.model")
+    (Path(saved) / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    ids = files.load_bare_tokenizer(saved).encode("a drafter says", add_special_tokens=False)
+    assert ids == SentencePieceProcessor(model_file=f"{saved}/tokenizer.model").encode("a drafter says")

@@ -4,6 +4,7 @@ import copy
 import gc
 import hashlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -105,6 +106,11 @@ def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError
         return ValueError(
             f"{str(name)!r} comes with code of its own (auto_map in its JSON files), and code that was downloaded is "
             f"never run; choose a model of a family that transformers has, as {SUPPORTED}"
+        )
+    if "tiktoken" in str(error) and find_spec("sentencepiece") is None:  # what transformers tries next
+        return ValueError(
+            f"{str(name)!r} has a tokenizer.model and no tokenizer.json, and reading it needs sentencepiece: "
+            "pip install sentencepiece protobuf (part of .[train])"
         )
     return ValueError(
         f"no {what} could be loaded from {str(name)!r}: it must be a folder or a Hub repository with {needs} "
