@@ -103,13 +103,18 @@ def load_model(
     refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
     if device_map is None:
         return model.to(where), weights.fingerprint()
+    _check_places(model, name, device_map)
+    return model, weights.fingerprint()
+
+
+def _check_places(model: PreTrainedModel, name: str, device_map: DeviceMap) -> None:
+    """Raise ValueError where a device map leaves some of the layers, not all, off the GPUs."""
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if places & {"cpu", "disk"} and len(places) > 1:
         raise ValueError(
             f"device_map {device_map!r} leaves layers of {name} on {', '.join(sorted(places & {'cpu', 'disk'}))}, from "
             "where every step would fetch them; use more GPUs, a smaller dtype, or a map that names GPUs alone"
         )
-    return model, weights.fingerprint()
 
 
 def config_and_adapter(name: str, revision: str | None = None) -> tuple[PretrainedConfig, dict[str, Any] | None]:
