@@ -6,6 +6,7 @@ drops an unexpected one; here both are errors, found from the headers of the fil
 """
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,20 +175,22 @@ def fetch(name: str, file: str, revision: str | None) -> str:
 
 def quantisation(config: PretrainedConfig) -> str | None:
     """The method that a checkpoint is quantised with ("awq", "fp8"); None: it is not."""
-    given = getattr(config, "quantization_config", None)
-    if not given:
-        return None
-    method = given.get("quant_method", "unknown") if isinstance(given, dict) else given.quant_method
-    return str(getattr(method, "value", method))
+    method = _options(config).get("quant_method", "unknown") if getattr(config, "quantization_config", None) else None
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _options(config: PretrainedConfig) -> dict[str, Any]:
+    """``quantization_config``, which transformers keeps as a mapping or as an object of its own."""
+    given = config.quantization_config
+    return dict(given if isinstance(given, dict) else given.to_dict())
 
 
 def check_quantisation(name: str, config: PretrainedConfig) -> None:
     """Raise ValueError where a quantised checkpoint cannot be loaded here: its package or its device is missing."""
     if (method := quantisation(config)) is None:
         return
-    given = config.quantization_config
     try:
-        quantizer = AutoHfQuantizer.from_config(dict(given) if isinstance(given, dict) else given, pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(_options(config), pre_quantized=True)
         with _quiet():
             quantizer.validate_environment(device_map=None, weights_only=True)
     except (ImportError, RuntimeError, ValueError) as error:
@@ -223,12 +226,14 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
         key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")
         for key, (_, dtype, shape) in weights.stored.items()
     }
-    empty: Any = meta_model(weights.config)
+    empty, config = meta_model(weights.config), copy.deepcopy(weights.config)
+    if quantisation(config) is not None:  # else which names are expected would depend on whether a GPU is here
+        config.quantization_config = {**_options(config), "dequantize": True}
     with _quiet():
         try:
             _, info = type(empty).from_pretrained(
                 None,
-                config=weights.config,
+                config=config,
                 state_dict=given,
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
