@@ -244,6 +244,14 @@ def test_weights_of_another_name(read: Callable[[str], object], saved: str) -> N
         read(saved)
 
 
+def test_an_adapter_beside_a_model(saved: str) -> None:
+    """Catches a folder that is decoded with the adapter's merged weights and trained on without them."""
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (Path(saved) / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ValueError, match=f"{saved} is a LoRA adapter of owner/base, .* merge it with peft"):
+        load_frozen_ends(saved)
+
+
 QUANTISED = {
     "awq": ({"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, "pip install gptqmodel"),
     "gptq": ({"bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "pip install optimum"),

@@ -9,8 +9,10 @@ from transformers import PretrainedConfig
 
 from drafters.checkpoint import TargetIdentity
 
+from .adapter import BASE, MERGE
 from .files import load_config_only, resolve_dtype
 from .layers import layer_kind, made
+from .loading import config_and_adapter
 from .weights import NORM, Weights, open_weights, stored_tensors
 
 
@@ -54,8 +56,8 @@ def load_frozen_ends(
     Raises:
         ValueError: no such model, or its tensors have other names than Llama's.
     """
-    config = load_config_only(name, revision)
-    weights = open_weights(name, revision, config)
+    weights = _weights(name, revision)
+    config = weights.config
     fingerprint, (embedding_name, head_name) = weights.fingerprint(), weights.ends
     missing = [key for key in (embedding_name, head_name, NORM) if key not in weights.stored]
     if missing or fingerprint is None:
@@ -101,7 +103,15 @@ def read_tensors(name: str, revision: str | None, wanted: Callable[[str], bool])
     Raises:
         ValueError: no safetensors file there, or a tensor that is no floating point one.
     """
-    weights = open_weights(name, revision, load_config_only(name, revision))
+    weights = _weights(name, revision)
     for key in sorted(weights.stored, key=lambda key: (weights.stored[key].file, key)):
         if wanted(key):
             yield key, weights.read(key)
+
+
+def _weights(name: str, revision: str | None) -> Weights:
+    """``open_weights`` of a model that is no adapter: its tensors would not be those that a target decodes with."""
+    config, adapter = config_and_adapter(name, revision)
+    if adapter is not None:
+        raise ValueError(f"{name} is a LoRA adapter of {adapter[BASE]}, whose merged weights are nowhere; {MERGE}")
+    return open_weights(name, revision, config)
