@@ -18,7 +18,6 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging
 
@@ -241,6 +240,9 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
                 trust_remote_code=False,
             )
         except RuntimeError as error:  # some of the tensors that it joins, an expert of a layer say, are missing
+            # Transformers 4, which an engine's process may have when it reads a norm through this module, has none.
+            from transformers.core_model_loading import revert_weight_conversion
+
             missing = revert_weight_conversion(empty, empty.state_dict()).keys() - weights.stored.keys()
             if not missing:
                 raise not_loaded(error, name, "model", "tensors that belong together") from error
