@@ -59,7 +59,7 @@ def load_frozen_ends(
     weights = _weights(name, revision)
     config = weights.config
     fingerprint, (embedding_name, head_name) = weights.fingerprint(), weights.ends
-    missing = [key for key in (embedding_name, head_name, NORM) if key not in weights.stored]
+    missing = [key for key in dict.fromkeys((embedding_name, head_name, NORM)) if key not in weights.stored]
     if missing or fingerprint is None:
         wanted = missing or ["o_proj of the last layer"]
         raise ValueError(f"{name}: no tensors named {wanted} in its safetensors files; its names must be Llama's")

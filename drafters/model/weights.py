@@ -53,7 +53,7 @@ class Weights:
     @property
     def ends(self) -> tuple[str, str]:
         """Names of the embedding and the LM head. Tied ends are one tensor, under either name."""
-        if not self.config.tie_word_embeddings:
+        if not getattr(self.config, "tie_word_embeddings", False):
             return EMBEDDING, LM_HEAD
         tied = EMBEDDING if EMBEDDING in self.stored or LM_HEAD not in self.stored else LM_HEAD
         return tied, tied
@@ -78,7 +78,7 @@ class Weights:
     @property
     def projection(self) -> str | None:
         """Name of the last layer's output projection; None where no tensor has Llama's name of it."""
-        last = f"model.layers.{self.config.num_hidden_layers - 1}.self_attn.o_proj."
+        last = f"model.layers.{getattr(self.config, 'num_hidden_layers', 0) - 1}.self_attn.o_proj."
         return next((last + kind for kind in PACKED if last + kind in self.stored), None)
 
     def fingerprint(self) -> str | None:
@@ -114,7 +114,7 @@ def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> W
                 refuse_integers(Path(name) / file, key, dtype)
     if method in (None, "fp8"):  # others need their packages' own modules; ``load_model`` checks them
         refuse_differences(name, config, _differences(name, weights))
-    both = config.tie_word_embeddings and {EMBEDDING, LM_HEAD} <= weights.stored.keys()
+    both = getattr(config, "tie_word_embeddings", False) and {EMBEDDING, LM_HEAD} <= weights.stored.keys()
     if both and not torch.equal(weights.read(EMBEDDING), weights.read(LM_HEAD)):
         raise ValueError(
             f"{name}: config.json has tie_word_embeddings: true, but {LM_HEAD} differs from {EMBEDDING} in its files; "
@@ -212,8 +212,9 @@ def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]
         "of another shape": {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]},
     }
     if wrong := [f"{what}: {_listed(keys)}" for what, keys in found.items() if keys]:
+        layers = getattr(config, "num_hidden_layers", "no")
         raise ValueError(
-            f"{name}: its tensors are not those that its config.json describes ({config.num_hidden_layers} layers of "
+            f"{name}: its tensors are not those that its config.json describes ({layers} layers of "
             f"{config.model_type}): {'; '.join(wrong)}. Download it again, or correct config.json"
         )
 
@@ -225,7 +226,10 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
         key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")
         for key, (_, dtype, shape) in weights.stored.items()
     }
-    empty, config = meta_model(weights.config), copy.deepcopy(weights.config)
+    try:
+        empty, config = meta_model(weights.config), copy.deepcopy(weights.config)
+    except ValueError as error:
+        raise not_loaded(error, name, "causal LM", "the config.json of one") from error
     if quantisation(config) is not None:  # else which names are expected would depend on whether a GPU is here
         config.quantization_config = {**_options(config), "dequantize": True}
     with _quiet():
