@@ -35,7 +35,7 @@ class BiLDDrafter(SpeculativeDrafter):
     """Drafts like speculative decoding, but stops before the first uncertain token: the target writes that one.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "bild"

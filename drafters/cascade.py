@@ -39,7 +39,7 @@ class CascadeDrafter(DraftModelDrafter):
     so the target verifies them as ever, with q taken from the inner verification.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's; an inner drafter that is lossy, cannot take
+        ValueError: the draft model has another tokenizer than the target; an inner drafter that is lossy, cannot take
             back what the target rejects, or was built for another model.
     """
 

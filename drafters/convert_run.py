@@ -13,8 +13,8 @@ from .convert import LOADS_AS_IT_IS
 from .eagle import EagleHead
 from .export import check_out, read_config
 from .kangaroo import KangarooAdapter
-from .model.ends import EMBEDDING as TARGETS
 from .model.ends import FrozenEnds, load_frozen_ends
+from .model.weights import EMBEDDING as TARGETS
 from .released import (
     DTYPES,
     EMBEDDING,

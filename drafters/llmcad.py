@@ -143,7 +143,7 @@ class LLMCadDrafter(DraftModelDrafter):
     """Grows a token tree level by level, with one copy to the host a level: what is drafted next depends on it.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "llmcad"

@@ -45,7 +45,7 @@ class MJSDDrafter(DraftModelDrafter):
     kept (section 2.1). The last token of every step is the target's, greedy or drawn in the same way.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "mjsd"

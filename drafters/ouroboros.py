@@ -55,7 +55,7 @@ class OuroborosDrafter(DraftModelDrafter):
     appended phrases are deterministic nodes. So the output is the target's own, greedy or sampled.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's, or that of the phrases in ``pool``.
+        ValueError: the draft model has another tokenizer than the target, or the phrases in ``pool``.
     """
 
     name = "ouroboros"

@@ -35,7 +35,7 @@ class SpecInferDrafter(Drafter):
     """Merges what several draft models speculate; with one of them it is speculative decoding.
 
     Raises:
-        ValueError: a draft model whose vocabulary differs from the target's.
+        ValueError: a draft model that has another tokenizer than the target.
     """
 
     name = "specinfer"

@@ -37,7 +37,7 @@ class SpecTrDrafter(DraftModelDrafter):
     """Draws ``drafts`` independent chains of ``gamma`` tokens; with one of them it is speculative decoding.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "spectr"

@@ -33,7 +33,7 @@ class SpeculativeDrafter(DraftModelDrafter):
     """Drafts ``gamma`` tokens one by one from a draft model's distribution q.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model has another tokenizer than the target.
     """
 
     name = "speculative"

@@ -304,7 +304,14 @@ def load_assistants(entries: list[StockEntry], models: Models) -> dict[str, Targ
         ValueError: one cannot be loaded, or has another vocabulary than the target.
     """
     chosen = {entry.label: entry.assistant_model for entry in entries if entry.assistant_model is not None}
-    return {label: load_draft_model(models.target, models.draft_model(path)) for label, path in chosen.items()}
+    found = {label: load_draft_model(models.target, models.draft_model(path)) for label, path in chosen.items()}
+    for label, assistant in found.items():
+        if (own := assistant.config.vocab_size) != (size := models.target.config.vocab_size):
+            raise ValueError(
+                f"{label}: the assistant {assistant.name} has a vocabulary of {own} tokens and the target one of "
+                f"{size}; stock generate needs equal sizes, the drafter speculative does not: take the entry out"
+            )
+    return found
 
 
 def describe(config: SpeedConfig, argv: list[str], target: TargetModel, prompts: PromptSet) -> dict[str, Any]:

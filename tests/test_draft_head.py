@@ -4,7 +4,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -22,6 +22,7 @@ from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.base import LearnedDrafter
 from drafters.decoding.draft_tree import DraftTree
 from drafters.decoding.loop import DecodeState
+from drafters.drafting import draft_model
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.kangaroo import KangarooDrafter
 from drafters.medusa import MedusaDrafter
@@ -73,20 +74,23 @@ def with_model(name: str, noise: float, **more: Any) -> Make:
     return make
 
 
+SHAPES: dict[str, Options] = {
+    "speculative": {},
+    "specinfer": {"gamma": 3},
+    "spectr": {"gamma": 3, "drafts": 2, "draft_temperature": 0.3},
+    "llmcad": {"nodes": 8, "branches": 3},
+    "cascade": {"gamma": 3},
+    "ouroboros": {"gamma": 3, "window": 2, "beta": 3, "k": 2, "guesses": 2},
+    "mjsd": {"gamma": 3, "beams": 3},
+    "bild": {"gamma": 4, "fallback": 0.1},
+}
 METHODS: dict[str, Make] = {
     "eagle chain": eagle_with("chain", depth=4),
     "eagle static": eagle_with("static"),
     "eagle dynamic": eagle_with("dynamic", depth=4, top_k=4, nodes=12),
     "medusa static": lambda target, ids, options: with_ids(medusa(target, 0.3, "static", nodes=12), ids, options),
     "kangaroo": lambda target, ids, options: with_ids(kangaroo(target, rigged=True, eta=0.0), ids, options),
-    "speculative": with_model("speculative", 0.05),
-    "specinfer": with_model("specinfer", 0.05, gamma=3),
-    "spectr": with_model("spectr", 0.05, gamma=3, drafts=2, draft_temperature=0.3),
-    "llmcad": with_model("llmcad", 0.0, nodes=8, branches=3),
-    "cascade": with_model("cascade", 0.05, gamma=3),
-    "ouroboros": with_model("ouroboros", 0.05, gamma=3, window=2, beta=3, k=2, guesses=2),
-    "mjsd": with_model("mjsd", 0.05, gamma=3, beams=3),
-    "bild": with_model("bild", 0.05, gamma=4, fallback=0.1),
+    **{name: with_model(name, 0.0 if name == "llmcad" else 0.05, **shape) for name, shape in SHAPES.items()},
 }
 
 
@@ -387,3 +391,94 @@ def test_an_old_checkpoint_loads(tmp_path: Path) -> None:
     kangaroo(target, rigged=True).save_pretrained(tmp_path)
     drafter = load_drafter(str(tmp_path), target)
     assert isinstance(drafter, KangarooDrafter) and drafter.exit_layer == EXIT_LAYER and drafter.lm_head.ids is None
+
+
+def resized(target: TargetModel, size: int, noise: float = 0.0) -> TargetModel:
+    """A draft model with ``size`` rows in embedding and LM head; rows that the target lacks are likely ones."""
+    model = deepcopy(perturbed(target, noise).model) if noise else deepcopy(target.model)
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        more = 1.5 * part.weight.data[: max(size - target.vocab_size, 0)]
+        part.weight.data = torch.cat([part.weight.data[:size], more])
+    model.get_input_embeddings().num_embeddings = model.get_output_embeddings().out_features = size
+    model.config.vocab_size = size
+    return TargetModel(model, name=f"of {size}")
+
+
+@pytest.fixture
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model comes with the same tokenizer, of fewer tokens than rows."""
+    monkeypatch.setattr(draft_model, "vocabulary", lambda _: {"a": 0, "b": 1, "c": 2})
+
+
+SIZES = pytest.mark.parametrize("more", [-7, 7])
+MODELS = ("speculative", "specinfer", "spectr", "llmcad", "cascade", "ouroboros", "mjsd", "bild")
+OTHERS: list[Options] = [{}, {"draft_dtype": "int8"}, {"draft_vocab": 75, "draft_text": 10}]
+
+
+@SIZES
+@pytest.mark.parametrize("options", OTHERS, ids=["whole", "int8", "pruned"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("one_tokenizer")
+def test_a_draft_model_of_another_size(name: str, options: Options, more: int) -> None:
+    """Catches a padded model of the family refused, ids drafted that one of the models has no row for, ids of the
+    target that the draft model has no embedding for, and a q over another vocabulary."""
+    target = target_of("llama")
+    size = target.vocab_size + more
+    ids, least = shuffled(size, size), min(size, target.vocab_size)
+    model = resized(target, size)
+    with mock.patch(f"{__name__}.perturbed", lambda *_: model):
+        drafter = with_model(name, 0.05, **SHAPES[name])(target, ids, options)
+    propose = drafter.propose
+    from_target = name == "ouroboros"  # its phrases are the target's words
+
+    def checked(state: DecodeState) -> DraftTree:
+        draft = propose(state)
+        drafted = draft.tokens.flatten().tolist()
+        assert from_target or all(token < least for token in drafted)
+        assert draft.q is None or draft.q.shape[-1] == target.vocab_size
+        assert draft.q is None or not draft.q[..., least:].any()
+        return draft
+
+    for temperature in (0.0, 1.0):
+        with mock.patch.object(drafter, "propose", checked):
+            found = [
+                generate(target, drafter, [text], max_new_tokens=24, eos_token_id=NO_EOS, temperature=temperature)
+                for text in (prompt(9), [target.vocab_size - 1, *prompt(5)])
+            ]
+        steps = [step for result in found for step in result.trace.steps]
+        if temperature == 0:
+            assert max(step.accepted for step in steps) >= 2, "a rig that accepts nothing shows nothing"
+            assert not drafter.lossless or rows_of(found[0])[0] == plain_greedy(target, prompt(9), 24)
+
+
+@SIZES
+@pytest.mark.parametrize("name", [name for name in TOYS if name in MODELS])
+@pytest.mark.usefixtures("one_tokenizer")
+def test_output_is_the_targets_beside_a_model_of_another_size(name: str, more: int) -> None:
+    """Catches a q that counts what was cut, or spreads it over what the target alone has."""
+    target = toy()
+    model = resized(target, VOCAB + (1 if more > 0 else -1), 0.5)
+    with mock.patch(f"{__name__}.perturbed", lambda *_: model):
+        drafter = TOYS[name](target, KEPT, {})
+    assert deviation(drafter, WARPS[name == "spectr"]) < LIMIT
+
+
+def test_a_cascade_of_three_sizes(one_tokenizer: None) -> None:
+    """Catches an inner drafter that drafts over its own model's vocabulary, which the loop's target does not have."""
+    target = target_of("llama")
+    inner = {"drafter": "speculative", "draft_model": resized(target, 104), "gamma": 2}
+    drafter = make_drafter("cascade", target, draft_model=resized(target, 90), inner=inner, gamma=4)
+    for temperature in (0.0, 1.0):
+        found = decode("cascade", target, drafter, temperature)
+        assert temperature or rows_of(found)[0] == plain_greedy(target, prompt(9), 24)
+        assert max(step.accepted for step in found.trace.steps) >= 2
+
+
+def test_tokenizers_of_one_family() -> None:
+    """Catches unused extra tokens that make a tokenizer another one, and another one that passes for having some."""
+    common = {"a": 0, "b": 1, "c": 2}
+    for ours, theirs in ((common | {"<extra>": 3}, common), (common, common | {"<extra>": 3}), (None, common)):
+        draft_model.check_tokenizers("ours", ours, "theirs", theirs)
+    for ours in (common | {"c": 3}, {"a": 0, "b": 1, "x": 2}):
+        with pytest.raises(ValueError, match="ours has another tokenizer than target theirs: 1 of 3 tokens differ"):
+            draft_model.check_tokenizers("ours", ours, "theirs", common)

@@ -26,7 +26,8 @@ from drafters.decoding.sampling import Sampling
 from drafters.energy import EnergyMeter
 from drafters.provenance import environment
 from drafters.speculative import SpeculativeDrafter
-from eval.entries import STOCK
+from eval.entries import STOCK, StockEntry
+from eval.measure.lineup import Models
 from eval.report.rows import statements, warnings
 from eval.speed import TargetEntry
 
@@ -554,3 +555,13 @@ def test_a_mistyped_option_is_found_before_a_model_is_loaded(
     monkeypatch.setattr(eval.speed_run, "load_models", None)
     assert run(config_for(files, tmp_path / "out", drafters=[entry]), tmp_path) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_assistant_of_another_size(tiny_model: Callable[..., PreTrainedModel], monkeypatch: Any) -> None:
+    """Catches a traceback of transformers' in the middle of a measurement: stock assistance needs equal sizes."""
+    monkeypatch.setattr("drafters.drafting.draft_model.vocabulary", lambda _: {"a": 0})
+    models = Models(TargetModel(tiny_model("llama"), name="one"))
+    models._draft_models["other"] = TargetModel(tiny_model("llama", vocab_size=101), name="other")
+    entry = StockEntry(label="stock", assistant_model="other")
+    with pytest.raises(ValueError, match="other has a vocabulary of 101 tokens and the target one of 97; stock"):
+        eval.speed_run.load_assistants([entry], models)

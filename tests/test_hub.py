@@ -24,7 +24,7 @@ from test_export import save_target
 from torch import nn
 
 import drafters.hub
-from drafters import TargetModel, generate, load_drafter
+from drafters import TargetModel, generate, load_drafter, load_frozen_ends
 from drafters.checkpoint import load_checkpoint, save_checkpoint
 from drafters.convert_run import convert
 from drafters.head_adapter import fingerprint, load_head
@@ -488,6 +488,37 @@ def test_an_index_that_names_a_pickle(hub: HubServer, login: Login, tmp_path: Pa
     hub.repositories["user/m"].commit(files, "a model")
     assert "pytorch_model.bin" in refusal(load_model, "user/m", "float32", "cpu", None, None, (1, 8))
     assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
+
+
+def test_the_weights_of_a_model_on_the_hub(hub: HubServer, login: Login, tmp_path: Path) -> None:
+    """Catches a repository whose shards are downloaded before anyone sees that tensors are missing, or that it holds
+    two sets of weights."""
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    model.save_pretrained(tmp_path / "single")
+    shards = {file.name: file.read_bytes() for file in (tmp_path / "shards").iterdir()}
+    index = json.loads(shards["model.safetensors.index.json"])
+    gone = "model.layers.3.mlp.up_proj.weight"
+    less = {"weight_map": {name: file for name, file in index["weight_map"].items() if name != gone}}
+    stale = {"model.safetensors": (tmp_path / "single" / "model.safetensors").read_bytes()}
+    states = {
+        "whole": (shards, ""),
+        "less": (shards | {"model.safetensors.index.json": json.dumps(less).encode()}, f"missing: {gone}"),
+        "both": (shards | stale, "holds two sets of weights, model.safetensors and model-00001-of-"),
+    }
+    for name, (files, message) in states.items():
+        hub.repositories[f"user/{name}"] = Repository(private=False)
+        hub.repositories[f"user/{name}"].commit(files, "a model")
+        if not message:
+            fingerprint = load_frozen_ends(f"user/{name}", device="meta").fingerprint
+            loaded, marked = load_model(f"user/{name}", "float32", "cpu", None, None, (1, 8))
+            assert fingerprint == marked == TargetModel(model).fingerprint()
+            assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+        else:
+            assert message in refusal(load_frozen_ends, f"user/{name}", device="meta")
+            assert message in refusal(load_model, f"user/{name}", "float32", "cpu", None, None, (1, 8))
+        downloaded = list((tmp_path / "home").rglob(f"models--user--{name}/snapshots/*/*.safetensors"))
+        assert bool(downloaded) == (not message)
 
 
 def test_a_model_that_is_nowhere_is_asked_for_once(hub: HubServer, login: Login) -> None:

@@ -1,5 +1,9 @@
 """Loading a target: memory counted before weights are read, layers over several devices."""
 
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +12,24 @@ import tiny
 import torch
 from conformance import NO_EOS, checked_commits, prompt, rows_of
 from rigged import eagle
+from safetensors.torch import load_file, save_file
+from transformers.utils import import_utils
 
-from drafters import TargetModel, generate, make_drafter
-from drafters.model import loading
+from drafters import TargetModel, generate, load_frozen_ends, make_drafter
+from drafters.model import files, loading
 from drafters.model.graphs import GraphRunner
 from drafters.model.kv_cache import KVCache, cache_bytes
 from drafters.model.self_check import check_layers_agree, graphs_agree
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
+READERS: dict[str, Callable[[str], object]] = {
+    "decoding": lambda name: TargetModel.from_pretrained(name, "float32", "cpu"),
+    "training": lambda name: load_frozen_ends(name, "float32"),
+    "features and export": lambda name: load_frozen_ends(name, device="meta"),
+}
+reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+HEAD, EMBEDDING, OF_A_LAYER = "lm_head.weight", "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -64,9 +78,9 @@ def test_device_maps(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def spread(*arguments: Any, **options: Any) -> Any:
         del options["device_map"]
-        model = load(*arguments, **options)
+        model, info = load(*arguments, **options)
         model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "disk"}
-        return model
+        return model, info
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", spread)
     with pytest.raises(ValueError, match="leaves layers of .* on disk"):
@@ -125,3 +139,195 @@ def test_graphs_that_give_something_else_are_not_used(monkeypatch: pytest.Monkey
     broken = GraphRunner(target.model)
     broken.broken = "no capturing here"
     assert graphs_agree(target, broken, bounds) == "no capturing here"
+
+
+def change(folder: str, tensors: Callable[[Tensors], object] | None = None, **config: Any) -> None:
+    """Change the tensors of a saved model in place, or keys of its config.json."""
+    weights, file = Path(folder) / "model.safetensors", Path(folder) / "config.json"
+    if tensors is not None:
+        found = load_file(weights)
+        tensors(found)
+        save_file(found, weights, {"format": "pt"})
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+
+@reader
+def test_tensors_are_those_of_the_config(read: Callable[[str], object], saved: str) -> None:
+    """Catches random numbers in the place of a missing tensor, another set in each process, and layers left out."""
+    tensors = load_file(Path(saved) / "model.safetensors")
+    wrong: list[tuple[Callable[[Tensors], object] | None, dict[str, Any], str]] = [
+        (lambda found: found.pop(OF_A_LAYER), {}, f"missing: {OF_A_LAYER}"),
+        (
+            lambda found: found.update({"model.layers.1.mlp.extra": torch.ones(2)}),
+            {},
+            "unexpected: .*layers.1.mlp.extra",
+        ),
+        (lambda found: found.update({OF_A_LAYER: torch.ones(3, 3)}), {}, f"of another shape: {OF_A_LAYER}"),
+        (None, {"num_hidden_layers": 5}, r"\(5 layers of llama\): missing: model.layers.4.* and 5 more"),
+        (None, {"num_hidden_layers": 3}, r"\(3 layers of llama\): unexpected: model.layers.3.* and 5 more"),
+        (lambda found: found.pop(HEAD), {}, f"missing: {HEAD}"),
+    ]
+    config = json.loads((Path(saved) / "config.json").read_text())
+    for tensor, keys, message in wrong:
+        change(saved, tensor, **keys)
+        with pytest.raises(ValueError, match=f"{saved}: its tensors are not those .*{message}"):
+            read(saved)
+        save_file(tensors, Path(saved) / "model.safetensors", {"format": "pt"})
+        change(saved, **config)
+    change(saved, lambda found: found.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    read(saved)  # old checkpoints hold this one, which transformers computes
+
+
+@reader
+def test_an_expert_that_is_missing(read: Callable[[str], object], tmp_path: Path) -> None:
+    """Catches a mixture of experts with fewer of them, refused without the name of what is missing."""
+    tiny.build("mixtral").save_pretrained(tmp_path)
+    expert = next(key for key in load_file(tmp_path / "model.safetensors") if ".layers.2." in key and ".w1." in key)
+    read(str(tmp_path))
+    change(str(tmp_path), lambda found: found.pop(expert))
+    with pytest.raises(ValueError, match=f"missing: {expert}"):
+        read(str(tmp_path))
+
+
+@reader
+def test_tied_ends_are_one_tensor(read: Callable[[str], object], tmp_path: Path) -> None:
+    """Catches an LM head that decoding takes from the file, and training from the embedding."""
+    tiny.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    change(str(tmp_path), lambda found: found.update({HEAD: found[EMBEDDING].clone()}))
+    read(str(tmp_path))  # the same twice
+    change(str(tmp_path), lambda found: found[HEAD][0].add_(1))
+    with pytest.raises(ValueError, match=f"{tmp_path}: .* tie_word_embeddings: true, but {HEAD} differs"):
+        read(str(tmp_path))
+    change(str(tmp_path), tie_word_embeddings=False)
+    read(str(tmp_path))
+
+
+def test_tied_ends_under_the_other_name(tmp_path: Path) -> None:
+    """Catches a tied model that decodes, and of which training asks for the name that the file does not use."""
+    tiny.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    change(str(tmp_path), lambda found: found.update({HEAD: found.pop(EMBEDDING)}))
+    target, ends = (
+        TargetModel.from_pretrained(str(tmp_path), "float32", "cpu"),
+        load_frozen_ends(str(tmp_path), "float32"),
+    )
+    assert torch.equal(ends.embed.weight, target.body.embed_tokens.weight)
+    assert ends.fingerprint == target.fingerprint()
+
+
+@reader
+@pytest.mark.parametrize("stale", ["model.safetensors", "shard-00001-model-00001-of-00002.safetensors"])
+def test_one_set_of_weights(stale: str, read: Callable[[str], object], tmp_path: Path) -> None:
+    """Catches a stale file beside newer shards, of which decoding reads the one and training the others."""
+    tiny.build("llama").save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    read(str(tmp_path))
+    tiny.build("llama", seed=1).save_pretrained(tmp_path / "older")
+    (tmp_path / "older" / "model.safetensors").rename(tmp_path / stale)
+    with pytest.raises(ValueError, match=f"{tmp_path} holds two sets of weights, {stale} and model-00001-of"):
+        read(str(tmp_path))
+    (tmp_path / stale).unlink()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shutil.copy(tmp_path / index["weight_map"][HEAD], tmp_path / "copy.safetensors")
+    index["weight_map"]["model.copy"] = "copy.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match=f"{HEAD} is in copy.safetensors and in model-.*; remove the file that is stale"
+    ):
+        read(str(tmp_path))
+
+
+@reader
+def test_weights_of_another_name(read: Callable[[str], object], saved: str) -> None:
+    """Catches a key of config.json by which transformers reads other weights than training."""
+    change(saved, transformers_weights="other.safetensors")
+    with pytest.raises(ValueError, match="config.json names 'other.safetensors' as transformers_weights"):
+        read(saved)
+
+
+def test_an_adapter_beside_a_model(saved: str) -> None:
+    """Catches a folder that is decoded with the adapter's merged weights and trained on without them."""
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (Path(saved) / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ValueError, match=f"{saved} is a LoRA adapter of owner/base, .* merge it with peft"):
+        load_frozen_ends(saved)
+
+
+QUANTISED = {
+    "awq": ({"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, "pip install gptqmodel"),
+    "gptq": ({"bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "pip install optimum"),
+    "bitsandbytes": ({"load_in_4bit": True}, "pip install -U bitsandbytes"),
+    "compressed-tensors": ({"format": "pack-quantized"}, "pip install compressed-tensors"),
+    "torchao": ({"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}, "pip install torchao"),
+    "nosuch": ({}, "Unknown quantization type, got nosuch"),
+}
+
+
+@reader
+@pytest.mark.parametrize("method", QUANTISED)
+def test_a_quantisation_names_its_package(method: str, read: Callable[[str], object], saved: str) -> None:
+    """Catches a traceback, or "its names must be Llama's", where a package is missing."""
+    options, message = QUANTISED[method]
+    if find_spec(message.split()[-1].replace("-", "_")) is not None:
+        pytest.skip("the package is installed here")
+    change(saved, quantization_config={"quant_method": method, **options})
+    with pytest.raises(ValueError) as error:
+        read(saved)
+    assert str(error.value).startswith(f"{saved} is quantised ({method}) and cannot be loaded here: ")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def quantise_to_fp8(folder: str) -> None:
+    """Store the layers' projections as FP8 in one block each, as the official FP8 checkpoints are."""
+
+    def cast(found: Tensors) -> None:
+        for key in [key for key in found if "proj" in key]:
+            scale = found[key].abs().max() / 448
+            found[key] = (found[key] / scale).to(torch.float8_e4m3fn)
+            found[key.replace(".weight", ".weight_scale_inv")] = scale.reshape(1, 1)
+
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    change(folder, cast, quantization_config=quantization)
+
+
+def test_fp8_has_one_fingerprint(saved: str) -> None:
+    """Catches features of a target "trained for X, not for X": its bytes on one side, their meaning on the other."""
+    quantise_to_fp8(saved)
+    target, ends = TargetModel.from_pretrained(saved, "float32", "cpu"), load_frozen_ends(saved, device="meta")
+    assert ends.fingerprint == target.fingerprint()
+    change(saved, lambda found: found.pop(OF_A_LAYER))
+    for read in READERS.values():
+        with pytest.raises(ValueError, match=f"missing: {OF_A_LAYER}"):
+            read(saved)
+
+
+def test_ends_in_fp8(saved: str) -> None:
+    """Catches an LM head whose FP8 values are taken for its weights, without their scale."""
+    quantise_to_fp8(saved)
+    change(saved, lambda found: found.update({HEAD: found[HEAD].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ValueError, match=f"{HEAD} is stored as F8_E4M3"):
+        load_frozen_ends(saved)
+
+
+def test_sentencepiece_is_named_where_it_is_missing(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches "install tiktoken" for a tokenizer.model of sentencepiece, which tiktoken cannot read."""
+    (Path(saved) / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "sentencepiece", (lambda: False, "{0} needs sentencepiece"))
+    monkeypatch.setattr(files, "find_spec", lambda _: None)
+    with pytest.raises(
+        ValueError, match=f"{saved}' has a tokenizer.model .* pip install sentencepiece protobuf"
+    ) as error:
+        files.load_bare_tokenizer(saved)
+    assert "tiktoken" not in str(error.value)
+
+
+def test_a_sentencepiece_model_is_read(saved: str) -> None:
+    """Catches an extra without what the older models' tokenizers need."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    text, prefix = "a target verifies what a drafter drafts, and a drafter drafts what a target says", f"{saved}/made"
+    sizes = {"vocab_size": 280, "hard_vocab_limit": False, "byte_fallback": True, "model_type": "bpe"}
+    SentencePieceTrainer.train(sentence_iterator=iter([text] * 20), model_prefix=prefix, minloglevel=2, **sizes)
+    (Path(saved) / "made.model").rename(Path(saved) / "tokenizer.model")
+    (Path(saved) / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    ids = files.load_bare_tokenizer(saved).encode("a drafter says", add_special_tokens=False)
+    assert ids == SentencePieceProcessor(model_file=f"{saved}/tokenizer.model").encode("a drafter says")

@@ -179,6 +179,14 @@ def test_other_vocabulary_size(tmp_path: Path, tiny_model: Callable[..., PreTrai
         load_pool(tmp_path / "pool", larger, 3, 4)
 
 
+def test_one_tokenizer_and_two_sizes(tmp_path: Path, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    """Catches a pool of one family's model refused for another one whose LM head is padded to another size."""
+    larger = TargetModel(tiny_model("llama", vocab_size=101), name="larger")
+    with mock.patch.object(draft_model, "vocabulary", lambda model: {"a": 0, "b": 1}):
+        save_pool(tmp_path / "pool", filled(), target_of("llama"))
+        assert len(load_pool(tmp_path / "pool", larger, 3, 4)) == 6
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     """Catches a pool of hours of decoding lost to a full disk, and temporary files left lying about."""
     path = saved(tmp_path)

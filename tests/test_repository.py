@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("drafters", "data_prep", "train", "eval")
 LARGEST_FILE = 1_000_000  # bytes, outside checkpoints/
 LARGEST_CHECKPOINT_FILE = 17 * 1024**2
-OWN_LOADERS = ("TargetModel", "nn")  # whose from_pretrained is not transformers'
+OWN_LOADERS = ("TargetModel", "nn", "AutoHfQuantizer")  # whose from_pretrained and from_config take no remote code
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 59  # lines
 # Each package from left to right: what stands in one place imports from there and from the left. A folder is a room and
 # has a place of its own; files that are not named here (methods, programs) stand on the right of all.

@@ -14,6 +14,7 @@ import recipes
 import tiny
 import tiny_run
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
 from data_prep.features import FeaturesConfig
@@ -27,7 +28,7 @@ from train.data.packing import TrainData
 from train.eagle import EagleConfig
 from train.inputs import open_inputs
 from train.kangaroo import KangarooConfig
-from train.preflight import estimate
+from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
 from train.preflight.estimate import (
@@ -370,3 +371,14 @@ def test_every_model_has_its_recipes() -> None:
         if isinstance(config, EagleConfig):
             assert (config.learning_rate, config.warmup_steps, config.classification_weight) == (3e-5, 2000, 0.1)
         assert (source.chat_template is not None) == ("vicuna" in file.stem)
+
+
+def test_models_beside_the_target_are_what_their_files_say(tmp_path: Path) -> None:
+    """Catches a draft model with a missing tensor, which the dry run passes and the run refuses."""
+    tiny.build("llama").save_pretrained(tmp_path)
+    assert checks.check_model(str(tmp_path)).model_type == "llama"
+    weights = load_file(tmp_path / "model.safetensors")
+    gone, _ = weights.popitem()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"missing: {gone}"):
+        checks.check_model(str(tmp_path))

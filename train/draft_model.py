@@ -136,7 +136,8 @@ class DraftModelTask(Task):
         if ours != theirs:
             raise ValueError(
                 f"draft_model {self.config.draft_model} has a vocabulary of {ours} tokens and target "
-                f"{self.config.target} one of {theirs}; choose a draft model of the target's family"
+                f"{self.config.target} one of {theirs}: it may draft for it, but training compares the two "
+                "distributions token by token; choose a draft model with as many"
             )
         ends = [module.base.get_input_embeddings().weight, module.lm_head.weight]
         self.lm_heads = tuple(name for name, weights in module.named_parameters() if any(weights is x for x in ends))

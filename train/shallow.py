@@ -68,9 +68,10 @@ def shorten(target: str, revision: str | None, layers: list[int], out: Path) -> 
     Raises:
         ValueError: no such target or layers, a family that drafts cannot be made of, or quantised weights.
     """
-    from drafters.model.ends import LM_HEAD, read_tensors
+    from drafters.model.ends import read_tensors
     from drafters.model.files import load_bare_tokenizer, load_config_only
     from drafters.model.layers import layer_kind
+    from drafters.model.weights import LM_HEAD
     from drafters.provenance import library_versions
 
     whole = load_config_only(target, revision)

@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from pydantic import InstanceOf
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class DraftModelDrafter(Drafter):
     ``more_rows``: rows of the draft model's cache beyond the target's.
 
     Raises:
-        ValueError: the draft model's vocabulary differs from the target's.
+        ValueError: the draft model has another tokenizer than the target.
     """
 
     more_rows = 0
@@ -75,27 +77,62 @@ class DraftModelDrafter(Drafter):
 
 
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
-    """The draft model, checked against its target.
+    """The draft model, checked against its target and over the target's token ids.
+
+    Models of one family may have LM heads of different sizes, padded or with rows for tokens that nothing uses: then
+    ids beyond the smaller one are never drafted.
 
     Raises:
-        ValueError: another vocabulary size, or another tokenizer.
+        ValueError: another tokenizer, or a vocabulary of another size and no tokenizers to compare.
     """
     if not isinstance(draft_model, TargetModel):
         draft_model = TargetModel.from_pretrained(draft_model, dtype=target.dtype, device=target.device)
-    if draft_model.vocab_size != target.vocab_size:
+    ours, theirs = vocabulary(draft_model), vocabulary(target)
+    check_tokenizers(draft_model.name, ours, target.name, theirs)
+    if draft_model.vocab_size != target.vocab_size and not (ours and theirs):
         raise ValueError(
             f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens and "
-            f"target {target.name} one of {target.vocab_size}: they must share a tokenizer; choose a draft model of "
-            "the target's family"
+            f"target {target.name} one of {target.vocab_size}, and without the tokenizers of both nothing shows that "
+            "the same ids mean the same tokens: put the tokenizers beside the weights, or choose another draft model"
         )
-    check_tokenizers(draft_model.name, vocabulary(draft_model), target.name, vocabulary(target))
-    return draft_model
+    return over_vocabulary(draft_model, target.vocab_size)
+
+
+def over_vocabulary(model: TargetModel, size: int) -> TargetModel:
+    """``model`` with logits over ``size`` token ids, sharing its weights; one of that size is returned as it is.
+
+    Ids beyond its own have no probability, and the embedding of its last one.
+    """
+    own = model.vocab_size
+    if own == size:
+        return model
+    resized = copy(model)
+    resized.vocab_size = size
+
+    def lm_head(features: Tensor) -> Tensor:
+        return F.pad(model.lm_head(features), (0, size - own), value=-torch.inf)  # a negative number cuts
+
+    def embed(tokens: Tensor) -> Tensor:
+        return model.embed(tokens.clamp_max(own - 1))
+
+    resized.lm_head = lm_head  # type: ignore[method-assign]
+    if own < size:
+        resized.embed, resized._parts = embed, {}  # type: ignore[method-assign]  # parts hold the embedding
+    return resized
 
 
 def check_tokenizers(draft_model: str, ours: dict[str, int] | None, target: str, theirs: dict[str, int] | None) -> None:
-    """Raise ValueError if both vocabularies are known, and differ: hardly a draft token would be accepted."""
-    differing = [token for token, index in (theirs or {}).items() if ours is not None and ours.get(token) != index]
-    if theirs and differing:
+    """Raise ValueError if both vocabularies are known and contradict each other: hardly a draft would be accepted.
+
+    They contradict where a token has two ids, or an id two tokens. A token that only one of them has contradicts
+    nothing.
+    """
+    if not ours or not theirs:
+        return
+    names = {index: token for token, index in ours.items()}
+    pairs = theirs.items()
+    differing = [token for token, at in pairs if ours.get(token, at) != at or names.get(at, token) != token]
+    if differing:
         raise ValueError(
             f"draft model {draft_model} has another tokenizer than target {target}: {len(differing)} of "
             f"{len(theirs)} tokens differ, for example {differing[0]!r}; choose a draft model of the target's family"
@@ -137,12 +174,14 @@ def check_vocabulary(path: str | Path, facts: Mapping[str, str], model: TargetMo
         what: the file holds. fix: what to do, before "of this target".
     """
     maker, own = facts.get("model"), model_facts(model)
-    if facts.get("vocab_size") != own["vocab_size"]:
+    theirs, ours = facts.get("vocabulary"), own["vocabulary"]
+    if facts.get("vocab_size") != own["vocab_size"] and not (
+        ours and ours == theirs
+    ):  # one tokenizer, padded otherwise
         raise ValueError(
             f"{path} holds {what} of {maker}, whose vocabulary has {facts.get('vocab_size')} tokens; that of "
             f"{model.name} has {model.vocab_size}: {fix} of this target"
         )
-    theirs, ours = facts.get("vocabulary"), own["vocabulary"]
     if theirs and ours and theirs != ours:  # either may have come without a tokenizer
         raise ValueError(
             f"{path} holds {what} of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of {model.name} "

@@ -23,12 +23,12 @@ from drafters.wording import dtype_name
 
 from .clock import model_time
 from .cpu_kernels import multiplies
-from .ends import fetch
 from .fused import FusedLayer
 from .linear import Product, draft_dtype
 from .runner import Part
 from .target import TargetModel
 from .text_tokens import Rows, TextTokens
+from .weights import fetch
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
 TEXT_ROWS = (
@@ -74,6 +74,9 @@ class DraftHead:
         text: int = 0,
     ) -> None:
         self.model, self.dtype, self.text = model, dtype, text
+        rows = rows_of_head(model)
+        if ids is None and dtype is not None and model.model.get_output_embeddings().out_features != model.vocab_size:
+            ids = torch.arange(rows)  # of a draft model whose vocabulary is larger or smaller than its target's
         self.ids = None if ids is None else ids.to(model.device, torch.int64, copy=True)
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._names: list[int] = [] if ids is None else ids.tolist()
@@ -95,7 +98,7 @@ class DraftHead:
             self._product.quantize(kept)
         if ids is not None and text:
             frequent, spare = ids[:-text].tolist(), ids[-text:].tolist()
-            self._text = TextTokens(frequent, spare)
+            self._text = TextTokens(frequent, spare, rows)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Features ``[..., H]`` -> logits ``[..., width]``."""
@@ -175,7 +178,7 @@ class DraftHead:
         if self.ids is None:
             return given
         count = self.width - self.text
-        own = {} if self.text == room_for_text(count, self.model.vocab_size) else {"draft_text": self.text}
+        own = {} if self.text == room_for_text(count, rows_of_head(self.model)) else {"draft_text": self.text}
         return {"draft_vocab": count} | own | given
 
 
@@ -185,11 +188,15 @@ def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
     Raises:
         ValueError: ``draft_vocab`` is set, and there are no ids, fewer, or damaged ones.
     """
-    wanted = options.draft_vocab is not None
-    ids, text = kept_ids(
-        _ids_beside(model) if wanted else None, options, model.vocab_size, str(model.source or model.name)
-    )
+    rows = rows_of_head(model)
+    listed = _ids_beside(model, rows) if options.draft_vocab is not None else None
+    ids, text = kept_ids(listed, options, rows, str(model.source or model.name))
     return DraftHead(model, ids, options.draft_dtype, text=text)
+
+
+def rows_of_head(model: TargetModel) -> int:
+    """Tokens that a model's LM head has rows for, of those in its target's vocabulary if it is a draft model."""
+    return min(model.vocab_size, model.model.get_output_embeddings().out_features)
 
 
 def room_for_text(count: int, vocab_size: int) -> int:
@@ -268,8 +275,8 @@ def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> 
             product.quantize(dtype)
 
 
-def _ids_beside(model: TargetModel) -> Tensor | None:
-    """The ids in the folder or Hub repository that a model was loaded from; None where there are none.
+def _ids_beside(model: TargetModel, rows: int) -> Tensor | None:
+    """The ids below ``rows`` in the folder or Hub repository that a model was loaded from; None where there are none.
 
     Raises:
         ValueError: damaged ones.
@@ -288,5 +295,5 @@ def _ids_beside(model: TargetModel) -> Tensor | None:
         ids = torch.tensor(listed)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{path} must hold a list of token ids, found {str(listed)[:60]}; count them again") from None
-    check_ids(ids, model.vocab_size, path)
-    return ids
+    check_ids(ids, model.model.get_output_embeddings().out_features, path)
+    return ids[ids < rows]

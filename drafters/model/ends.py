@@ -2,22 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.checkpoint import TargetIdentity
-from drafters.paths import readable
 
-from .files import load_config_only, model_fingerprint, refuse_integers, resolve_dtype, weight_map
+from .adapter import BASE, MERGE
+from .files import load_config_only, resolve_dtype
 from .layers import layer_kind, made
-
-EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+from .loading import config_and_adapter
+from .weights import NORM, Weights, open_weights, stored_tensors
 
 
 @dataclass
@@ -60,31 +56,27 @@ def load_frozen_ends(
     Raises:
         ValueError: no such model, or its tensors have other names than Llama's.
     """
-    config = load_config_only(name, revision)
-    files = _tensor_files(name, revision)
-    projection = f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight"
-    head_name = LM_HEAD if LM_HEAD in files and not config.tie_word_embeddings else EMBEDDING
-    missing = [key for key in (EMBEDDING, head_name, NORM, projection) if key not in files]
-    if missing:
-        raise ValueError(f"{name}: no tensors named {missing} in its safetensors files; its names must be Llama's")
+    weights = _weights(name, revision)
+    config = weights.config
+    fingerprint, (embedding_name, head_name) = weights.fingerprint(), weights.ends
+    missing = [key for key in dict.fromkeys((embedding_name, head_name, NORM)) if key not in weights.stored]
+    if missing or fingerprint is None:
+        wanted = missing or ["o_proj of the last layer"]
+        raise ValueError(f"{name}: no tensors named {wanted} in its safetensors files; its names must be Llama's")
 
     def read(key: str) -> Tensor:
-        path = fetch(name, files[key], revision)
-        with safe_open(path, framework="pt") as file:
-            refuse_integers(path, key, file.get_slice(key).get_dtype())
-            if str(device) == "meta" and key != NORM:
-                return torch.empty(file.get_slice(key).get_shape(), device="meta")
-            return file.get_tensor(key)
+        if str(device) == "meta":
+            weights.path(key)  # refuses integers, also where only shapes are wanted
+            return torch.empty(weights.stored[key].shape, device="meta")
+        return weights.read(key)
 
-    with safe_open(fetch(name, files[projection], revision), framework="pt") as file:
-        projection_row = file.get_slice(projection)[0:1][0]
     kind = resolve_dtype(dtype)
-    embedding = nn.Embedding.from_pretrained(read(EMBEDDING).to(device, kind), freeze=True)
+    embedding = nn.Embedding.from_pretrained(read(embedding_name).to(device, kind), freeze=True)
     vocab, hidden = embedding.weight.shape
     lm_head = nn.Linear(hidden, vocab, bias=False, device="meta")
-    weight = embedding.weight if head_name == EMBEDDING else read(LM_HEAD).to(device, kind)
+    weight = embedding.weight if head_name == embedding_name else read(head_name).to(device, kind)
     lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return FrozenEnds(embedding, lm_head, config, model_fingerprint(config, read(NORM), projection_row))
+    return FrozenEnds(embedding, lm_head, config, fingerprint)
 
 
 def load_norm(
@@ -96,11 +88,10 @@ def load_norm(
         ValueError: no such model, or its tensors have other names than Llama's.
     """
     kind = layer_kind(load_config_only(name, revision))
-    files = _tensor_files(name, revision)
-    if NORM not in files:
+    stored = stored_tensors(name, revision)
+    if NORM not in stored:
         raise ValueError(f"{name}: no tensor named {NORM} in its safetensors files; its names must be Llama's")
-    with safe_open(fetch(name, files[NORM], revision), framework="pt") as file:
-        weight = file.get_tensor(NORM)
+    weight = Weights(name, revision, kind.config, stored).read(NORM)
     norm = made(kind.config, kind.norm, kind.config.hidden_size, eps=kind.eps)
     norm.load_state_dict({"weight": weight})
     return norm.to(device, resolve_dtype(dtype)).requires_grad_(False)
@@ -112,37 +103,15 @@ def read_tensors(name: str, revision: str | None, wanted: Callable[[str], bool])
     Raises:
         ValueError: no safetensors file there, or a tensor that is no floating point one.
     """
-    files = _tensor_files(name, revision)
-    for shard in sorted(set(files.values())):
-        keys = sorted(key for key, file in files.items() if file == shard and wanted(key))
-        if not keys:
-            continue
-        path = fetch(name, shard, revision)
-        with safe_open(path, framework="pt") as file:
-            for key in keys:
-                refuse_integers(path, key, file.get_slice(key).get_dtype())
-                yield key, file.get_tensor(key)
+    weights = _weights(name, revision)
+    for key in sorted(weights.stored, key=lambda key: (weights.stored[key].file, key)):
+        if wanted(key):
+            yield key, weights.read(key)
 
 
-def _tensor_files(name: str, revision: str | None) -> dict[str, str]:
-    """Which file of the checkpoint holds each tensor."""
-    try:
-        return weight_map(Path(fetch(name, "model.safetensors.index.json", revision)))
-    except EntryNotFoundError:
-        pass
-    try:
-        single = fetch(name, "model.safetensors", revision)
-    except (EntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError) as error:
-        raise ValueError(f"{name}: no model.safetensors (nor its index) found there: {error}") from error
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), "model.safetensors")
-
-
-def fetch(name: str, file: str, revision: str | None) -> str:
-    """The local path of one file of a model, downloaded if it is on the Hub."""
-    if Path(name).is_dir():
-        path = Path(name) / file
-        if not path.is_file():
-            raise EntryNotFoundError(f"{path} does not exist")
-        return str(readable(path))
-    return hf_hub_download(name, file, revision=revision)
+def _weights(name: str, revision: str | None) -> Weights:
+    """``open_weights`` of a model that is no adapter: its tensors would not be those that a target decodes with."""
+    config, adapter = config_and_adapter(name, revision)
+    if adapter is not None:
+        raise ValueError(f"{name} is a LoRA adapter of {adapter[BASE]}, whose merged weights are nowhere; {MERGE}")
+    return open_weights(name, revision, config)

@@ -1,15 +1,17 @@
 """What tells a model apart and what can be known without its weights: dtype, configuration, fingerprint."""
 
+import copy
 import gc
 import hashlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
 import psutil
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from drafters.choices import Dtype, StoredDtype
 from drafters.hub_client import look_up
@@ -76,6 +78,13 @@ def load_config_only(name: str, revision: str | None = None, may_be_file: bool =
     return found
 
 
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of this configuration without contents, for the names and shapes of its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    return model
+
+
 def load_bare_tokenizer(name: str, revision: str | None = None) -> Any:
     """The tokenizer that lies beside a model.
 
@@ -101,6 +110,11 @@ def not_loaded(error: Exception, name: str, what: str, needs: str) -> ValueError
         return ValueError(
             f"{str(name)!r} comes with code of its own (auto_map in its JSON files), and code that was downloaded is "
             f"never run; choose a model of a family that transformers has, as {SUPPORTED}"
+        )
+    if "tiktoken" in str(error) and find_spec("sentencepiece") is None:  # what transformers tries next
+        return ValueError(
+            f"{str(name)!r} has a tokenizer.model and no tokenizer.json, and reading it needs sentencepiece: "
+            "pip install sentencepiece protobuf (part of .[train])"
         )
     return ValueError(
         f"no {what} could be loaded from {str(name)!r}: it must be a folder or a Hub repository with {needs} "

@@ -1,31 +1,21 @@
 """Loading a target's weights: how much memory they will need is known before they are read."""
 
-import contextlib
-import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..wording import dtype_name, size_text
 from .adapter import BASE, adapter_config, merge_adapter
-from .files import free_memory, load_config_only, not_loaded, refuse_integers, resolve_device, resolve_dtype, weight_map
+from .files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
 from .kv_cache import SMALL, cache_bytes
 from .precision import warn_if_slow
+from .weights import open_weights, refuse_differences
 
 DeviceMap = str | dict[str, Any]
-
-
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this configuration without contents, for the shapes of its weights."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    return model
 
 
 def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -67,10 +57,13 @@ def load_model(
     revision: str | None,
     device_map: DeviceMap | None,
     cache_tokens: tuple[int, int],
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, str | None]:
     """A model from a local folder or a Hub repository (weights in safetensors; remote code is never run).
 
     A LoRA adapter is merged into the model that it names, in float32.
+
+    Returns:
+        the model, and the fingerprint of its files; None where it must be taken from the model itself.
 
     Args:
         device_map: how accelerate spreads the layers over several GPUs ("auto", or module -> device); in place of
@@ -78,9 +71,9 @@ def load_model(
         cache_tokens: rows of a batch, and tokens of each, that the memory has to suffice for, too.
 
     Raises:
-        ValueError: nothing loadable there, no such device, too little memory (found before the weights are read),
-            weights that are no floating point, an index that names other files than weights beside it, or a device map
-            that leaves layers off the GPUs.
+        ValueError: nothing loadable there, no such device, too little memory or other tensors than the configuration
+            describes (both found before the weights are read; see ``open_weights``), or a device map that leaves
+            layers off the GPUs.
     """
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)
@@ -92,12 +85,12 @@ def load_model(
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     config, adapter = config_and_adapter(name, revision)
     if adapter is not None:
-        base = load_model(adapter[BASE], torch.float32, device, adapter.get("revision"), device_map, cache_tokens)
-        return merge_adapter(base, name, adapter, revision).to(kind)
+        base, _ = load_model(adapter[BASE], torch.float32, device, adapter.get("revision"), device_map, cache_tokens)
+        return merge_adapter(base, name, adapter, revision).to(kind), None
     check_memory(str(name), config, kind, devices, *cache_tokens)
-    check_index(name, revision)
+    weights = open_weights(str(name), revision, config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             str(name),
             dtype=kind,
             revision=revision or "main",
@@ -105,19 +98,25 @@ def load_model(
             attn_implementation="sdpa",
             use_safetensors=True,
             device_map=device_map,
+            output_loading_info=True,
         )
     except (OSError, KeyError, SafetensorError) as error:
         raise not_loaded(error, name, "model", "config.json and safetensors weights") from error
-    check_floating(name, revision, config)
+    refuse_differences(str(name), config, info)  # of a quantised model, this is the first time that it is known
     if device_map is None:
-        return model.to(where)  # type: ignore[arg-type]
+        return model.to(where), weights.fingerprint()
+    _check_places(model, name, device_map)
+    return model, weights.fingerprint()
+
+
+def _check_places(model: PreTrainedModel, name: str, device_map: DeviceMap) -> None:
+    """Raise ValueError where a device map leaves some of the layers, not all, off the GPUs."""
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if places & {"cpu", "disk"} and len(places) > 1:
         raise ValueError(
             f"device_map {device_map!r} leaves layers of {name} on {', '.join(sorted(places & {'cpu', 'disk'}))}, from "
             "where every step would fetch them; use more GPUs, a smaller dtype, or a map that names GPUs alone"
         )
-    return model
 
 
 def config_and_adapter(name: str, revision: str | None = None) -> tuple[PretrainedConfig, dict[str, Any] | None]:
@@ -139,37 +138,9 @@ def config_and_adapter(name: str, revision: str | None = None) -> tuple[Pretrain
     return config, adapter_config(name, revision)  # beside a config.json, transformers would load it by itself
 
 
-def check_index(name: str, revision: str | None) -> None:
-    """Raise ValueError if the model's index of weights names anything but safetensors files beside it."""
-    folder = Path(name)
-    if folder.is_dir():
-        for index in folder.glob("*.safetensors.index.json"):
-            weight_map(index)
-        return
-    with contextlib.suppress(OSError, HfHubHTTPError, HTTPError):  # there is none, or the loader says what is wrong
-        weight_map(Path(hf_hub_download(name, "model.safetensors.index.json", revision=revision)))
-
-
-def check_floating(name: str, revision: str | None, config: PretrainedConfig) -> None:
-    """Raise ValueError if weights on the disk are whole numbers, which transformers casts without a word."""
-    if getattr(config, "quantization_config", None):  # it says how to read them
-        return
-    folder = Path(name)
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-        if not isinstance(cached, str):  # nothing is known of where it was downloaded to
-            return
-        folder = Path(cached).parent
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                if key.endswith((".weight", ".bias")):  # a buffer may hold positions
-                    refuse_integers(path, key, file.get_slice(key).get_dtype())
-
-
 def layer_devices(model: Any) -> list[torch.device] | None:
     """Where each decoder layer lies; None where the whole model lies together."""
-    found = [layer.self_attn.o_proj.weight.device for layer in model.model.layers]
+    found = [next(layer.parameters()).device for layer in model.model.layers]
     return found if len({weights.device for weights in model.parameters()}) > 1 else None
 
 

@@ -140,9 +140,9 @@ class TargetModel:
             ValueError: nothing loadable there, an unsupported model, an engine that cannot run it, or too little memory
                 (found before the weights are read).
         """
-        model = load_model(name, dtype, device, revision, device_map, cache_tokens)
+        model, fingerprint = load_model(name, dtype, device, revision, device_map, cache_tokens)
         target = cls(model, name=str(name), revision=revision, engine=engine, quantize=quantize)
-        target.source = str(name)
+        target.source, target._fingerprint = str(name), fingerprint or target._fingerprint
         return target
 
     @property

@@ -21,10 +21,11 @@ class TextTokens:
 
     Args:
         frequent: tokens that keep their places, from 0 on. spare: those that have the places behind them until the text
-            needs these, the likeliest first.
+            needs these, the likeliest first. end: tokens from this id on get no place.
     """
 
-    def __init__(self, frequent: list[int], spare: list[int]) -> None:
+    def __init__(self, frequent: list[int], spare: list[int], end: int | None = None) -> None:
+        self._end = end
         self._frequent, self._spare, self._fixed, self._first = frequent, spare, frozenset(frequent), len(frequent)
         self._held = list(spare)  # by place, from the first that is not fixed
         self._places: dict[int, int] = {}  # of what is held, who gives way first coming first
@@ -59,7 +60,7 @@ class TextTokens:
 
     def anew(self) -> "TextTokens":
         """The same before any text."""
-        return TextTokens(self._frequent, self._spare)
+        return TextTokens(self._frequent, self._spare, self._end)
 
     def __contains__(self, token: int) -> bool:
         return token in self._fixed or token in self._places
@@ -72,7 +73,7 @@ class TextTokens:
         self._places = {token: place for place, token in reversed(list(enumerate(self._spare)))}
 
     def _meet(self, token: int) -> None:
-        if not self._spare:
+        if not self._spare or (self._end is not None and token >= self._end):
             return
         place = self._places.pop(token, None)
         if place is None:

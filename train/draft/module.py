@@ -144,6 +144,6 @@ def load_weights(module: DraftModule, name: str, revision: str | None = None) ->
         ValueError: nothing loadable there.
     """
     disable_progress_bar()  # transformers' own: there is one already, the training's
-    found = load_model(name, "float32", "cpu", revision, None, (0, 0))
+    found, _ = load_model(name, "float32", "cpu", revision, None, (0, 0))
     module.load_base(found.state_dict())
     module.base.generation_config = found.generation_config

@@ -16,7 +16,10 @@ from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.reader import check_source
 from data_prep.features_run import make_headers
 from data_prep.store.reader import FeatureStore
-from drafters.model.files import load_config_only, weight_map
+from drafters.model.adapter import BASE
+from drafters.model.files import load_config_only
+from drafters.model.loading import config_and_adapter
+from drafters.model.weights import open_weights, weight_files
 from drafters.wording import size_text
 from train.config import OnlineData, TrainConfig
 from train.data.online import OnlineFeatures, as_features_config
@@ -101,12 +104,23 @@ def not_here(config: TrainConfig, local: TrainConfig | None) -> str:
     if local is config:  # a folder: what it lacks is an error
         return ""
     folder = Path(local.target)
-    index = folder / "model.safetensors.index.json"
-    names = set(weight_map(index).values()) if index.is_file() else {"model.safetensors"}
-    missing = [] if all((folder / name).is_file() for name in names) else ["weights"]
+    missing = [] if all((folder / name).is_file() for name in weight_files(local.target)) else ["weights"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer")
     return " and ".join(missing)
+
+
+def check_model(name: str) -> PretrainedConfig:
+    """The configuration of a model that a run loads beside its target; of an adapter its base model's.
+
+    Raises:
+        ValueError: it cannot be used, or its tensors are not those of its configuration, if they are in a folder.
+    """
+    config, adapter = config_and_adapter(name)
+    base = name if adapter is None else adapter[BASE]
+    if Path(base).is_dir():
+        open_weights(base, None, config)
+    return config
 
 
 def check_store(report: Report, path: Path, split: str) -> FeatureStore | None:

@@ -18,7 +18,6 @@ from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
 from drafters.model.kv_cache import head_sizes
-from drafters.model.loading import config_and_adapter
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.data.packing import Source
@@ -45,7 +44,7 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
     target, local = checks.check_target(report, config, given.target_config), checks.here(config)
     missing = checks.not_here(config, local)
-    others = [report.check(key, functools.partial(config_and_adapter, n), n) for key, n in config.other_models.items()]
+    others = [report.check(key, functools.partial(checks.check_model, n), n) for key, n in config.other_models.items()]
     compared, train = False, None
     heldout: Source | None = None
     if config.data is not None:

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 
 from drafters.model.ends import FrozenEnds
-from drafters.model.files import resolve_device
-from drafters.model.loading import meta_model
+from drafters.model.files import meta_model, resolve_device
 from train.attention import as_if_on
 from train.config import TrainConfig
 from train.data.packing import Batch, Span

@@ -1,0 +1,306 @@
+"""The weights of a model: which files hold them, and whether they are those that its config.json describes.
+
+Decoding, capture, training and export open a model's files here (``open_weights``), so that all of them read the same
+tensors, tie the same ends and compute the same fingerprint. transformers fills a missing tensor with random numbers and
+drops an unexpected one; here both are errors, found from the headers of the files.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import logging
+
+from drafters.paths import readable
+from drafters.wording import shortened
+
+from .files import meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file
+EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+PACKED = ("weight", "qweight", "weight_packed")  # names of a projection's weight: plain, of AWQ and GPTQ, packed
+SHOWN = 4  # tensors that a message names
+
+
+class Stored(NamedTuple):
+    """A tensor's place: the file that holds it, its dtype as safetensors names it ("BF16"), and its shape."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Weights:
+    """The tensors in a model's safetensors files, by name; none is read before it is asked for."""
+
+    name: str
+    revision: str | None
+    config: PretrainedConfig
+    stored: dict[str, Stored]
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Names of the embedding and the LM head. Tied ends are one tensor, under either name."""
+        if not getattr(self.config, "tie_word_embeddings", False):
+            return EMBEDDING, LM_HEAD
+        tied = EMBEDDING if EMBEDDING in self.stored or LM_HEAD not in self.stored else LM_HEAD
+        return tied, tied
+
+    def path(self, key: str) -> str:
+        """The file that holds a floating-point tensor, downloaded if it is on the Hub.
+
+        Raises:
+            ValueError: the tensor is stored as whole numbers, or as FP8, whose scales are another tensor.
+        """
+        path, dtype = fetch(self.name, self.stored[key].file, self.revision), self.stored[key].dtype
+        refuse_integers(path, key, dtype)
+        if dtype.startswith("F8"):
+            raise ValueError(f"{path}: {key} is stored as {dtype}; give a model whose {key} is F32, BF16 or F16")
+        return path
+
+    def read(self, key: str) -> Tensor:
+        """A floating-point tensor, in its own dtype; raises as ``path`` does."""
+        with safe_open(self.path(key), framework="pt") as file:
+            return file.get_tensor(key)
+
+    @property
+    def projection(self) -> str | None:
+        """Name of the last layer's output projection; None where no tensor has Llama's name of it."""
+        last = f"model.layers.{getattr(self.config, 'num_hidden_layers', 0) - 1}.self_attn.o_proj."
+        return next((last + kind for kind in PACKED if last + kind in self.stored), None)
+
+    def fingerprint(self) -> str | None:
+        """``TargetModel.fingerprint`` of these files: of quantised weights, of the values as they are stored.
+
+        None where the tensors have other names than Llama's.
+        """
+        if (projection := self.projection) is None or NORM not in self.stored:
+            return None
+        with safe_open(fetch(self.name, self.stored[projection].file, self.revision), framework="pt") as file:
+            row = file.get_slice(projection)[0:1][0]
+        return model_fingerprint(self.config, self.read(NORM), row)
+
+
+def open_weights(name: str, revision: str | None, config: PretrainedConfig) -> Weights:
+    """A model's weights, checked against its configuration.
+
+    Raises:
+        ValueError: no such files, or two sets of them; tensors that are missing, unexpected or of another shape than
+            ``config`` says; whole numbers; tied ends that differ; a quantisation whose package is not installed.
+    """
+    check_quantisation(name, config)
+    if elsewhere := getattr(config, "transformers_weights", None):
+        raise ValueError(
+            f"{name}: config.json names {shortened(elsewhere)} as transformers_weights, and the weights are read from "
+            f"{SINGLE} or {INDEX}; take the key out, and give the file one of these names"
+        )
+    weights = Weights(name, revision, config, stored_tensors(name, revision))
+    method = quantisation(config)
+    if method is None:
+        for key, (file, dtype, _) in weights.stored.items():
+            if key.endswith((".weight", ".bias")):  # a buffer may hold positions
+                refuse_integers(Path(name) / file, key, dtype)
+    if method in (None, "fp8"):  # others need their packages' own modules; ``load_model`` checks them
+        refuse_differences(name, config, _differences(name, weights))
+    both = getattr(config, "tie_word_embeddings", False) and {EMBEDDING, LM_HEAD} <= weights.stored.keys()
+    if both and not torch.equal(weights.read(EMBEDDING), weights.read(LM_HEAD)):
+        raise ValueError(
+            f"{name}: config.json has tie_word_embeddings: true, but {LM_HEAD} differs from {EMBEDDING} in its files; "
+            f"set tie_word_embeddings: false to use {LM_HEAD}, or remove that tensor"
+        )
+    return weights
+
+
+def stored_tensors(name: str, revision: str | None) -> dict[str, Stored]:
+    """Every tensor in the files of a model, from their headers.
+
+    Raises:
+        ValueError: no such files, damaged ones, two sets of them, or a tensor that two of them hold.
+    """
+    found: dict[str, Stored] = {}
+    for file in weight_files(name, revision):
+        for key, (dtype, shape) in _header(name, file, revision).items():
+            if key in found:
+                raise ValueError(f"{name}: {key} is in {found[key].file} and in {file}; remove the file that is stale")
+            found[key] = Stored(file, dtype, shape)
+    return found
+
+
+def weight_files(name: str, revision: str | None = None) -> list[str]:
+    """Names of the safetensors files that hold a model: ``model.safetensors``, or what the index names.
+
+    Raises:
+        ValueError: an index of other files beside ``model.safetensors``, of which transformers reads the one and
+            engines the other, or an index that is damaged.
+    """
+    try:
+        shards = sorted(set(weight_map(Path(fetch(name, INDEX, revision))).values()))
+    except EntryNotFoundError:
+        shards = [SINGLE]
+    except (RepositoryNotFoundError, HfHubHTTPError) as error:
+        raise _no_files(name, error) from error
+    second = SINGLE if shards != [SINGLE] and _exists(name, SINGLE, revision) else None
+    if Path(name).is_dir():
+        second = next((path.name for path in sorted(Path(name).glob(DISTRIBUTED)) if path.name not in shards), second)
+    if second:
+        raise ValueError(
+            f"{name} holds two sets of weights, {second} and {_listed(shards)}: programs differ in which "
+            "they read; remove the one that is stale"
+        )
+    return shards
+
+
+def fetch(name: str, file: str, revision: str | None) -> str:
+    """The local path of one file of a model, downloaded if it is on the Hub."""
+    if Path(name).is_dir():
+        path = Path(name) / file
+        if not path.is_file():
+            raise EntryNotFoundError(f"{path} does not exist")
+        return str(readable(path))
+    return hf_hub_download(name, file, revision=revision)
+
+
+def quantisation(config: PretrainedConfig) -> str | None:
+    """The method that a checkpoint is quantised with ("awq", "fp8"); None: it is not."""
+    method = _options(config).get("quant_method", "unknown") if getattr(config, "quantization_config", None) else None
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _options(config: PretrainedConfig) -> dict[str, Any]:
+    """``quantization_config``, which transformers keeps as a mapping or as an object of its own."""
+    given = config.quantization_config
+    return dict(given if isinstance(given, dict) else given.to_dict())
+
+
+def check_quantisation(name: str, config: PretrainedConfig) -> None:
+    """Raise ValueError where a quantised checkpoint cannot be loaded here: its package or its device is missing."""
+    if (method := quantisation(config)) is None:
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(_options(config), pre_quantized=True)
+        with _quiet():
+            quantizer.validate_environment(device_map=None, weights_only=True)
+    except (ImportError, RuntimeError, ValueError) as error:
+        said = str(error).strip().splitlines()[0].rstrip(".")
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            said = f"that needs {error.name}: pip install {error.name}"
+        raise ValueError(
+            f"{name} is quantised ({method}) and cannot be loaded here: {said}; or give the model that it was made from"
+        ) from None
+
+
+def refuse_differences(name: str, config: PretrainedConfig, info: dict[str, Any]) -> None:
+    """Raise ValueError where transformers' ``output_loading_info`` lists tensors that are not as ``config`` says."""
+    unexpected = set(info["unexpected_keys"])
+    if quantisation(config) is not None:  # scales are the quantiser's own affair
+        unexpected = {key for key in unexpected if key.endswith((".bias", ".weight"))}
+    found = {
+        "missing": set(info["missing_keys"]),
+        "unexpected": unexpected,
+        "of another shape": {key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]},
+    }
+    if wrong := [f"{what}: {_listed(keys)}" for what, keys in found.items() if keys]:
+        layers = getattr(config, "num_hidden_layers", "no")
+        raise ValueError(
+            f"{name}: its tensors are not those that its config.json describes ({layers} layers of "
+            f"{config.model_type}): {'; '.join(wrong)}. Download it again, or correct config.json"
+        )
+
+
+def _differences(name: str, weights: Weights) -> dict[str, Any]:
+    """transformers' loading info for these tensors: it loads them without contents, so nothing is read."""
+    fp8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+    given = {
+        key: torch.empty(shape, dtype=fp8.get(dtype, torch.float32), device="meta")
+        for key, (_, dtype, shape) in weights.stored.items()
+    }
+    try:
+        empty, config = meta_model(weights.config), copy.deepcopy(weights.config)
+    except ValueError as error:
+        raise not_loaded(error, name, "causal LM", "the config.json of one") from error
+    if quantisation(config) is not None:  # else which names are expected would depend on whether a GPU is here
+        config.quantization_config = {**_options(config), "dequantize": True}
+    with _quiet():
+        try:
+            _, info = type(empty).from_pretrained(
+                None,
+                config=config,
+                state_dict=given,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        except RuntimeError as error:  # some of the tensors that it joins, an expert of a layer say, are missing
+            # Transformers 4, which an engine's process may have when it reads a norm through this module, has none.
+            from transformers.core_model_loading import revert_weight_conversion
+
+            missing = revert_weight_conversion(empty, empty.state_dict()).keys() - weights.stored.keys()
+            if not missing:
+                raise not_loaded(error, name, "model", "tensors that belong together") from error
+            info = {"missing_keys": missing, "unexpected_keys": (), "mismatched_keys": ()}
+    return dict(info)
+
+
+def _listed(keys: Iterable[str]) -> str:
+    """Some of the names, and how many more there are."""
+    names = sorted(keys)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _header(name: str, file: str, revision: str | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor of one file; of one that was not downloaded yet, only its header is."""
+    path: Any = None if Path(name).is_dir() else try_to_load_from_cache(name, file, revision=revision)
+    try:
+        if not Path(name).is_dir() and not isinstance(path, str):
+            online = HfApi().parse_safetensors_file_metadata(name, file, revision=revision)
+            return {key: (str(info.dtype), tuple(info.shape)) for key, info in online.tensors.items()}
+        path = path or fetch(name, file, revision)
+        with safe_open(path, framework="pt") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+            return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+    except SafetensorError as error:
+        raise not_loaded(error, str(path), "model", "whole safetensors files") from error
+    except (EntryNotFoundError, RepositoryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
+        raise _no_files(name, error) from error
+
+
+def _no_files(name: str, error: Exception) -> ValueError:
+    return ValueError(f"{name}: no {SINGLE} (nor its index and the files that it names) found there: {error}")
+
+
+def _exists(name: str, file: str, revision: str | None) -> bool:
+    if Path(name).is_dir():
+        return (Path(name) / file).is_file()
+    if isinstance(try_to_load_from_cache(name, file, revision=revision), str):
+        return True
+    with contextlib.suppress(OSError, HfHubHTTPError, HTTPError):  # offline: what is not in the cache is not read
+        return HfApi().file_exists(name, file, revision=revision)
+    return False
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report and progress bar: the errors here say what is wrong."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
