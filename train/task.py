@@ -16,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drafters.choices import SHIFTED
 from drafters.methods import drafter_class, method_names
 from train.config import TrainConfig
 
@@ -138,12 +137,12 @@ class Task(ABC):
                 f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
                 f"{self.config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
             )
-        for key, usual in (("inputs", SHIFTED), ("fc_bias", False), ("layer", "target")):
-            theirs, ours = (config.get(key, usual) for config in (found["drafter"], self.drafter_config()))
+        for key, older in (("inputs", None), ("fc_bias", None), ("layer", "target")):
+            theirs, ours = (config.get(key, older) for config in (found["drafter"], self.drafter_config()))
             if theirs != ours:  # weights of the same shapes, perhaps
                 raise ValueError(
-                    f"init_from: the head in {checkpoint} has {key}: {theirs}, and this trains one with {key}: {ours}; "
-                    f"set {key}={theirs}, or another init_from"
+                    f"init_from: the head in {checkpoint} has {key}: {theirs or 'the default'}, and this trains one "
+                    f"with {key}: {ours or 'the default'}; set the same, or another init_from"
                 )
         ids, source = weights.pop(DRAFT_IDS, None), f"init_from: {checkpoint}"
         if self.config.lora is None:
