@@ -230,9 +230,10 @@ def _layer_refused(to: str, method: str, options: Mapping[str, Any], target: "Pr
         return None
     biases = [name for name in ("attention_bias", "mlp_bias") if getattr(target, name, False)]
     of = f"the family {target.model_type!r}" + (f" with {' and '.join(biases)}" if biases else "")
-    families = f"{', '.join(SERVED)}, or with layer: llama" if eagle else "llama"
-    again = "; train one with layer=llama" if eagle else ""
-    return f"its layer is that of {of}; {WHO[to]} gets heads for {families}, without such biases{again}"
+    known = (
+        f"{', '.join(SERVED)}, without such biases; train one with layer=llama" if eagle else "llama, without biases"
+    )
+    return f"its layer is that of {of}, and {WHO[to]} has those of {known}"
 
 
 def _in_one_dtype(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -287,7 +288,7 @@ def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) 
     return [
         *found,
         f"{WHO[to]} knows no draft vocabulary of an EAGLE-1/2 head or an adapter: the one of {len(hot):,} tokens is "
-        f"left out, and it drafts with all {vocabulary:,}"
+        f"left out, and it drafts with all {vocabulary:,}",
     ]
 
 

@@ -38,7 +38,9 @@ def served_features(folder: Path, features: Tensor, embeddings: Tensor) -> Tenso
     del given["rope_parameters"]
     bias = given["model_type"] == "qwen2" or given.get("qkv_bias", False)
     keys = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps"
-    kept = {key: given[key] for key in f"{keys} max_position_embeddings rope_theta rope_scaling".split() if key in given}
+    kept = {
+        key: given[key] for key in f"{keys} max_position_embeddings rope_theta rope_scaling".split() if key in given
+    }
     config = LlamaConfig(**kept, num_hidden_layers=1, attention_bias=bias, attn_implementation="eager")
     layer: Any = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = torch.nn.Identity()
