@@ -61,12 +61,8 @@ def convert(
     folder = _folder(source, revision)
     config = read_config(folder, source, LOADS_AS_IT_IS)
     path, weights = read_weights(folder, source)
-    _check_known(weights, source)
+    _check_known(weights, source, exit_layer)
     eagle, notices = is_eagle(weights), []
-    if eagle and exit_layer is not None:
-        raise ValueError(
-            f"--exit-layer is {exit_layer}, and {source} is an EAGLE head, which reads no exit layer; leave it out"
-        )
     there = weights.get(EMBEDDING)  # the target's is read to be compared with it, and else not at all
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
@@ -108,8 +104,9 @@ def _folder(source: str, revision: str | None) -> Path:
     return folder
 
 
-def _check_known(weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise ValueError where the names are those of a head that this toolkit does not have."""
+def _check_known(weights: Mapping[str, Tensor], source: str, exit_layer: int | None) -> None:
+    """Raise ValueError where the names are those of a head that this toolkit does not have, or that has no exit layer
+    while one is given."""
     if any(name.startswith("midlayer.") or name in ("d2t", "t2d") for name in weights):
         raise ValueError(f"{source} is an EAGLE-3 head, and this toolkit has EAGLE-1/2 heads; import one of those")
     if any(name.startswith(("model.", "layers.1.")) for name in weights) or not weights:
@@ -117,6 +114,8 @@ def _check_known(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source} is no EAGLE-1/2 head and no Kangaroo adapter: it holds {len(weights)} tensors, for example "
             f"{', '.join(sorted(weights)[:3]) or 'none'}"
         )
+    if is_eagle(weights) and exit_layer is not None:
+        raise ValueError(f"--exit-layer is {exit_layer}, and {source} is an EAGLE head, which has none; leave it out")
 
 
 def _check_layer(

@@ -37,7 +37,7 @@ from .model.target import FeatureOutput, TargetModel
 
 
 class EagleHead(nn.Module):
-    """``fc`` over cat(embedding, feature), then one decoder layer, the target's or Llama's, without its input layernorm.
+    """``fc`` over cat(embedding, feature), then a decoder layer, the target's or Llama's, without its input layernorm.
 
     No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
     checkpoints. A head that ``reads`` tokens or features alone has no fc. ``bias``: of fc, as released heads for Vicuna

@@ -20,6 +20,7 @@ from .model.draft_head import DRAFT_IDS, check_ids, kept_ids
 from .model.ends import load_frozen_ends
 from .model.files import load_config_only
 from .model.layers import SERVED, default_layer, layer_config
+from .paths import readable
 from .released import (
     BIASED,
     HOT_TOKENS,
@@ -40,7 +41,6 @@ from .released import (
     shown,
     why_not,
 )
-from .paths import readable
 from .wording import dtype_name
 
 if TYPE_CHECKING:

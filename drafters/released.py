@@ -92,7 +92,7 @@ def head_layer(config: Mapping[str, Any], target: "PretrainedConfig", eagle: boo
     if not eagle:
         return "target"
     said = made_from(config).get("layer")
-    return said if said in get_args(HeadLayer) else default_layer(target)
+    return next((layer for layer in get_args(HeadLayer) if layer == said), None) or default_layer(target)
 
 
 def no_target(to: str, family: str) -> str | None:

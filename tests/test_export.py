@@ -248,8 +248,8 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", ROPES)
 def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path) -> None:
-    """Catches Llama 3.1's scaling dropped for readers of the old keys (transformers 4.57, SGLang), which then draft with
-    other positions, and a --check that compares what these do not read."""
+    """Catches Llama 3.1's scaling dropped for readers of the old keys (transformers 4.57, SGLang), which then draft
+    with other positions, and a --check that compares what these do not read."""
     turned = {"rope_type": kind, "rope_theta": 500000.0, **ROPES[kind]}
     model = tiny.build(family, head_dim=12, rope_parameters=turned)
     model.save_pretrained(tmp_path / "target")
