@@ -38,8 +38,8 @@ WHO = {"official": "the official code", "vllm": "vLLM", "sglang": "SGLang"}
 # (February 2026), SGLang's classes that hand out embedding and LM head (0.5.23). vLLM 0.32 asks no more of a target.
 _TARGETS = {
     "official": ("llama", "mixtral", "qwen2", "qwen3"),
-    "sglang": ("apertus", "ernie4_5", "exaone4", "glm4", "llama", "ministral3", "mistral", "phi3", "qwen2", "qwen3")
-    + ("qwen3_moe",),
+    "sglang": ("apertus", "ernie4_5", "exaone4", "glm4", "gpt_oss", "llama", "ministral3", "mistral", "phi3")
+    + ("qwen2", "qwen3", "qwen3_moe"),
 }
 
 
