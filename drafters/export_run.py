@@ -228,11 +228,11 @@ def _layer_refused(to: str, method: str, options: Mapping[str, Any], target: "Pr
         return None
     if default_layer(target) == "target" and (eagle or target.model_type == "llama"):
         return None
-    biases = [name for name in ("attention_bias", "mlp_bias") if getattr(target, name, False)]
-    of = f"the family {target.model_type!r}" + (f" with {' and '.join(biases)}" if biases else "")
-    known = (
-        f"{', '.join(SERVED)}, without such biases; train one with layer=llama" if eagle else "llama, without biases"
-    )
+    more = [name for name in ("attention_bias", "mlp_bias") if getattr(target, name, False)]
+    if target.model_type in SERVED and target.hidden_act != "silu":
+        more.append(f"hidden_act {target.hidden_act}")
+    of = f"the family {target.model_type!r}" + (f" with {' and '.join(more)}" if more else "")
+    known = f"{', '.join(SERVED)} without biases; train one with layer=llama" if eagle else "llama without biases"
     return f"its layer is that of {of}, and {WHO[to]} has those of {known}"
 
 

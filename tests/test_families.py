@@ -131,6 +131,9 @@ def test_heads_are_refused_with_a_reason(family: str) -> None:
         for device in ("cpu", "meta"):  # as training does, and as the features' run does beforehand
             with torch.device(device), pytest.raises(ValueError, match=f"no learned head .*'{family}': .*{reason}"):
                 use_dialogue_attention(kind(target.config), target.config)
+    if family == "gemma":  # whose embedding is scaled, which no layer of a head makes up for
+        with pytest.raises(ValueError, match=f"no learned head .*'{family}': .*{reason}"):
+            EagleHead(target.config, layer="llama")
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -90,6 +90,10 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
         first, embedding, norm = body.layers[0], body.embed_tokens, body.norm
         own_attention, rotary = first.self_attn, body.rotary_emb
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        experts = any("expert" in name for name, _ in first.named_modules()) or any(
+            weights.dim() > 2 for weights in first.parameters()
+        )
+        llama = _llama_config(own, experts) if layer == "llama" else None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise no_head(config, error) from error
     # Training reads their weights from the files and does no more with them than these classes do.
@@ -97,11 +101,7 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
         raise no_head(config, f"its embedding is a {type(embedding).__name__}, not a plain one")
     if type(head) is not nn.Linear or head.bias is not None:
         raise no_head(config, "its LM head is not a plain product without a bias")
-    experts = any("expert" in name for name, _ in first.named_modules()) or any(
-        weights.dim() > 2 for weights in first.parameters()
-    )
-    if layer == "llama":
-        llama = _llama_config(own, experts)
+    if llama is not None:
         eps = llama.rms_norm_eps
         return LayerKind(llama, LlamaDecoderLayer, LlamaAttention, LlamaRotaryEmbedding, LlamaRMSNorm, eps)
     return LayerKind(
@@ -117,8 +117,8 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
 def _llama_config(target: PretrainedConfig, experts: bool) -> LlamaConfig:
     """One Llama layer of the target's width, heads, head_dim and RoPE, without biases.
 
-    Its MLP is as wide as ``intermediate_size`` says. Where that is less than twice the width of a mixture of experts,
-    it is one expert's, and the MLP is as wide as all experts that a token goes through.
+    Its MLP is as wide as ``intermediate_size`` says. Where a mixture of experts has less than twice its width there,
+    that is one expert's, and the MLP is as wide as all experts that a token goes through.
 
     Its RoPE turns whole heads, by halves. A kind of RoPE that engines compute otherwise (dynamic, longrope), which
     changes with the length of the text, becomes the default one of the same base.
