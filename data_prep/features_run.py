@@ -16,6 +16,7 @@ from drafters.eagle import EagleHead
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device, resolve_dtype
+from drafters.model.layers import default_layer
 from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
@@ -197,7 +198,7 @@ def check_target(config: FeaturesConfig, model: PretrainedConfig, tokens: int) -
             "model's; put the right tokenizer beside the weights"
         )
     with torch.device("meta"):  # of families without a head, before the features are made for it
-        KangarooAdapter(model) if config.exit_layers else EagleHead(model)
+        KangarooAdapter(model) if config.exit_layers else EagleHead(model, layer=default_layer(model))
     resolve_device(config.device)
 
 

@@ -203,12 +203,12 @@ class LearnedDrafter(Drafter):
         Raises:
             ValueError: weights that are not the module's, ids that are no tokens, or wrong options.
         """
+        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
         module = cls.build_module(target.config, options)
         if (ids := weights.get(DRAFT_IDS)) is not None:
             check_ids(ids, target.vocab_size, "the checkpoint")
             module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
         checkpoint.load_state(module, weights)
-        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
         return cls(target, module, checked)
 
     def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:

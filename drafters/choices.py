@@ -10,3 +10,5 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # auto: what the devi
 HeadInputs = Literal["feature+shifted_token", "feature+unshifted_token", "token", "feature"]
 SHIFTED: Final = "feature+shifted_token"
 UNSHIFTED: Final = "feature+unshifted_token"
+# The kind of an EAGLE head's decoder layer: the target's own, or Llama's with the target's width, heads and RoPE.
+HeadLayer = Literal["target", "llama"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from .checkpoint import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
 from .convert import LOADS_AS_IT_IS
@@ -14,6 +15,7 @@ from .eagle import EagleHead
 from .export import check_out, read_config
 from .kangaroo import KangarooAdapter
 from .model.ends import FrozenEnds, load_frozen_ends
+from .model.layers import layer_config
 from .model.weights import EMBEDDING as TARGETS
 from .released import (
     DTYPES,
@@ -21,6 +23,7 @@ from .released import (
     INDEXES,
     PICKLED_FILE,
     differences,
+    head_layer,
     is_eagle,
     made_from,
     read_weights,
@@ -58,20 +61,22 @@ def convert(
     folder = _folder(source, revision)
     config = read_config(folder, source, LOADS_AS_IT_IS)
     path, weights = read_weights(folder, source)
-    _check_known(weights, source)
+    _check_known(weights, source, exit_layer)
     eagle, notices = is_eagle(weights), []
     there = weights.get(EMBEDDING)  # the target's is read to be compared with it, and else not at all
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
-    _check_layer(config, ends, eagle, source, target)
+    layer = head_layer(config, ends.config, eagle)
+    shape = layer_config(ends.config, layer)
+    _check_layer(config, ends, shape, eagle, source, target)
     if (embedding := weights.pop(EMBEDDING, None)) is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
-    if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(ends.config, "rms_norm_eps", eps)):
-        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the target, whose layers it gets")
+    if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(shape, "rms_norm_eps", eps)):
+        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the layer that it gets")
     options: dict[str, Any] = {}
     if eagle:
-        options = _fc_bias(config, weights, source, notices)
-        module: Any = EagleHead(ends.config, bias=options.get("fc_bias", False))
+        options = _fc_bias(config, weights, source, notices) | ({} if layer == "target" else {"layer": layer})
+        module: Any = EagleHead(ends.config, bias=options.get("fc_bias", False), layer=layer)
     else:
         options = {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
         module = KangarooAdapter(ends.config)
@@ -99,8 +104,9 @@ def _folder(source: str, revision: str | None) -> Path:
     return folder
 
 
-def _check_known(weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise ValueError where the names are those of a head that this toolkit does not have."""
+def _check_known(weights: Mapping[str, Tensor], source: str, exit_layer: int | None) -> None:
+    """Raise ValueError where the names are those of a head that this toolkit does not have, or that has no exit layer
+    while one is given."""
     if any(name.startswith("midlayer.") or name in ("d2t", "t2d") for name in weights):
         raise ValueError(f"{source} is an EAGLE-3 head, and this toolkit has EAGLE-1/2 heads; import one of those")
     if any(name.startswith(("model.", "layers.1.")) for name in weights) or not weights:
@@ -108,16 +114,20 @@ def _check_known(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source} is no EAGLE-1/2 head and no Kangaroo adapter: it holds {len(weights)} tensors, for example "
             f"{', '.join(sorted(weights)[:3]) or 'none'}"
         )
+    if is_eagle(weights) and exit_layer is not None:
+        raise ValueError(f"--exit-layer is {exit_layer}, and {source} is an EAGLE head, which has none; leave it out")
 
 
-def _check_layer(config: Mapping[str, Any], ends: FrozenEnds, eagle: bool, source: str, target: str) -> None:
-    """Raise ValueError unless the head is made of one layer of the target's."""
+def _check_layer(
+    config: Mapping[str, Any], ends: FrozenEnds, shape: PretrainedConfig, eagle: bool, source: str, target: str
+) -> None:
+    """Raise ValueError unless the head is made of one layer of this ``shape``."""
     if (layers := config.get("num_hidden_layers", 1)) != 1:
         raise ValueError(f"{source}: num_hidden_layers is {shortened(layers)} in {CONFIG_FILE}, and a head has 1")
     said = dict(config)
     if not eagle:  # the official adapter's RoPE is that of Llama 1, whatever its config.json says
         said = {key: value for key, value in said.items() if not key.startswith("rope_")}
-    if found := differences(said, ends.config, eagle):
+    if found := differences(said, shape, eagle):
         raise ValueError(
             f"{source} is no head for {target}: {'; '.join(found)}. Give the model that it was trained for: "
             "--target MODEL"

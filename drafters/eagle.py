@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter, Promised
-from .choices import SHIFTED, UNSHIFTED, HeadInputs
+from .choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
 from .decoding.acceptance import Verdict
 from .decoding.cost import CostsByLength, Make, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
 from .decoding.kept_costs import Costs
-from .decoding.loop import DecodeState, last_of, padded
+from .decoding.loop import DecodeState, last_of, padded, rows_of
 from .decoding.sampling import Sampling
 from .drafting.auto import PRIOR, Chooser, Probability, Way
 from .drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
@@ -30,14 +30,14 @@ from .drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic,
 from .model.cpu_pass import CpuPass, cpu_pass
 from .model.draft_head import DraftHeadOptions, quantize_layers
 from .model.kv_cache import KVCache
-from .model.layers import check_head, layer_kind, made
+from .model.layers import check_head, layer_kind, made, own_rope
 from .model.linear import Product
 from .model.rows import CHAIN, Rows
 from .model.target import FeatureOutput, TargetModel
 
 
 class EagleHead(nn.Module):
-    """``fc`` over cat(embedding, feature), then one decoder layer of the target's kind without its input layernorm.
+    """``fc`` over cat(embedding, feature), then a decoder layer, the target's or Llama's, without its input layernorm.
 
     No final norm; the embedding and the LM head are the target's. Parameter names are those of the released
     checkpoints. A head that ``reads`` tokens or features alone has no fc. ``bias``: of fc, as released heads for Vicuna
@@ -49,18 +49,24 @@ class EagleHead(nn.Module):
 
     inputs = 2  # hidden states that it takes
 
-    def __init__(self, target_config: PretrainedConfig, reads: HeadInputs = SHIFTED, bias: bool = False) -> None:
+    def __init__(
+        self,
+        target_config: PretrainedConfig,
+        reads: HeadInputs = SHIFTED,
+        bias: bool = False,
+        layer: HeadLayer = "target",
+    ) -> None:
         super().__init__()
-        kind = layer_kind(target_config)
+        kind = layer_kind(target_config, layer)
         config: Any = kind.config
-        self.reads = reads
+        self.reads, self.layer = reads, layer
         if reads in (SHIFTED, UNSHIFTED):
             self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
             if bias:
                 nn.init.zeros_(self.fc.bias)
-        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0)
-        layer.input_layernorm = nn.Identity()
-        self.layers = nn.ModuleList([layer])
+        decoder: Any = made(config, kind.decoder_layer, config, layer_idx=0)
+        decoder.input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([decoder])
         self.rotary_emb = kind.rotary(config)  # type: ignore[call-arg, arg-type]
         for weights in self.parameters():
             if weights.dim() == 2:
@@ -111,7 +117,7 @@ class EagleOptions(DraftHeadOptions):
     keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
 
     ``inputs``: what the head was trained to read; engines and released checkpoints know the first alone. ``fc_bias``:
-    its fc has a bias.
+    its fc has a bias. ``layer``: the kind of its decoder layer.
 
     The dynamic tree's defaults are those of EAGLE-2's released evaluation. What it calls depth 5 are levels after the
     root's own children, so 6 in all, and its 60 tokens count the root.
@@ -125,6 +131,7 @@ class EagleOptions(DraftHeadOptions):
     acceptance: dict[Way, list[list[Probability]]] | None = None
     inputs: HeadInputs = SHIFTED
     fc_bias: bool = False
+    layer: HeadLayer = "target"
 
 
 # A fixed shape has to promise so many times the gain of growing on this very text: its rates are of others, too.
@@ -189,21 +196,22 @@ class EagleDrafter(LearnedDrafter):
             def enter(states: Tensor, tokens: Tensor) -> Tensor:
                 return head.enter(states, target.embed(tokens), fc)
 
-        self._head = target.runner.part(head.layers, enter)
+        self._head = target.runner.part(head.layers, enter, rope=own_rope(head, target.config, target.runner.rope))
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
         self._one_call: CpuPass | None = None
         whole, product = getattr(self._head.layers[0].layer, "whole", None), self.lm_head.product
         if options.inputs == SHIFTED and isinstance(fc, Product):
-            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens, target.runner.rope)
+            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens, self._head.rope)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        return EagleHead(target_config, drafter_config.get("inputs", SHIFTED), drafter_config.get("fc_bias", False))
+        names = {"inputs": "reads", "fc_bias": "bias", "layer": "layer"}
+        return EagleHead(target_config, **{names[key]: value for key, value in drafter_config.items() if key in names})
 
     def drafter_config(self) -> dict[str, Any]:
         options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
-        options |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
+        options |= {"layer": cast(Any, self.module).layer} | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
         options |= {"fc_bias": True} if self.fc_bias else {}
         # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
         options |= {} if self._own_depth is None else {"depth": self._own_depth}
@@ -352,7 +360,7 @@ class EagleDrafter(LearnedDrafter):
             for row, count in zip(rows, counts, strict=True):
                 row.extend(range(start, start + count))
             start += features.shape[1]
-        self._features = _of_rows(torch.cat([features for features, _ in pieces], dim=1), rows)
+        self._features = rows_of(torch.cat([features for features, _ in pieces], dim=1), rows)
         self._counts = [len(row) for row in rows]
 
     def _given(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
@@ -439,12 +447,4 @@ class EagleDrafter(LearnedDrafter):
 
 def _of_step(output: FeatureOutput, verdict: Verdict) -> tuple[Tensor, list[int]]:
     """The features of the rows that a step committed, and how many those are in each batch row: none in a finished."""
-    return _of_rows(output.features, verdict.rows), [len(rows) for rows in verdict.rows]
-
-
-def _of_rows(features: Tensor, rows: list[list[int]]) -> Tensor:
-    """``[B, most, H]``: of ``features [B, R, H]`` the given rows of each batch row, filled on the right; a copy."""
-    if len(rows) == 1 and rows[0] == [*range(len(rows[0]))]:  # a step without a draft: a third of the time
-        return features[:, : len(rows[0])].clone()
-    places = padded(rows, features.device)[..., None]
-    return features.gather(1, places.expand(-1, -1, features.shape[2]))
+    return rows_of(output.features, verdict.rows), [len(rows) for rows in verdict.rows]

@@ -3,7 +3,7 @@
     python -m drafters.export CHECKPOINT --to official|vllm|sglang --out FOLDER [--target MODEL] [--adapter LORA]
     python -m drafters.export --check FOLDER [--to official|vllm|sglang] [--target MODEL]
 
-EAGLE heads go to all three (of Llamas and families of that layer); the official code and vLLM read the same folder.
+EAGLE heads whose decoder layer is a Llama's go to all three; the official code and vLLM read the same folder.
 Kangaroo adapters of Llamas go to their official code. Each folder gets a README.md that says how to serve it. Who loads
 a head says nothing where a name, a shape or a key of config.json is wrong: --check does, with status 1.
 """
@@ -26,6 +26,11 @@ def check_out(out: Path) -> None:
         raise ValueError(f"--out {out} is {'a file' if out.is_file() else 'not empty'}; give a new folder")
 
 
+def _no_number(text: str) -> None:
+    """Refuse NaN and Infinity, which no size of a head is."""
+    raise ValueError(f"it holds {text}")
+
+
 def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
     """The ``config.json`` of a head in the form of its authors or of an engine, as it is.
 
@@ -36,7 +41,7 @@ def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{source} holds no {path.name}; a released head is a folder of that and one file of weights")
     try:
-        found = json.loads(readable(path).read_text(encoding="utf-8"))
+        found = json.loads(readable(path).read_text(encoding="utf-8"), parse_constant=_no_number)
     except ValueError as error:
         raise ValueError(f"{source}: {path.name} is not valid JSON ({error})") from None
     if not isinstance(found, dict):

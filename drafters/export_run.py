@@ -10,15 +10,17 @@ from transformers import LlamaConfig
 
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_state
 from .choices import SHIFTED
-from .eagle import EagleHead
-from .export import EXPORT_FIRST, check_out, read_config
+from .config import validate
+from .export import EXPORT_FIRST, READERS, check_out, read_config
 from .export_readme import Exported, readme
 from .files import replace_json, replace_text, replacing, save_tensors
 from .head_adapter import load_head
-from .kangaroo import KangarooAdapter
-from .model.draft_head import DRAFT_IDS
+from .methods import drafter_class
+from .model.draft_head import DRAFT_IDS, check_ids, kept_ids
 from .model.ends import load_frozen_ends
 from .model.files import load_config_only
+from .model.layers import SERVED, default_layer, layer_config
+from .paths import readable
 from .released import (
     BIASED,
     HOT_TOKENS,
@@ -28,8 +30,11 @@ from .released import (
     SGLANG,
     WHO,
     differences,
+    head_layer,
     is_eagle,
     made_from,
+    no_target,
+    older_keys,
     problems,
     read_weights,
     rope,
@@ -41,13 +46,7 @@ from .wording import dtype_name
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Families whose head's layer is Llama's (of Qwen2: with biases of q, k and v), of targets that are served there. A head
-# sees all that came before, also where its target has sliding windows.
-FAMILIES = {
-    "official": ("llama", "mixtral", "qwen2"),
-    "vllm": ("llama", "mistral", "mixtral", "qwen2"),
-    "sglang": ("llama", "mistral", "mixtral", "qwen2"),
-}
+# A head sees all that came before, also where its target has sliding windows.
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -68,11 +67,13 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     """
     check_out(out)
     config, weights = load_head(checkpoint, adapter=adapter)
-    trained, options = config["target"], config["drafter"]
-    _check_method(config, checkpoint, to)
+    trained, method = config["target"], config["drafter_type"]
+    refuse(checkpoint, to, _method_refused(to, method, config["drafter"]))
+    kind: Any = drafter_class(method)
+    options = validate(kind.options, config["drafter"], source=f"{checkpoint}: options of drafter {method!r}")
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
-    _check_family(family, checkpoint, to, config["drafter_type"])
+    refuse(checkpoint, to, _layer_refused(to, method, config["drafter"], family))
     # A head that is served beside another target loads as well, and nothing that it drafts is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
     if fingerprint != trained["fingerprint"]:
@@ -80,19 +81,21 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
             f"{checkpoint} was trained for {trained['name']!r} (fingerprint {trained['fingerprint']}), and {name} is "
             f"another model (fingerprint {fingerprint}); give the one it was trained for: --target MODEL"
         )
-    ids, count = weights.pop(DRAFT_IDS, None), options.get("draft_vocab")
-    hot = None if count is None else ids  # all that are listed: an engine adds none of the text's own to them
-    eagle, fc_bias = config["drafter_type"] == "eagle", options.get("fc_bias", False)
-    load_state(EagleHead(family, bias=fc_bias) if eagle else KangarooAdapter(family), weights, checkpoint)
+    if (ids := weights.pop(DRAFT_IDS, None)) is not None:
+        check_ids(ids, family.vocab_size, checkpoint)
+    kept_ids(ids, options, family.vocab_size, checkpoint)  # refuses what drafting would
+    hot = None if options.draft_vocab is None else ids  # all: an engine adds none of the text's own to them
+    eagle, fc_bias = method == "eagle", config["drafter"].get("fc_bias", False)
+    load_state(kind.build_module(family, config["drafter"]), weights, checkpoint)
     if fc_bias and not weights["fc.bias"].any():
         weights.pop("fc.bias")
         fc_bias = False
     weights = _in_one_dtype(weights)
-    written = head_config(family, to, fc_bias, next(iter(weights.values())).dtype) | {
+    shape = layer_config(family, options.layer if eagle else "target")
+    written = head_config(shape, to, fc_bias, next(iter(weights.values())).dtype) | {
         MADE_FROM: _made_from(config, checkpoint)
     }
-    if reason := why_not(to, written, eagle, fc_bias):
-        raise ValueError(f"{checkpoint} cannot be exported for {WHO[to]}: {reason}")
+    refuse(checkpoint, to, why_not(to, written, eagle, fc_bias))
     if to == "sglang":
         weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))
         if hot is not None:  # else the pruned LM head would be the embedding, too
@@ -100,11 +103,11 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     if wrong := problems(written, weights, pickled=not eagle):  # else this is a mistake of ours
         raise ValueError(f"{checkpoint} would not load there: {'; '.join(wrong)}")
     same = ("sglang",) if to == "sglang" else ("official", "vllm")
-    known = [one for one in same if family.model_type in FAMILIES[one]]
+    known = [one for one in same if one == to or not no_target(one, family.model_type)]
     readers = tuple(one for one in known if why_not(one, written, eagle, fc_bias) is None)
     text = readme(written, weights, Exported(checkpoint, name, to, out, hot, readers))
     _write(out, written, weights, hot if to == "sglang" else None, text)
-    return _notices(to, hot, family.vocab_size)
+    return _notices(to, hot, family.vocab_size, no_target(to, family.model_type) if eagle else None)
 
 
 def check(folder: Path, to: str | None = None, target: str | None = None) -> str:
@@ -123,7 +126,7 @@ def check(folder: Path, to: str | None = None, target: str | None = None) -> str
     config = read_config(folder, source, EXPORT_FIRST)
     path, weights = read_weights(folder, source)
     eagle = is_eagle(weights)
-    found = problems(config, weights, path.name == PICKLED_FILE)
+    found = problems(config, weights, path.name == PICKLED_FILE) + _hot_problems(folder, config)
     if target is not None:
         found += _other_target(config, target, eagle)
     if found:
@@ -148,7 +151,7 @@ def check(folder: Path, to: str | None = None, target: str | None = None) -> str
 
 
 def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """``config.json`` of a model of one layer as wide as the target's."""
+    """``config.json`` of a model of one layer: ``target``'s, or what ``layer_config`` gives for it."""
     # Without the name that transformers keeps of it, and without what would lead to code beside the target or say how
     # the target is quantised.
     left_out = ("_name_or_path", "auto_map", "quantization_config", *WINDOWS)
@@ -167,45 +170,70 @@ def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch
         "dtype": dtype_name(dtype),
         "torch_dtype": dtype_name(dtype),
     }
-    if (turning := rope(found))["rope_type"] == "default":  # as readers older than transformers 5 look for it
-        found |= {"rope_theta": turning["rope_theta"], "rope_scaling": None}
+    return found | older_keys(rope(found))
+
+
+def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig") -> dict[str, str | None]:
+    """For each reader, why it cannot serve a drafter of this ``method``, which has the ``options`` of a checkpoint, for
+    a ``target``; None: it can.
+
+    Raises:
+        ValueError: no head can be made for the target.
+    """
+    eagle, fc_bias = method == "eagle", options.get("fc_bias", False)
+    found = {}
+    for to in READERS:
+        found[to] = _method_refused(to, method, options) or _layer_refused(to, method, options, target)
+        if found[to] is None:
+            shape = layer_config(target, options.get("layer", "target"))
+            written = head_config(shape, to, fc_bias, torch.bfloat16)
+            found[to] = why_not(to, written, eagle, fc_bias) or (no_target(to, target.model_type) if eagle else None)
     return found
 
 
 def check_served(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
     """Raise ValueError where ``to`` cannot load a checkpoint with this ``config``, or its target is not there."""
-    _check_method(config, checkpoint, to)
+    method, options = config["drafter_type"], config["drafter"]
+    refuse(checkpoint, to, _method_refused(to, method, options))
     family = load_config_only(config["target"]["name"], config["target"]["revision"])
-    _check_family(family, checkpoint, to, config["drafter_type"])
-    if config["drafter"].get("fc_bias"):
+    refuse(checkpoint, to, _layer_refused(to, method, options, family))
+    if options.get("fc_bias"):
         raise ValueError(f"{checkpoint} has a bias in fc, which may or may not be dropped; export it and see")
 
 
-def _check_method(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
-    method, options = config["drafter_type"], config["drafter"]
+def refuse(checkpoint: str, to: str, reason: str | None) -> None:
+    """Raise ValueError if there is a ``reason``."""
+    if reason is not None:
+        raise ValueError(f"{checkpoint} cannot be exported for {WHO[to]}: {reason}")
+
+
+def _method_refused(to: str, method: str, options: Mapping[str, Any]) -> str | None:
     if method not in ("eagle", "kangaroo") or (method == "kangaroo" and to != "official"):
-        raise ValueError(
-            f"{checkpoint} is of the method {method!r}; {WHO[to]} loads EAGLE heads"
-            + (" and Kangaroo adapters" if to == "official" else "")
-            + ", and no other of ours"
-        )
+        adapters = " and Kangaroo adapters" if to == "official" else ""
+        return f"it is of the method {method!r}; {WHO[to]} loads EAGLE heads{adapters}, and no other of ours"
     if (inputs := options.get("inputs", SHIFTED)) != SHIFTED:
-        raise ValueError(
-            f"{checkpoint} reads {inputs!r}, and {WHO[to]} gives a head {SHIFTED!r} alone; train one with "
-            f"inputs={SHIFTED}, the default"
+        return (
+            f"it reads {inputs!r}, and {WHO[to]} gives a head {SHIFTED!r} alone; train one with inputs={SHIFTED}, the "
+            "default"
         )
     if own := [key for key in ("ffn", "own_lm_head") if method == "kangaroo" and options.get(key)]:
-        raise ValueError(f"{checkpoint} has {' and '.join(own)}, which {WHO[to]} does not know; train one without")
+        return f"it has {' and '.join(own)}, which {WHO[to]} does not know; train one without"
+    return None
 
 
-def _check_family(config: "PretrainedConfig", checkpoint: str, to: str, method: str) -> None:
-    biases = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
-    families = FAMILIES[to] if method == "eagle" else ("llama",)
-    if config.model_type not in families or biases:
-        of = f"the family {config.model_type!r}" + (f" with {' and '.join(biases)}" if biases else "")
-        raise ValueError(
-            f"{checkpoint} is a head for {of}; {WHO[to]} gets heads for {', '.join(families)}, without such biases"
-        )
+def _layer_refused(to: str, method: str, options: Mapping[str, Any], target: "PretrainedConfig") -> str | None:
+    """Why ``to`` has no layer of the head's kind."""
+    eagle = method == "eagle"
+    if eagle and options.get("layer", "target") == "llama":
+        return None
+    if default_layer(target) == "target" and (eagle or target.model_type == "llama"):
+        return None
+    more = [name for name in ("attention_bias", "mlp_bias") if getattr(target, name, False)]
+    if target.model_type in SERVED and target.hidden_act != "silu":
+        more.append(f"hidden_act {target.hidden_act}")
+    of = f"the family {target.model_type!r}" + (f" with {' and '.join(more)}" if more else "")
+    known = f"{', '.join(SERVED)} without biases; train one with layer=llama" if eagle else "llama without biases"
+    return f"its layer is that of {of}, and {WHO[to]} has those of {known}"
 
 
 def _in_one_dtype(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -220,12 +248,14 @@ def _made_from(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
     found = {"drafter": shown(checkpoint), "drafter_type": config["drafter_type"], "target": shown(target["name"])}
     found |= {"target_revision": target["revision"], "target_fingerprint": target["fingerprint"]}
     exit_layer = config["drafter"].get("exit_layer")
+    found |= {"layer": config["drafter"].get("layer", "target")} if config["drafter_type"] == "eagle" else {}
     return found | ({} if exit_layer is None else {"exit_layer": exit_layer})
 
 
 def _other_target(config: Mapping[str, Any], name: str, is_eagle: bool) -> list[str]:
     """What tells that a head is for another target than ``name``, in words."""
-    found = differences(config, load_config_only(name), is_eagle)
+    theirs = load_config_only(name)
+    found = differences(config, layer_config(theirs, head_layer(config, theirs, is_eagle)), is_eagle)
     known = made_from(config).get("target_fingerprint")
     if not found and known is not None:
         fingerprint = load_frozen_ends(name, device="meta").fingerprint
@@ -234,14 +264,31 @@ def _other_target(config: Mapping[str, Any], name: str, is_eagle: bool) -> list[
     return found
 
 
-def _notices(to: str, hot: Tensor | None, vocabulary: int) -> list[str]:
-    if hot is None:
+def _hot_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the ids that SGLang would draft with, in words; none where there is no such file."""
+    if not (path := folder / HOT_TOKENS).is_file():
         return []
+    try:
+        found = torch.tensor(torch.load(readable(path), weights_only=True))
+        check_ids(found, int(config["vocab_size"]), HOT_TOKENS)
+    except Exception as error:  # what a stranger wrote can fail in any way
+        return [(str(error).splitlines() or [type(error).__name__])[0]]
+    return []
+
+
+def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) -> list[str]:
+    found = [] if without is None else [f"{WHO[to]} cannot serve this today: {without}; the folder has its layout"]
+    if hot is None:
+        return found
     if to == "sglang":
-        return [f"the draft vocabulary of {len(hot):,} tokens is in {HOT_TOKENS}; README.md says how it is given"]
+        return [
+            *found,
+            f"the draft vocabulary of {len(hot):,} tokens is in {HOT_TOKENS}; README.md says how it is given",
+        ]
     return [
+        *found,
         f"{WHO[to]} knows no draft vocabulary of an EAGLE-1/2 head or an adapter: the one of {len(hot):,} tokens is "
-        f"left out, and it drafts with all {vocabulary:,}"
+        f"left out, and it drafts with all {vocabulary:,}",
     ]
 
 

@@ -7,7 +7,7 @@ them says little where something is wrong (see ``problems``), which is why all o
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from .choices import HeadLayer
+from .model.layers import default_layer
 from .model_card import is_hub_id
 from .paths import check_loadable, readable
 from .wording import dtype_name, shortened
@@ -32,6 +34,13 @@ SGLANG = {"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle"}  #
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EMBEDDING = "embed_tokens.weight"
 WHO = {"official": "the official code", "vllm": "vLLM", "sglang": "SGLang"}
+# Families of targets, by model_type, that a reader can run beside an EAGLE-1/2 head: the official code's own models
+# (February 2026), SGLang's classes that hand out embedding and LM head (0.5.23). vLLM 0.32 asks no more of a target.
+_TARGETS = {
+    "official": ("llama", "mixtral", "qwen2", "qwen3"),
+    "sglang": ("apertus", "ernie4_5", "exaone4", "glm4", "gpt_oss", "llama", "ministral3", "mistral", "phi3")
+    + ("qwen2", "qwen3", "qwen3_moe"),
+}
 
 
 def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
@@ -76,6 +85,21 @@ def made_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """What an export of ours says of where it is from; of others', nothing."""
     found = config.get(MADE_FROM)
     return found if isinstance(found, dict) else {}
+
+
+def head_layer(config: Mapping[str, Any], target: "PretrainedConfig", eagle: bool) -> HeadLayer:
+    """The kind of layer of a head with such a ``config.json``, which an export of ours tells."""
+    if not eagle:
+        return "target"
+    said = made_from(config).get("layer")
+    return next((layer for layer in get_args(HeadLayer) if layer == said), None) or default_layer(target)
+
+
+def no_target(to: str, family: str) -> str | None:
+    """Why ``to`` cannot run targets of this ``family`` (a model_type) beside an EAGLE head; None: it can."""
+    if to not in _TARGETS or family in _TARGETS[to]:
+        return None
+    return f"it runs no targets of the family {family!r} with EAGLE heads"
 
 
 def shown(name: str) -> str:
@@ -133,9 +157,31 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{CONFIG_FILE}: RoPE is told as {shortened(said)}, which cannot be read") from None
 
 
+def older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as readers before transformers 5 find it: they look at ``rope_theta`` and ``rope_scaling`` alone.
+
+    Raises:
+        ValueError: values of other types.
+    """
+    theta, scaling = config.get("rope_theta"), config.get("rope_scaling") or {}
+    if isinstance(scaling, Mapping):
+        scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
+    return rope({"rope_theta": theta, "rope_scaling": scaling})
+
+
+def older_keys(turning: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``, where those readers look for what ``rope`` gives."""
+    scaling = {key: value for key, value in turning.items() if key != "rope_theta"}
+    kind = turning["rope_type"]
+    return {
+        "rope_theta": turning["rope_theta"],
+        "rope_scaling": None if kind == "default" else scaling | {"type": kind},  # as the oldest call it
+    }
+
+
 def differences(config: Mapping[str, Any], target: "PretrainedConfig", eagle: bool) -> list[str]:
     """Where a head with such a ``config.json`` is not one layer of ``target``, in words; its tensors may have the same
-    shapes all the same."""
+    shapes all the same. ``target``: its configuration as ``layer_config`` gives it for the head's kind of layer."""
     wide, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     theirs = {"num_key_value_heads": heads, "head_dim": wide // heads, "hidden_act": "silu"}
     theirs |= {key: value for key, value in config.items() if value is not None}
@@ -155,6 +201,8 @@ def why_not(to: str, config: Mapping[str, Any], eagle: bool, fc_bias: bool) -> s
         return f"{WHO[to]} has no Kangaroo"
     if to == "vllm" and fc_bias:
         return "its fc has no bias: it would leave fc.bias out, draft worse and say nothing"
+    if to != "official" and (activation := config.get("hidden_act", "silu")) != "silu":
+        return f"its layer has the activation silu alone, and this one {shortened(activation)}"
     if to == "official" and own_heads:
         return f"its heads are hidden_size / num_attention_heads wide, and these are head_dim {config['head_dim']}"
     if to == "official" and turning["rope_type"] != "default":
@@ -217,10 +265,15 @@ def _config_problems(config: Mapping[str, Any], architecture: str, eagle: bool) 
             )
         )
     found += [f"{key} is true, and a head has none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    turning, old = rope(config), config.get("rope_theta", 10000.0)  # which is the default of all
-    if turning["rope_type"] == "default" and (turning["rope_theta"] != old or config.get("rope_scaling")):
-        found.append(
-            f"rope_theta is {turning['rope_theta']:g} in rope_parameters and {old} for older readers, which look at "
-            "the top for it and want rope_scaling null"
-        )
+    eps = config.get("rms_norm_eps", 1e-6)
+    if type(eps) not in (int, float) or not 0 < eps < 1:
+        found.append(f"rms_norm_eps is {shortened(eps)}, and must be a number between 0 and 1")
+    turning, older = rope(config), older_rope(config)
+    for key in sorted(turning.keys() | older.keys()):
+        if turning.get(key) != older.get(key):
+            one, other = (f"{x:g}" if isinstance(x, float) else x for x in (turning.get(key), older.get(key)))
+            found.append(
+                f"{key} is {one} in rope_parameters and {other} for readers older than transformers 5, which look at "
+                "the top for rope_theta and rope_scaling"
+            )
     return found

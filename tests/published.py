@@ -5,11 +5,16 @@ its input norm. Kangaroo (Liu et al. 2024, section 3): norm(x + attention(norm(x
 the rotation of Llama 1 (base 10000).
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 Weights = Mapping[str, Tensor]
 
@@ -24,6 +29,32 @@ def eagle_features(weights: Weights, config: PretrainedConfig, features: Tensor,
     gate, up, down = (found[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     gated = normed @ gate.T
     return hidden + (gated * gated.sigmoid() * (normed @ up.T)) @ down.T
+
+
+def served_features(folder: Path, features: Tensor, embeddings: Tensor) -> Tensor:
+    """What an engine's Llama makes of an exported EAGLE head: transformers' own layer, of the folder's config.json as
+    readers older than transformers 5 take it (RoPE from rope_theta and rope_scaling). ``[1, T, H]`` each."""
+    given = json.loads((folder / "config.json").read_text())
+    del given["rope_parameters"]
+    bias = given["model_type"] == "qwen2" or given.get("qkv_bias", False)
+    keys = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps"
+    kept = {
+        key: given[key] for key in f"{keys} max_position_embeddings rope_theta rope_scaling".split() if key in given
+    }
+    config = LlamaConfig(**kept, num_hidden_layers=1, attention_bias=bias, attn_implementation="eager")
+    layer: Any = LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = torch.nn.Identity()
+    weights = load_file(folder / "model.safetensors")
+    own = {name.removeprefix("layers.0."): value for name, value in weights.items() if name.startswith("layers.0.")}
+    if bias:
+        own["self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
+    layer.load_state_dict(own)
+    positions = torch.arange(features.shape[1])[None]
+    hidden = torch.cat([embeddings, features], dim=-1) @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+    later = torch.full((1, 1, *[features.shape[1]] * 2), float("-inf")).triu(1)
+    with torch.no_grad():
+        angles = LlamaRotaryEmbedding(config)(hidden, positions)
+        return layer(hidden, attention_mask=later, position_embeddings=angles)
 
 
 def kangaroo_states(weights: Weights, config: PretrainedConfig, exits: Tensor) -> Tensor:

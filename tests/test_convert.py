@@ -110,6 +110,9 @@ def test_an_adapter_drafts_as_published(target: TargetModel, tmp_path: Path) -> 
     assert drafter.exit_layer == EXIT
     published = kangaroo_states(weights, target.config, exits[0]) @ target.model.lm_head.weight.double().T
     assert_equal(target.lm_head(drafter.module(exits, torch.arange(len(PROMPT))[None]))[0], published)
+    head = release(tmp_path / "head", released_config(target, bias=False), eagle_weights(target, None))
+    with pytest.raises(ValueError, match="--exit-layer is 2, and .*head is an EAGLE head, .*; leave it out"):
+        convert(head, target.name, tmp_path / "no", exit_layer=2)
     with pytest.raises(ValueError, match=f"--exit-layer is 1, and .* was trained behind layer {EXIT}"):
         convert(str(tmp_path / "kangaroo"), target.name, tmp_path / "again", exit_layer=1)
 

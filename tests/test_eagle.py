@@ -8,6 +8,7 @@ import torch
 from conformance import NO_EOS, prompt, target_of
 from rigged import eagle
 from torch import nn
+from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
@@ -185,6 +186,21 @@ def test_head_for_a_mixture_of_experts_is_dense() -> None:
     assert names["layers.0.mlp.down_proj.weight"].shape == (target.hidden_size, target.config.intermediate_size)
     assert names["fc.weight"].shape == (target.hidden_size, 2 * target.hidden_size)
     assert not any("input_layernorm" in name or "expert" in name for name in names)
+
+
+def test_a_llama_layer_is_as_wide_as_a_dense_one() -> None:
+    """Catches an MLP of one small expert: those of OLMoE are half as wide as the model, eight of them a token's."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
+    for family, given, wide in (
+        ("olmoe", {"intermediate_size": 32}, 64),  # of an expert
+        ("qwen3_moe", {"intermediate_size": 192, "moe_intermediate_size": 24}, 192),  # of a dense layer
+        ("qwen3", {"intermediate_size": 80}, 80),
+    ):
+        config = AutoConfig.for_model(family, **sizes, **given)
+        names = dict(EagleHead(config, layer="llama").named_parameters())
+        assert names["layers.0.mlp.down_proj.weight"].shape == (64, wide)
+        assert not any("q_norm" in name or "bias" in name or "expert" in name for name in names)
 
 
 def test_sampled_tree_has_the_warped_q() -> None:

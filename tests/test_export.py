@@ -11,16 +11,16 @@ import tiny
 import tiny_run
 import torch
 from programs import status
-from published import assert_equal, eagle_features, kangaroo_states
+from published import assert_equal, eagle_features, kangaroo_states, served_features
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen2Config
 
 import drafters.export
-from drafters import TargetModel
+from drafters import TargetModel, load_drafter
 from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
-from drafters.eagle import EagleHead
-from drafters.export_run import check, export, head_config
+from drafters.eagle import EagleDrafter, EagleHead
+from drafters.export_run import check, export
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.draft_head import DRAFT_IDS
 
@@ -71,7 +71,7 @@ def save_head(folder: Path, target: TargetModel, **options: Any) -> str:
     torch.manual_seed(3)
     kangaroo = "exit_layer" in options
     module: nn.Module = (
-        KangarooAdapter(target.config) if kangaroo else EagleHead(target.config, bias=options.get("fc_bias", False))
+        KangarooAdapter(target.config) if kangaroo else EagleDrafter.build_module(target.config, options)
     )
     with torch.no_grad():
         for value in module.parameters():
@@ -193,13 +193,97 @@ def test_a_draft_vocabulary_where_it_is_known(
     assert torch.load(tmp_path / "sglang" / "hot_token_ids.pt", weights_only=True) == [9, 3, 5, 4, 8]
     assert written(tmp_path / "sglang")[0]["tie_word_embeddings"] is False
     assert "--speculative-token-map" in (tmp_path / "sglang" / "README.md").read_text()
+    for wrong in ([9, 9], [-1, 3], [97], [1.5, 2.0], [10**8], "ids"):
+        torch.save(wrong, tmp_path / "sglang" / "hot_token_ids.pt")
+        with pytest.raises(ValueError, match="would be served as it is: "):
+            check(tmp_path / "sglang", "sglang")
 
 
-def test_rope_that_old_readers_do_not_know_is_not_told_as_the_default(target: TargetModel, tmp_path: Path) -> None:
-    """Catches Llama 3.1's scaling dropped for readers of the old keys, which then draft with other positions."""
-    turned = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    config = head_config(LlamaConfig(rope_parameters=turned), "vllm", False, torch.float32)
-    assert "rope_scaling" not in config
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([9, 3, 9, 4], "lists 1 of its 4 tokens twice"),
+        ([9, -3, 5, 4], "lists token -3, and the vocabulary has 97"),
+        ([9, 3, 5, 10**8], "lists token 100000000, and"),
+        ([9.0, 3.0, 5.5, 4.0], "holds float32 of shape .4., not a list of token ids"),
+        ([9, 3], "lists the 2 most frequent tokens; set draft_vocab=2 or less"),
+        (None, "does not say which tokens are frequent"),
+    ],
+)
+def test_a_draft_vocabulary_is_checked_as_at_loading(
+    ids: list[float] | None, said: str, target: TargetModel, tmp_path: Path
+) -> None:
+    """Catches token ids that crash the engine, or that it drafts nonsense with, found out by nobody before."""
+    head = save_head(tmp_path / "head", target, draft_vocab=4)
+    config, state = load_checkpoint(head)
+    save_checkpoint(head, state if ids is None else state | {DRAFT_IDS: torch.tensor(ids)}, config, dtype=None)
+    for to in ("sglang", "vllm"):
+        with pytest.raises(ValueError, match=said):
+            export(head, to, tmp_path / to)
+        assert not (tmp_path / to).exists()
+
+
+@pytest.mark.parametrize("options", [{"draft_vocab": "abc"}, {"layer": "qwen3"}, {"depth": 0}, {"unknown": 1}])
+def test_options_are_checked_as_at_loading(options: dict[str, Any], target: TargetModel, tmp_path: Path) -> None:
+    """Catches a config.json that nothing here would load, exported all the same."""
+    head = save_head(tmp_path / "head", target)
+    config, state = load_checkpoint(head)
+    save_checkpoint(head, state, config | {"drafter": options})
+    (key,) = options
+    for load in (lambda: export(head, "vllm", tmp_path / "vllm"), lambda: load_drafter(head, target)):
+        with pytest.raises(ValueError, match=f"options of drafter 'eagle': .*{key}"):
+            load()
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, **LLAMA3},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path) -> None:
+    """Catches Llama 3.1's scaling dropped for readers of the old keys (transformers 4.57, SGLang), which then draft
+    with other positions, and a --check that compares what these do not read."""
+    turned = {"rope_type": kind, "rope_theta": 500000.0, **ROPES[kind]}
+    model = tiny.build(family, head_dim=12, rope_parameters=turned)
+    model.save_pretrained(tmp_path / "target")
+    target = TargetModel(model, name=str(tmp_path / "target"))
+    options = {"layer": "llama"} if family == "qwen3" else {}
+    head = save_head(tmp_path / "head", target, **options)
+    ours = EagleHead(target.config, layer=options.get("layer", "target"))
+    ours.load_state_dict(load_checkpoint(head)[1])
+    states = torch.randn(2, 1, 100, target.hidden_size)
+    with torch.no_grad():
+        features = ours(*states, torch.arange(100)[None])
+    for to in ("vllm", "sglang"):
+        export(head, to, tmp_path / to)
+        config = written(tmp_path / to)[0]
+        assert config["rope_theta"] == 500000.0
+        # A Llama layer has no RoPE that changes with the length, which vLLM computes otherwise than transformers.
+        if kind == "default" or (kind == "dynamic" and family == "qwen3"):
+            assert config["rope_scaling"] is None
+        else:
+            assert config["rope_scaling"].items() >= {"rope_type": kind, "type": kind, **ROPES[kind]}.items()
+        assert_equal(served_features(tmp_path / to, *states), features)
+        assert LlamaConfig.from_pretrained(tmp_path / to).rope_parameters.items() >= config["rope_parameters"].items()
+        assert check(tmp_path / to, to, target.name)
+        for older in ({"rope_theta": 10000.0}, {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}):
+            (tmp_path / to / "config.json").write_text(json.dumps(config | older))
+            with pytest.raises(ValueError, match="in rope_parameters and .* for readers older than transformers 5"):
+                check(tmp_path / to, to)
+        only_older = {key: value for key, value in config.items() if key != "rope_parameters"}
+        (tmp_path / to / "config.json").write_text(json.dumps(only_older))
+        assert check(tmp_path / to, to, target.name)
+
+
+def test_an_adapter_with_another_base_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    """Catches an adapter whose code turns by 10,000 whatever its config.json says."""
     other = tiny.build("llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     other.save_pretrained(tmp_path / "other")
     head = save_head(tmp_path / "head", TargetModel(other, name=str(tmp_path / "other")), exit_layer=EXIT)
@@ -223,10 +307,14 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
     save_checkpoint(tmp_path / "ffn", {}, make_config("kangaroo", {"exit_layer": EXIT, "ffn": True}, target))
     with pytest.raises(ValueError, match="has ffn, which the official code does not know"):
         export(str(tmp_path / "ffn"), "official", tmp_path / "out")
-    for family, to in (("mistral", "official"), ("qwen3", "vllm")):
-        own = tiny_run.save_target(tmp_path / family, family)
-        with pytest.raises(ValueError, match=f"a head for the family '{family}'; .* gets heads for llama, "):
-            export(save_head(tmp_path / f"{family}-head", own), to, tmp_path / "out")
+    own = save_target(tmp_path / "qwen3", "qwen3")  # a checkpoint from before there were layers of another kind
+    for to in ("official", "vllm", "sglang"):
+        with pytest.raises(ValueError, match="layer is that of the family 'qwen3', and .*; train one with layer=llama"):
+            export(save_head(tmp_path / "qwen3-head", own), to, tmp_path / "out")
+        export(save_head(tmp_path / "llama-head", own, layer="llama"), to, tmp_path / f"qwen3-{to}")
+    mistral = save_target(tmp_path / "mistral", "mistral")
+    notes = export(save_head(tmp_path / "mistral-head", mistral), "official", tmp_path / "mistral-official")
+    assert re.search("the official code cannot serve .* no targets of the family 'mistral'", "".join(notes))
     moe = tiny_run.save_target(tmp_path / "mixtral", "mixtral")
     export(save_head(tmp_path / "mixtral-head", moe), "vllm", tmp_path / "mixtral-vllm")  # whose head is dense
     assert (
@@ -265,6 +353,11 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         lambda config, weights: config["rope_parameters"].update(rope_theta=5e5),
         "rope_theta is 500000 in rope_par",
     ),
+    "eps": (
+        lambda config, weights: config.update(rms_norm_eps=0.0),
+        "rms_norm_eps is 0.0, and must be a number between",
+    ),
+    "no number": (lambda config, weights: config.update(rms_norm_eps=torch.nan), "is not valid JSON .it holds NaN"),
     "width": (lambda config, weights: config.update(hidden_size="48"), "hidden_size must be a whole number"),
     "name": (
         lambda config, weights: weights.update({f"model.{QUERY}": weights.pop(QUERY)}),

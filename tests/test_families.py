@@ -5,20 +5,29 @@ its training does.
 """
 
 import logging
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import tiny
 import torch
 from conformance import NO_EOS, prompt, rows_of
+from published import assert_equal, served_features
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, generate, make_drafter
+from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.choices import HeadLayer
+from drafters.convert_run import convert
 from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.export_run import check, export, served_by
 from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.model.self_check import ROWS
 from train.attention import use_dialogue_attention
+from train.eagle import EagleConfig
+from train.preflight.estimate import meta_task
 
 NEW_TOKENS = 12
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
@@ -95,13 +104,16 @@ def test_targets_and_heads_are_exact(family: str) -> None:
     target, stock = exact_target(family, HEADS[family])
     states, tokens = torch.randn(1, ROWS, target.hidden_size), torch.tensor([prompt(ROWS, 1)])
     positions = torch.arange(ROWS)[None]
-    eagle = EagleDrafter(target, EagleHead(target.config), EagleOptions(tree="dynamic", top_k=3, nodes=6))
+    options = EagleOptions(tree="dynamic", top_k=3, nodes=6)
+    layers: tuple[HeadLayer, ...] = get_args(HeadLayer)
+    heads = [EagleDrafter(target, EagleHead(target.config, layer=layer), options) for layer in layers]
     kangaroo = KangarooDrafter(target, KangarooAdapter(target.config), KangarooOptions(exit_layer=1, eta=0.0))
-    for drafter in (eagle, kangaroo):
+    for drafter in (*heads, kangaroo):
         assert decode(target, drafter) == stock
         drafter._cache = target.new_cache(1, 2 * ROWS, layers=1)
-    trained = eagle.module(states, target.embed(tokens), positions)
-    torch.testing.assert_close(eagle._extend(states, tokens), trained, atol=1e-3, rtol=1e-3)
+    for eagle in heads:
+        trained = eagle.module(states, target.embed(tokens), positions)
+        torch.testing.assert_close(eagle._extend(states, tokens), trained, atol=1e-3, rtol=1e-3)
     trained = kangaroo.module(states, positions)
     torch.testing.assert_close(
         target.runner.run(kangaroo._adapter, [states], kangaroo._cache)[0], trained, atol=1e-3, rtol=1e-3
@@ -119,6 +131,9 @@ def test_heads_are_refused_with_a_reason(family: str) -> None:
         for device in ("cpu", "meta"):  # as training does, and as the features' run does beforehand
             with torch.device(device), pytest.raises(ValueError, match=f"no learned head .*'{family}': .*{reason}"):
                 use_dialogue_attention(kind(target.config), target.config)
+    if family == "gemma":  # whose embedding is scaled, which no layer of a head makes up for
+        with pytest.raises(ValueError, match=f"no learned head .*'{family}': .*{reason}"):
+            EagleHead(target.config, layer="llama")
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -127,6 +142,58 @@ def test_targets_are_refused_with_a_reason(family: str) -> None:
     changes, reason = REFUSED[family]
     with pytest.raises(ValueError, match=reason):
         TargetModel(build(family, changes), name=family)
+
+
+SGLANG = {"apertus", "ernie4_5", "exaone4", "glm4", "gpt_oss", "llama", "ministral3", "mistral", "phi3"}
+SGLANG |= {"qwen2", "qwen3", "qwen3_moe"}
+# hidden_size is heads times head_dim, which the official code wants, but for the last one.
+WIDTHS: list[tuple[str, dict[str, Any]]] = [(family, HEADS[family] | WIDE) for family in HEADS]
+WIDTHS += [("gpt_oss", NO_HEADS["gpt_oss"][0] | WIDE), ("qwen3", {})]
+
+
+@pytest.mark.parametrize(("family", "changes"), WIDTHS)
+def test_a_head_goes_where_the_dry_run_says(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a head of hours that no engine serves, a promise of the dry run that the export breaks, a config.json of
+    another RoPE, width or norm than the head's, and what --check refuses of our own."""
+    target = TargetModel(build(family, changes), name=str(tmp_path / "target"))
+    target.model.save_pretrained(target.name)
+    given = {"target": target.name, "features": "f", "out": "o", "steps": 1, "batch_tokens": 8, "learning_rate": 0.1}
+    options = meta_task(EagleConfig(**given), target.config).drafter_config()
+    assert options["layer"] == ("target" if family in ("llama", "mistral", "mixtral", "qwen2") else "llama")
+    head: Any = EagleDrafter.build_module(target.config, options)
+    for weights in head.parameters():
+        weights.data.normal_(1.0 if weights.dim() == 1 else 0.0, 0.2)
+    save_checkpoint(tmp_path / "head", head, make_config("eagle", options, target), dtype=None)
+    reasons = served_by("eagle", options, target.config)
+    assert reasons["vllm"] is None
+    assert (reasons["official"] is None) == (family in ("llama", "mixtral", "qwen2", "qwen3") and changes != {})
+    assert (reasons["sglang"] is None) == (family in SGLANG)
+    states, tokens = torch.randn(1, ROWS, target.hidden_size), target.embed(torch.tensor([prompt(ROWS, 1)]))
+    positions = torch.arange(ROWS)[None]
+    for to in ("vllm", "sglang", "official"):
+        out = tmp_path / to
+        if to == "official" and (reason := reasons[to]) is not None and "runs no targets" not in reason:
+            with pytest.raises(ValueError, match=re.escape(f"cannot be exported for the official code: {reason}")):
+                export(str(tmp_path / "head"), to, out)
+            continue
+        notes = export(str(tmp_path / "head"), to, out)  # the layout, also where the engine has no such target
+        assert (reasons[to] is None) == (not notes), notes
+        assert check(out, to, target.name).endswith(f", for {target.name}")
+        convert(str(out), target.name, tmp_path / f"{to}-back")
+        config, weights = load_checkpoint(tmp_path / f"{to}-back")
+        back: Any = EagleDrafter.build_module(target.config, config["drafter"])
+        back.load_state_dict(weights)
+        ours = head(states, tokens, positions)
+        assert torch.equal(back(states, tokens, positions), ours)
+        assert_equal(served_features(out, states, tokens), ours)
+
+
+def test_a_llama_layer_turns_by_its_own_rope_in_16_bits() -> None:
+    """Catches angles of the target's, which some families keep in float32 or for a part of each head."""
+    for family in ("olmo2", "glm"):
+        target = TargetModel(build(family, {}).bfloat16(), name=family)
+        drafter = EagleDrafter(target, EagleHead(target.config, layer="llama"), EagleOptions(tree="chain", depth=2))
+        assert len(decode(target, drafter)[0]) == NEW_TOKENS
 
 
 class Deaf(KangarooAdapter):

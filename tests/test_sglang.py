@@ -15,8 +15,9 @@ from test_export import save_head, save_target
 
 from drafters import TargetModel
 from drafters.checkpoint import load_checkpoint
-from drafters.eagle import EagleHead
+from drafters.eagle import EagleDrafter
 from drafters.export_run import check, export
+from drafters.model.layers import default_layer
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
@@ -48,19 +49,20 @@ def in_sglang(folder: Path, target: TargetModel, heads: Sequence[Path]) -> list[
     return [[name for name in names if name not in ENDS] for names in left]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3"])
 def test_its_class_loads_all_of_our_head_and_computes_our_features(family: str, tmp_path: Path) -> None:
     """Catches a name that it does not know, a bias where it has none, another layout of q, k and v, another rotation:
     what it loads without a word and drafts nonsense with."""
     target = save_target(tmp_path / "target", family)
     folders = []
+    layer = {"layer": default_layer(target.config)}
     for name, options in (("plain", {}), ("biased", {"fc_bias": True})):
         folders.append(tmp_path / f"sglang-{name}")
-        export(save_head(tmp_path / name, target, **options), "sglang", folders[-1])
+        export(save_head(tmp_path / name, target, **layer, **options), "sglang", folders[-1])
     for folder, left in zip(folders, in_sglang(tmp_path, target, folders), strict=True):
         assert left == []
-        weights = load_checkpoint(tmp_path / folder.name.removeprefix("sglang-"))[1]
-        ours = EagleHead(target.config, bias="fc.bias" in weights)
+        config, weights = load_checkpoint(tmp_path / folder.name.removeprefix("sglang-"))
+        ours = EagleDrafter.build_module(target.config, config["drafter"])
         ours.load_state_dict(weights)
         given = load_file(tmp_path / "inputs.safetensors")
         with torch.no_grad():

@@ -158,6 +158,46 @@ def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Pat
     assert any("must be below the 4 layers" in problem for problem in report.problems)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "changes", "said"),
+    [
+        ("llama", "eagle", {}, r"this toolkit, the official code, vLLM, SGLang \(layer: target\)$"),
+        ("qwen3", "eagle", {}, r"this toolkit, the official code, vLLM, SGLang \(layer: llama\)$"),
+        (
+            "mixtral",
+            "eagle",
+            {},
+            r"the official code, vLLM \(layer: target\); not by SGLang: it runs no targets of the fam",
+        ),
+        (
+            "qwen3",
+            "eagle",
+            {"layer": "target"},
+            r"this toolkit \(layer: target\); not by .* vLLM: its layer is that of the",
+        ),
+        ("llama", "eagle", {"fc_bias": True}, "not by vLLM: its fc has no bias"),
+        ("llama", "eagle", {"inputs": "token"}, r"this toolkit \(layer: target\); not by .*: it reads 'token'"),
+        ("llama", "kangaroo", {"exit_layer": 2}, "this toolkit, the official code; not by vLLM: it is of the method"),
+        (
+            "qwen3",
+            "kangaroo",
+            {"exit_layer": 2},
+            "this toolkit; not by the official code: its layer is that of the fam",
+        ),
+        ("llama", "medusa", {}, "this toolkit; not by .* SGLang: it is of the method 'medusa'"),
+    ],
+)
+def test_it_says_what_will_serve_the_drafter(
+    family: str, kind: str, changes: dict[str, Any], said: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Catches a head whose export is refused, which nobody learns before the hours of training."""
+    shape = tmp_path / "config.json"
+    tiny.tiny_config(family, head_dim=12).to_json_file(shape)
+    values = {**settings, "features": str(tmp_path), **changes}
+    report = report_on(values, kind, target_config=str(shape))
+    assert re.search(rf"^served by +.*{said}", report.text(), re.MULTILINE), report.text()
+
+
 def test_nothing_to_estimate_from(settings: dict[str, Any], tmp_path: Path) -> None:
     """A stack trace, or a guess, where neither target nor data is known."""
     report = report_on({**settings, "target": str(tmp_path / "none")})

@@ -13,7 +13,7 @@ import tiny_run
 import torch
 from safetensors.torch import load_file
 
-from drafters import TargetModel, generate, load_drafter
+from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.config import load_config, validate
 from drafters.eagle import EagleHead
@@ -117,6 +117,35 @@ def test_other_inputs(settings: dict[str, Any], target: TargetModel, inputs: str
     if inputs == "token":
         with pytest.raises(ValueError, match=r"unroll: 2 feeds .*inputs: token has none; set unroll=1"):
             validate(EagleConfig, {**settings, "inputs": inputs, "unroll": 2}, source="test")
+
+
+def test_a_head_gets_a_layer_that_engines_serve(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    """Catches a head for Qwen3 that trains for hours and that no engine takes, an older one that does not load any
+    more, and training that goes on from weights of another kind of layer."""
+    own = tiny_run.save_target(tmp_path / "qwen3", "qwen3")
+    stores = tiny_run.write_stores(tmp_path / "features", own)
+    values = tiny_run.settings(own.name, stores, tmp_path / "new", steps=2)
+    tiny_run.train_here("eagle", values)
+    assert load_checkpoint(str(tmp_path / "new"))[0]["drafter"] == {"layer": "llama"}
+    plain = generate(own, make_drafter("autoregressive", own), [[5, 6, 7, 8]], max_new_tokens=8).tokens
+    # A checkpoint from before there was a choice: of the target's layer, with norms of q and k.
+    old = EagleHead(own.config)
+    save_checkpoint(tmp_path / "old", old, make_config("eagle", {}, own))
+    for name, layer in (("new", "llama"), ("old", "target")):
+        drafter: Any = load_drafter(str(tmp_path / name), own)
+        assert drafter.module.layer == layer and hasattr(drafter.module.layers[0].self_attn, "q_norm") == (
+            name == "old"
+        )
+        assert torch.equal(generate(own, drafter, [[5, 6, 7, 8]], max_new_tokens=8).tokens, plain)
+        drafter.save_pretrained(tmp_path / f"{name}-again")
+        assert load_checkpoint(str(tmp_path / f"{name}-again"))[0]["drafter"]["layer"] == layer
+    further = {**values, "out": str(tmp_path / "further"), "init_from": str(tmp_path / "old")}
+    with pytest.raises(ValueError, match="has layer: target, and this trains one with layer: llama; set the same"):
+        tiny_run.train_here("eagle", further)
+    tiny_run.train_here("eagle", {**further, "layer": "target"})
+    assert load_checkpoint(str(tmp_path / "further"))[0]["drafter"] == {"layer": "target"}
+    tiny_run.train_here("eagle", tiny_run.settings(target.name, features, tmp_path / "llama", steps=1))
+    assert load_checkpoint(str(tmp_path / "llama"))[0]["drafter"] == {"layer": "target"}
 
 
 def test_learning_rate_and_clipping(settings: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from pydantic import Field, model_validator
 
-from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
 from train.cli import program
 from train.config import TrainConfig
 from train.task import Ratio, Task
@@ -45,6 +45,9 @@ class EagleConfig(TrainConfig):
 
     inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
     fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
+    layer: Literal["auto"] | HeadLayer = Field(
+        "auto", description="the head's decoder layer; auto: the target's where engines serve it, else llama"
+    )
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
     start: Literal["random", "regression"] = Field("random", description="of fc's weights: docs/training.md")
     noise: Noise = "paper"
@@ -141,7 +144,10 @@ class EagleTask(Task):
         return 0 if self.config.inputs == UNSHIFTED else 1
 
     def drafter_config(self) -> dict[str, Any]:
-        options: dict[str, Any] = {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
+        from drafters.model.layers import default_layer
+
+        layer = default_layer(self.ends.config) if self.config.layer == "auto" else self.config.layer
+        options = {"layer": layer} | ({} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs})
         return options | ({"fc_bias": True} if self.config.fc_bias else {})
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:

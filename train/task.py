@@ -137,8 +137,8 @@ class Task(ABC):
                 f"init_from: {checkpoint} holds a drafter of type {found['drafter_type']!r}, and this trains "
                 f"{self.config.drafter!r}; name one of these, or start: deepspeed train/{found['drafter_type']}.py"
             )
-        for key in ("inputs", "fc_bias"):
-            theirs, ours = (config.get(key) for config in (found["drafter"], self.drafter_config()))
+        for key, older in (("inputs", None), ("fc_bias", None), ("layer", "target")):
+            theirs, ours = (config.get(key, older) for config in (found["drafter"], self.drafter_config()))
             if theirs != ours:  # weights of the same shapes, perhaps
                 raise ValueError(
                     f"init_from: the head in {checkpoint} has {key}: {theirs or 'the default'}, and this trains one "

@@ -361,6 +361,14 @@ def last_of(values: Tensor, counts: list[int]) -> Tensor:
     return values[torch.arange(len(counts), device=values.device), last]
 
 
+def rows_of(features: Tensor, rows: list[list[int]]) -> Tensor:
+    """``[B, most, H]``: of ``features [B, R, H]`` the given rows of each batch row, filled on the right; a copy."""
+    if len(rows) == 1 and rows[0] == [*range(len(rows[0]))]:  # a step without a draft: a third of the time
+        return features[:, : len(rows[0])].clone()
+    places = padded(rows, features.device)[..., None]
+    return features.gather(1, places.expand(-1, -1, features.shape[2]))
+
+
 def _notify(state: DecodeState, on_tokens: Callable[[int, list[int]], None] | None, before: list[int]) -> None:
     if on_tokens is None:
         return

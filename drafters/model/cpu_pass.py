@@ -41,7 +41,7 @@ class CpuPass:
 
     Args:
         layer: the head's. fc: of cat(embedding, feature). lm_head: that of drafting. embeddings: ``[V, H]``.
-        rope: the target's angles.
+        rope: the angles of its layer.
     """
 
     def __init__(self, layer: CpuLayer, fc: Linear, lm_head: Linear, embeddings: Tensor, rope: Rope) -> None:
@@ -107,10 +107,12 @@ class CpuPass:
 
 
 def cpu_pass(
-    layer: CpuLayer | None, fc: Linear, lm_head: Linear | None, embed: nn.Module, rope: Rope
+    layer: CpuLayer | None, fc: Linear, lm_head: Linear | None, embed: nn.Module, rope: Rope | None
 ) -> CpuPass | None:
     """The pass in one call; None where a part of it is not for these kernels."""
-    if layer is None or lm_head is None or rope.by_length or type(embed) is not nn.Embedding or embed._forward_hooks:
+    if layer is None or lm_head is None or type(embed) is not nn.Embedding or embed._forward_hooks:
+        return None
+    if rope is None or rope.by_length:
         return None
     embeddings: Tensor = embed.weight
     for part in (fc, lm_head):

@@ -127,7 +127,7 @@ class GraphRunner(FusedRunner):
         key = (cache.storage, count, uncommitted, seen, taps, *(x.dtype for x in inputs))
         captured = part.captured.get(key)
         if captured is None:  # its first time: buffers that never move, which outlive this call's inference mode
-            table = self.rope.table(cache.capacity + MOST_ROWS)
+            table = (part.rope or self.rope).table(cache.capacity + MOST_ROWS)
             with torch.inference_mode(False):
                 buffers = BufferedRows(batch, count, uncommitted, seen, rows.device)
                 captured = Captured(part, buffers, inputs, cache.storage, table, taps)

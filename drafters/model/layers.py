@@ -1,4 +1,4 @@
-"""Single layers of a target's own kind, to build learned heads from, without loading the target."""
+"""Single layers of a target's own kind, or of Llama's, to build learned heads from, without loading the target."""
 
 import copy
 from dataclasses import dataclass
@@ -6,13 +6,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
+from drafters.choices import HeadLayer
+
 from .files import SUPPORTED
-from .kv_cache import KVCache
+from .kv_cache import KVCache, head_sizes
+from .rope import Rope
 
 PROBE = 4  # rows that a new head is tried on
+# Families whose own decoder layer vLLM and SGLang have as a draft layer: Llama's (Qwen2: with biases of q, k and v).
+SERVED = ("llama", "mistral", "mixtral", "qwen2")
+# Kinds of RoPE that transformers and the engines' Llama compute alike, and the keys of each that all of them read.
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
+}
 
 
 @dataclass
@@ -27,8 +45,30 @@ class LayerKind:
     eps: float
 
 
-def layer_kind(config: PretrainedConfig) -> LayerKind:
-    """Look up the layer classes of ``config``'s family.
+def default_layer(config: PretrainedConfig) -> HeadLayer:
+    """The kind of layer of an EAGLE head for a target with this ``config``, unless told: its own where engines have
+    that as a draft layer, else Llama's, which all of them have."""
+    biases = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias"))
+    own = config.model_type in SERVED and not biases and getattr(config, "hidden_act", None) == "silu"
+    return "target" if own else "llama"
+
+
+def layer_config(config: PretrainedConfig, layer: HeadLayer) -> PretrainedConfig:
+    """The configuration of a head's decoder layer of this kind, for a target with ``config``; raises as
+    ``layer_kind``."""
+    return config if layer == "target" else layer_kind(config, layer).config
+
+
+def own_rope(head: Any, config: PretrainedConfig, rope: Rope) -> Rope | None:
+    """The angles of a head's Llama layer, in the form of its target's ``rope``; None for a layer that shares those."""
+    if head.layer == "target":
+        return None
+    own = layer_config(config, head.layer)
+    return rope.of(LlamaRotaryEmbedding(own), own)  # type: ignore[arg-type]
+
+
+def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKind:
+    """Look up the layer classes of ``config``'s family; ``layer``: or those of Llama, of the same widths.
 
     A mixture of experts gets Mistral's dense layer of the same widths: the EAGLE paper's head for Mixtral has 0.28B
     parameters (Table 2), which is one dense layer; eight experts would be 1.4B.
@@ -43,11 +83,17 @@ def layer_kind(config: PretrainedConfig) -> LayerKind:
         own.layer_types = ["full_attention"]
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", trust_remote_code=False)
+            # Of a Llama layer's target only the ends matter: it may be one whose own layers know no SDPA.
+            attention = "sdpa" if layer == "target" else "eager"
+            model: Any = AutoModelForCausalLM.from_config(own, attn_implementation=attention, trust_remote_code=False)
         body, head = model.model, model.get_output_embeddings()
-        layer, embedding, norm = body.layers[0], body.embed_tokens, body.norm
-        attention, rotary = layer.self_attn, body.rotary_emb
+        first, embedding, norm = body.layers[0], body.embed_tokens, body.norm
+        own_attention, rotary = first.self_attn, body.rotary_emb
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        experts = any("expert" in name for name, _ in first.named_modules()) or any(
+            weights.dim() > 2 for weights in first.parameters()
+        )
+        llama = _llama_config(own, experts) if layer == "llama" else None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise no_head(config, error) from error
     # Training reads their weights from the files and does no more with them than these classes do.
@@ -55,17 +101,55 @@ def layer_kind(config: PretrainedConfig) -> LayerKind:
         raise no_head(config, f"its embedding is a {type(embedding).__name__}, not a plain one")
     if type(head) is not nn.Linear or head.bias is not None:
         raise no_head(config, "its LM head is not a plain product without a bias")
-    experts = any("expert" in name for name, _ in layer.named_modules()) or any(
-        weights.dim() > 2 for weights in layer.parameters()
-    )
+    if llama is not None:
+        eps = llama.rms_norm_eps
+        return LayerKind(llama, LlamaDecoderLayer, LlamaAttention, LlamaRotaryEmbedding, LlamaRMSNorm, eps)
     return LayerKind(
         config=own,
-        decoder_layer=MistralDecoderLayer if experts else type(layer),
-        attention=type(attention),
+        decoder_layer=MistralDecoderLayer if experts else type(first),
+        attention=type(own_attention),
         rotary=type(rotary),
         norm=type(norm),
         eps=eps,
     )
+
+
+def _llama_config(target: PretrainedConfig, experts: bool) -> LlamaConfig:
+    """One Llama layer of the target's width, heads, head_dim and RoPE, without biases.
+
+    Its MLP is as wide as ``intermediate_size`` says. Where a mixture of experts has less than twice its width there,
+    that is one expert's, and the MLP is as wide as all experts that a token goes through.
+
+    Its RoPE turns whole heads, by halves. A kind of RoPE that engines compute otherwise (dynamic, longrope), which
+    changes with the length of the text, becomes the default one of the same base.
+    """
+    inner = target.intermediate_size
+    if experts and inner < 2 * target.hidden_size:
+        inner *= target.num_experts_per_tok
+    given = target.rope_parameters
+    given = given.get("full_attention", given)  # some have one for each kind of layer
+    kind = given["rope_type"] if given["rope_type"] in ROPES else "default"
+    found = {key: given[key] for key in ("rope_theta", *ROPES[kind]) if given.get(key) is not None}
+    key_heads, head_dim = head_sizes(target)
+    llama = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        max_position_embeddings=target.max_position_embeddings,
+        initializer_range=getattr(target, "initializer_range", 0.02),
+        rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
+        rope_parameters={"rope_type": kind, **found},
+        tie_word_embeddings=target.tie_word_embeddings,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        pad_token_id=target.pad_token_id,
+    )
+    llama._attn_implementation = "sdpa"
+    return llama
 
 
 class AttentionLayer(nn.Module):

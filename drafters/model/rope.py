@@ -1,10 +1,11 @@
 """A model's rotary angles, from a table where they do not depend on the length of the text."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .files import rope_depends_on_length
@@ -28,6 +29,11 @@ class Rope:
         self.by_length = rope_depends_on_length(config)
         self._body, self._form = body, form
         self._table: Angles | None = None
+
+    def of(self, rotary: nn.Module, config: PretrainedConfig) -> "Rope":
+        """The angles of another RoPE for layers of the same model's engine: a learned head's own."""
+        body = SimpleNamespace(rotary_emb=rotary, norm=self._body.norm, embed_tokens=self._body.embed_tokens)
+        return Rope(body, config, self._form)
 
     def __call__(self, rows: Placed) -> Angles:
         """``[B, R, ...]`` of the rows' positions."""

@@ -64,12 +64,14 @@ class Part:
         enter: inputs ``[B, R, ...]`` each -> hidden states ``[B, R, H]``. leave: of those after the last layer.
         windows: that its layers have. groups: query heads that share a key head, in a bias of the engine.
         few_rows: new rows that need no bias to be causal, however long each batch row is (``FusedAttention``).
+        rope: whose angles its layers turn by; None: the target's.
         captured: forwards of fixed shape that were captured of it.
     """
 
     layers: list[PartLayer]
     enter: Callable[..., Tensor] = identity
     leave: Transform = identity
+    rope: Rope | None = None
     captured: dict[Any, Any] = field(default_factory=dict)
     _whole: list[CpuLayer | None] = field(default_factory=list)
     _pieces: dict[tuple[int, ...], list[PartLayer]] = field(default_factory=dict)
@@ -148,7 +150,7 @@ class Runner:
     """The engine "eager": transformers' own modules.
 
     Args:
-        model: whose rotary angles and kind of attention all parts share.
+        model: whose kind of attention, and rotary angles unless they have their own, all parts share.
 
     Attributes:
         layer, norm, linear: make the engine's own of a decoder layer (or one without an MLP), a norm, a linear layer;
@@ -169,10 +171,15 @@ class Runner:
         self.new_cache: Callable[..., KVCache] = partial(KVCache.for_config, model.config)
 
     def part(
-        self, layers: Sequence[nn.Module], enter: Callable[..., Tensor] = identity, leave: Transform = identity
+        self,
+        layers: Sequence[nn.Module],
+        enter: Callable[..., Tensor] = identity,
+        leave: Transform = identity,
+        rope: Rope | None = None,
     ) -> Part:
         """A learned head's part: its layers, over a cache of their own, and what comes before and after them."""
-        return Part([PartLayer(self.layer(layer), index) for index, layer in enumerate(layers)], enter, leave)
+        own = [PartLayer(self.layer(layer), index) for index, layer in enumerate(layers)]
+        return Part(own, enter, leave, rope or self.rope)
 
     def run(
         self,
@@ -202,7 +209,7 @@ class Runner:
     ) -> tuple[Tensor, Taps]:
         if cache is not None:
             cache.at(rows.count, rows.offset)
-        hidden, angles = part.enter(*inputs), self._angles(rows)
+        hidden, angles = part.enter(*inputs), self._angles(rows, part.rope or self.rope)
         causal = cache is not None and rows.count <= part.few_rows
         masks = {window: self._mask(rows, window, part.groups, hidden.dtype, causal) for window in part.windows}
         with attention_kernels(rows.device):
@@ -211,8 +218,8 @@ class Runner:
             hidden = hidden.to(rows.device)
         return hidden, {index: tap.to(rows.device) for index, tap in collected.items()}
 
-    def _angles(self, rows: Placed) -> tuple[Tensor, ...]:
-        return *self.rope(rows), rows.positions()
+    def _angles(self, rows: Placed, rope: Rope) -> tuple[Tensor, ...]:
+        return *rope(rows), rows.positions()
 
     def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
         mask = rows.mask(window, always=self._adds)
@@ -229,8 +236,8 @@ class FusedRunner(Runner):
     linear = staticmethod(lambda linear: Product(linear.weight, linear.bias))
     angles = staticmethod(signed)
 
-    def _angles(self, rows: Placed) -> tuple[Tensor, ...]:
-        return self.rope(rows)
+    def _angles(self, rows: Placed, rope: Rope) -> tuple[Tensor, ...]:
+        return rope(rows)
 
     def _mask(self, rows: Placed, window: int | None, groups: int, dtype: torch.dtype, causal: bool) -> Tensor | None:
         return rows.bias(window, groups, dtype, causal)

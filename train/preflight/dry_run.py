@@ -16,8 +16,11 @@ from transformers import PretrainedConfig
 from data_prep.disk import check_room
 from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
+from drafters.export_run import served_by
+from drafters.methods import method_names
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
 from drafters.model.kv_cache import head_sizes
+from drafters.released import WHO
 from drafters.wording import size_text
 from train.config import TrainConfig
 from train.data.packing import Source
@@ -112,6 +115,8 @@ class Estimates:
         whole, count = estimate.parameters(self.task.module), trained_parameters(self.task.module)
         frozen = f", {count:,} of them trained" if count < whole else ""
         report.add("drafter", f"{type(self.task.module).__name__}, {whole:,} parameters{frozen}")
+        if config.drafter in method_names():  # and no draft model, which any engine serves
+            report.add("served by", served_text(config.drafter, self.task.drafter_config(), self.target))
         if (start := config.init_from) is not None:
             report.check("init_from", lambda: self.task.init_from(start), f"{start}, whose weights fit")
         if self.workload:
@@ -215,6 +220,15 @@ class Estimates:
             report.add("time: features", f"{text} of {passes}, at the same share of the peak")
             found.append(f"{text} for the features")
         return found
+
+
+def served_text(method: str, options: dict[str, Any], target: PretrainedConfig) -> str:
+    """Which engines will be able to serve the trained drafter; of the others, why not."""
+    reasons = served_by(method, options, target)
+    able = [WHO[to] for to, reason in reasons.items() if reason is None]
+    others = [f"not by {WHO[to]}: {reason}" for to, reason in reasons.items() if reason is not None]
+    layer = f" (layer: {options['layer']})" if "layer" in options else ""
+    return "; ".join([", ".join(["this toolkit", *able]) + layer, *others])
 
 
 def _hours(hours: float) -> str:
