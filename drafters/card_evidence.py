@@ -22,8 +22,8 @@ def check_card(folder: Path, *evidence: object) -> None:
         raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
     if (folder / CARD_FILE).is_file() and any(one is not None for one in evidence):
         raise ValueError(
-            f"{folder / CARD_FILE} is published as it is, without the certificate or report given: take it away, and a "
-            "card is written with them"
+            f"{folder / CARD_FILE} is published as it is, without the certificate, report or figures given: take it "
+            "away, and a card is written with them"
         )
 
 

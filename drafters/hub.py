@@ -11,6 +11,7 @@ broken off goes on with the same command.
 from pathlib import Path
 
 from drafters.card_evidence import CERTIFICATE, REPORT, check_card, read_evidence
+from drafters.hub_client import check_repo_id
 from drafters.model_card import Card
 from drafters.program import CommandLine, run_program
 
@@ -32,6 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the files with their sizes, and publish nothing")
     given = parser.parse(arguments)
 
+    for name in (given.repo_id, given.base_model, *given.dataset):
+        if name is not None:
+            check_repo_id(name)
     check_card(given.folder, given.certificate, given.report)
     for evidence, name in ((given.certificate, CERTIFICATE), (given.report, REPORT)):
         if evidence is not None:
