@@ -17,11 +17,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from drafters.config import Amount, Config, Layers, Length, load_config
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .dialogues.reader import check_source
-from .disk import check_folder
 from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 READ_BY_TRAINING = ("train", "heldout")

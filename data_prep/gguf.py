@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from drafters.choices import Dtype
-from drafters.files import keep_mode, replace_json, sync_folder
+from drafters.files import check_new_folder, keep_mode, replace_json, sync_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.provenance import library_versions
 
-from .disk import check_new_folder, check_room
+from .disk import check_room
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import Field
 
 from drafters.config import Amount, Length, Seed, Size, Vocabulary, load_config
+from drafters.files import check_file
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
@@ -62,9 +63,7 @@ def check(config: MagpieConfig, ranks: int = 1) -> None:
     check_model(config.target, "target", config.revision)
     if config.count < ranks:
         raise ValueError(f"count is {config.count} for {ranks} processes; give at least one question for each")
-    out = Path(config.out)
-    if out.is_dir():
-        raise ValueError(f"out: {out} is a folder; give a file")
+    check_file(Path(config.out))
     check_own(config.out)
 
 

@@ -15,6 +15,7 @@ from typing import Self
 from pydantic import ConfigDict, Field, model_validator
 
 from drafters.config import Amount, Config, Size, load_config
+from drafters.files import check_file
 from drafters.methods import check_method
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
@@ -85,8 +86,9 @@ def check(config: RegenerateConfig) -> None:
     """Raise ValueError where a file is missing or in the way, or no such drafter."""
     check_source(config.source)
     out = Path(config.out)
-    if out.is_dir() or (out.exists() and out.samefile(config.source)):
-        raise ValueError(f"out: {out} is {'a folder' if out.is_dir() else 'the source'}; give another file")
+    check_file(out)
+    if out.exists() and out.samefile(config.source):
+        raise ValueError(f"out: {out} is the source; give another file")
     check_own(config.out)
     if config.drafter is not None:
         check_method(config.drafter.drafter)

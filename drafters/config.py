@@ -68,12 +68,14 @@ def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
     return validate(schema, data, source="the command line")
 
 
-def validate(schema: type[ConfigT], data: dict[str, Any], source: str) -> ConfigT:
-    """Build ``schema`` from ``data``; every problem becomes one line of a single ValueError naming ``source``."""
+def validate(schema: type[ConfigT], data: dict[str, Any], source: str, most: int | None = None) -> ConfigT:
+    """Build ``schema`` from ``data``; all problems, or ``most`` of them, stand in one ValueError naming ``source``."""
     try:
         return schema(**data)
     except ValidationError as error:
         lines = [_describe(schema, item) for item in error.errors()]
+        if most is not None and len(lines) > most:
+            lines[most:] = [f"and {len(lines) - most} more"]
         raise ValueError(f"{source}: " + "; ".join(lines)) from None
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK, metadata_load
 
-from drafters.card_evidence import CERTIFICATE, REPORT, losslessness, measured, model_index, read_evidence
+from drafters.card_evidence import losslessness, measured, model_index
 from drafters.paths import names_only
+from drafters.reports import Certificate, read
 
 _KNOWN = {  # other types show their own name
     "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
@@ -59,7 +60,7 @@ def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: C
         ValueError: the certificate or the report is of another method or target, or no such file.
     """
     card, config = card or Card(), names_only(config)
-    report = None if card.report is None else names_only(read_evidence(card.report, REPORT))
+    report = None if card.report is None else names_only(read(card.report))
     kind, target, base = config["drafter_type"], config["target"], config.get("base")
     base_name = shown_name(base["name"]) if base else None
     tuned = config.get("training", {}).get("tuned_from")
@@ -92,7 +93,7 @@ def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: C
     more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": names_only(card.figures)}
     sections += [f"## {title}\n\n{_table(values)}" for title, values in more.items() if values]
     if card.certificate is not None:
-        sections.append(losslessness(config, names_only(read_evidence(card.certificate, CERTIFICATE))))
+        sections.append(losslessness(config, names_only(read(card.certificate, Certificate))))
     if report is not None:
         sections.append(measured(config, report))
     return "\n\n".join(sections) + "\n"

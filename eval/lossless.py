@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.disk import check_folder
 from drafters.choices import Dtype
 from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, from_overrides, load_config
+from drafters.files import check_folder
 from drafters.methods import method_names
 from drafters.program import CommandLine, command, keeping, run_program
 from eval.entries import DrafterEntry, check_entries

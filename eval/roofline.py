@@ -16,9 +16,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from data_prep.disk import check_folder
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, Layers, Length, Seed, Size, from_overrides
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from eval.entries import Odd
 from eval.rooflines.shapes import check_shape

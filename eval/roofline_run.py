@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from data_prep.disk import check_folder
 from drafters import TargetModel
+from drafters.files import check_folder
 from drafters.provenance import cpu_cores, environment, load_average, peak_memory_bytes
 from drafters.wording import size_text
 from eval.report.files import write_page

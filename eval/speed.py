@@ -23,10 +23,10 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
-from data_prep.disk import check_folder
 from data_prep.ranks import add_rank_arguments, find_rank, refuse_shared_map
 from drafters.choices import Dtype, Engine, Quantization
 from drafters.config import Config, Length, Seed, Size, Vocabulary, load_config
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of

@@ -19,8 +19,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.disk import check_folder
 from drafters.config import Size, load_config, validate
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from eval import speed
 from eval.entries import Values

@@ -202,7 +202,8 @@ def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
 
 def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict[str, Any]]:
     """A certificate and a report, as far as a card reads them."""
-    facts = {"target": {"name": "t", "fingerprint": fingerprint}, "dtype": "bfloat16", "gpu": None, "cpu": "A CPU"}
+    facts: dict[str, Any] = {"target": {"name": "t", "fingerprint": fingerprint, "parameters": 1}, "dtype": "bfloat16"}
+    facts |= {"gpu": None, "cpu": "A CPU", "cpu_cores": 2}
     facts |= {
         "commit": None,
         "dirty": False,
@@ -210,7 +211,8 @@ def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict
         "argv": ["python", "-m", "x", "a b"],
         "threads": 2,
     }
-    facts |= {"prompt_set": {"prompts": 3, "file": "/home/me/q.jsonl"}, "limits": {"max_new_tokens": 9}}
+    facts |= {"prompt_set": {"prompts": 3, "file": "/home/me/q.jsonl", "sha256": "p"}}
+    facts |= {"limits": {"max_new_tokens": 9, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0}}
     tests = [{"distance": 0.034}, {"distance": 0.5}]
     sampled = {"tokens": 16000, "p_value": 0.5, "tests": tests, "power": 0.99}
     greedy = [{"dtype": "float32", "tokens": 4096, "texts": 32, "divergences": [{}], "unexplained": 1}]
@@ -223,7 +225,11 @@ def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict
     entries += [{"drafter": method, "label": "E, lossy"}, {"drafter": "kangaroo", "label": "other"}]
     return {
         "certificate": certificate,
-        "report": {"environment": facts | {"config": {"drafters": entries}}, "rows": rows},
+        "report": {
+            "environment": facts | {"config": {"drafters": entries}},
+            "baseline": {"temperatures": [{"temperature": 0.0}]},
+            "rows": rows,
+        },
     }
 
 
@@ -255,7 +261,7 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
                 model_card(CONFIG, "user/d", 128, Card(**{name: each}))
     with pytest.raises(ValueError, match="report.json; python -m eval.speed writes it"):
         model_card(CONFIG, "user/d", 128, Card(report=tmp_path / "report.json"))
-    with pytest.raises(ValueError, match="is not what python -m eval.lossless writes .KeyError"):
+    with pytest.raises(ValueError, match="is not what python -m eval.lossless writes: missing key"):
         (tmp_path / "lossless.json").write_text("{}")
         model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path))
 
@@ -411,7 +417,10 @@ def test_nothing_that_is_sent_holds_a_path_of_this_machine(hub: HubServer, login
     found = evidence(fingerprint=config["target"]["fingerprint"])
     for each in found.values():
         argv = ["python", "-m", "x", f"out={tmp_path}/my runs/x", "--config", f"{tmp_path}/y.yaml"]
-        each["environment"] |= {"argv": argv, "prompt_set": {"prompts": 3, "file": f"{tmp_path}/q.jsonl"}}
+        each["environment"] |= {
+            "argv": argv,
+            "prompt_set": each["environment"]["prompt_set"] | {"file": f"{tmp_path}/q.jsonl"},
+        }
     found["certificate"]["drafter"] |= {"checkpoint": str(run), "pool": f"{tmp_path}/phrases.safetensors"}
     card = Card(certificate=found["certificate"], report=found["report"], figures={f"tau on {tmp_path}/z": 2.0})
     push_to_hub(run, "user/d", card=card)

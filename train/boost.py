@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import Field
 
 from drafters.config import Config, DraftSize, load_config
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, command, keeping, run_program
 from train.cli import check as check_run
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     run = load_config(DraftModelConfig, config.run, [f"draft_model={config.draft_models[0]}"])
     for number, name in enumerate(config.draft_models):
         check_model(name, f"draft_models[{number}]")
+    check_folder(config.out)
     check_run(run)
     if run.features == "online":
         raise ValueError(f"{config.run}: features is online, and what is covered is told by a feature store; give one")
