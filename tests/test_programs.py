@@ -71,10 +71,13 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
         (["--target", TARGET, "--drafter", "none", "--compare"], "--drafter none is that: leave one of them out"),
         (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "--seed", str(1 << 64)], "must be a whole number from 0 to 4294"),
         (["--target", TARGET, "--drafter", "suffix", "nodes"], "is not of the form key=value"),
     ],
     "drafters.hub": [
         (["push", "./none", "user/d"], "no folder none; save the drafter first"),
+        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is not a Hub repository name like 'user/my-"),
         (["push", "checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),
     ],
     "drafters.export": [
