@@ -8,6 +8,7 @@ own answers: data_prep.regenerate writes them. The file has 8 bytes a token.
 
 from pathlib import Path
 
+from drafters.files import check_file
 from drafters.paths import is_missing_folder
 from drafters.program import CommandLine, command, keeping, run_program
 
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse(arguments)
     if parsed.out.suffix != ".safetensors":
         raise ValueError(f"--out {parsed.out} does not end in .safetensors, and that is what it will be; add it")
+    check_file(parsed.out, "--out")
     for given in (parsed.target, parsed.tokenizer):
         if given is not None and is_missing_folder(given):
             raise ValueError(f"there is no folder {given}; give that of the target, or of its tokenizer")

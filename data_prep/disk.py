@@ -1,39 +1,11 @@
 """Room on the disk for a folder that need not be there yet, and what to say when it ends."""
 
 import errno
-import os
 import shutil
 from pathlib import Path
 
+from drafters.files import existing_folder
 from drafters.wording import size_text
-
-
-def existing_folder(path: Path) -> Path:
-    """``path``, made absolute, or the nearest of its parents that exists."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    return place
-
-
-def check_folder(out: Path, key: str = "out:") -> None:
-    """Check that ``out`` is, or can become, a folder to write to; creates nothing.
-
-    Raises:
-        ValueError: a file stands in the way, or writing is not allowed.
-    """
-    there = existing_folder(out)
-    if not there.is_dir():
-        raise ValueError(f"{key} {out} cannot be a folder, for {there} is a file; give a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} {there} may not be written to; choose another folder or change its permissions")
-
-
-def check_new_folder(out: Path, key: str) -> None:
-    """As ``check_folder``, and that nothing is in it yet."""
-    check_folder(out, key)
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"{key} {out} is not empty; give another folder, or delete it")
 
 
 def free_bytes(path: Path) -> int:

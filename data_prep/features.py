@@ -16,12 +16,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from drafters.config import Config, load_config
+from drafters.config import Amount, Config, Layers, Length, load_config
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
 from .dialogues.reader import check_source
-from .disk import check_folder
 from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 READ_BY_TRAINING = ("train", "heldout")
@@ -60,16 +60,16 @@ class FeaturesConfig(TargetKeys):
     store_dtype: StoreDtype | None = None  # of features and taps on disk; int8 and float8: with a scale per token
     splits: dict[str, str] = Field(min_length=1)  # {train: ShareGPT file or Hub dataset, heldout: ...}
     out: str = Field(min_length=1)  # each split's store is made in <out>/<split>
-    exit_layers: list[int] = []  # also store the hidden states after this many decoder layers (Kangaroo)
-    max_length: int = Field(2048, ge=2)  # tokens of a dialogue; the rest is cut off
-    batch_tokens: int = Field(8192, ge=1)  # tokens of one forward, padding included
-    shard_tokens: int = Field(65_536, ge=1)  # tokens of a shard: what a kill can cost, and what is held in memory
-    limit: int | None = Field(None, ge=1)  # dialogues of each split, the first ones; default: all
+    exit_layers: list[Layers] = []  # also store the hidden states after this many decoder layers (Kangaroo)
+    max_length: Length = Field(2048, ge=2)  # tokens of a dialogue; the rest is cut off
+    batch_tokens: Amount = Field(8192, ge=1)  # tokens of one forward, padding included
+    shard_tokens: Amount = Field(65_536, ge=1)  # tokens of a shard: what a kill can cost, and what is held in memory
+    limit: Amount | None = Field(None, ge=1)  # dialogues of each split, the first ones; default: all
     # own: the answers of the split `heldout` are replaced by the target's own greedy ones, so that what training shows
     # is what decoding gives. A file that data_prep.regenerate wrote with this target holds them already.
     heldout_answers: Literal["own", "given"] = "own"
-    heldout_dialogues: int = Field(100, ge=1)  # so many are answered, the first ones
-    heldout_new_tokens: int = Field(256, ge=1)  # of one such answer; at most half the target's context
+    heldout_dialogues: Amount = Field(100, ge=1)  # so many are answered, the first ones
+    heldout_new_tokens: Length = Field(256, ge=1)  # of one such answer; at most half the target's context
 
     @field_validator("splits")
     @classmethod

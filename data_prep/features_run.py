@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from drafters.eagle import EagleHead
+from drafters.files import existing_folder
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device, resolve_dtype
@@ -26,7 +27,7 @@ from .answers.ownership import WORDS, begun_on, whose
 from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
 from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import source_digest
-from .disk import check_room, existing_folder, free_bytes
+from .disk import check_room, free_bytes
 from .extraction.process import VLLM
 from .features import FeaturesConfig
 from .heldout_answers import HELDOUT, answers_file, with_own_answers

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from drafters.choices import StoredDtype
-from drafters.files import keep_mode, replace_json, sync_folder
+from drafters.files import check_new_folder, keep_mode, replace_json, sync_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.provenance import library_versions
 
-from .disk import check_new_folder, check_room
+from .disk import check_room
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -68,6 +68,7 @@ def convert(file: Path, out: Path, dtype: str) -> dict[str, Any]:
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving a model imports DeepSpeed, which would say what it found
     with _alone(file) as folder, _said_of(file):
+        _tensors(file)  # its words on a damaged file are better than those of transformers
         config = AutoConfig.from_pretrained(folder, gguf_file=file.name, trust_remote_code=False)
         check_memory(str(file), config, torch.float32, [torch.device("cpu")], 1, 1)
         room = weight_bytes(config, resolve_dtype(dtype))
@@ -138,9 +139,9 @@ def _said_of(file: Path) -> Iterator[None]:
     """Let errors name the file; those of the libraries that read it are of any kind."""
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's; transformers raises others
+            raise
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{file} cannot be converted: {said}") from error
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from drafters.config import load_config
+from drafters.config import Amount, Length, Seed, Size, Vocabulary, load_config
+from drafters.files import check_file
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 
@@ -32,15 +33,15 @@ class MagpieConfig(TargetKeys):
 
     target: str  # folder or Hub repository of a chat model
     out: str  # JSONL file in ShareGPT form
-    count: int = Field(ge=1)  # questions; somewhat fewer where two processes have asked the same one
+    count: Amount = Field(ge=1)  # questions; somewhat fewer where two processes have asked the same one
     minutes: float | None = Field(None, gt=0)  # after which those that are there will do; default: no limit
     system: str | None = None  # a system message; default: the template's own, if it has one
-    max_new_tokens: int = Field(256, ge=2)  # of one question
+    max_new_tokens: Length = Field(256, ge=2)  # of one question
     temperature: float = Field(0.9, gt=0, allow_inf_nan=False)
-    top_k: int = Field(100, ge=0)  # 0: off
+    top_k: Vocabulary = Field(100, ge=0)  # 0: off
     top_p: float = Field(1.0, gt=0, le=1)  # 1: off
-    batch: int = Field(64, ge=1)  # questions at once
-    seed: int = 0
+    batch: Size = Field(64, ge=1)  # questions at once
+    seed: Seed = 0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,9 +63,7 @@ def check(config: MagpieConfig, ranks: int = 1) -> None:
     check_model(config.target, "target", config.revision)
     if config.count < ranks:
         raise ValueError(f"count is {config.count} for {ranks} processes; give at least one question for each")
-    out = Path(config.out)
-    if out.is_dir():
-        raise ValueError(f"out: {out} is a folder; give a file")
+    check_file(Path(config.out))
     check_own(config.out)
 
 

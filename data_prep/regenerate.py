@@ -14,7 +14,8 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from drafters.config import Config, load_config
+from drafters.config import Amount, Config, Size, load_config
+from drafters.files import check_file
 from drafters.methods import check_method
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
@@ -46,11 +47,11 @@ class RegenerateConfig(Writing, TargetKeys):
     out: str  # JSONL file in ShareGPT form
     target: str | None = None  # folder or Hub repository of the target
     endpoint: EndpointConfig | None = None  # in place of a target: an OpenAI-compatible server
-    limit: int | None = Field(None, ge=1)  # dialogues, the first ones; default: all
+    limit: Amount | None = Field(None, ge=1)  # dialogues, the first ones; default: all
     minutes: float | None = Field(None, gt=0)  # after which what is not answered is left out; default: no limit
     # For a target, as are all of TargetKeys.
     drafter: DrafterOptions | None = None  # for example {drafter: eagle, checkpoint: ..., tree: chain}; default: none
-    batch: int = Field(8, ge=1)  # dialogues at once; less where the drafter decodes fewer
+    batch: Size = Field(8, ge=1)  # dialogues at once; less where the drafter decodes fewer
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -85,8 +86,9 @@ def check(config: RegenerateConfig) -> None:
     """Raise ValueError where a file is missing or in the way, or no such drafter."""
     check_source(config.source)
     out = Path(config.out)
-    if out.is_dir() or (out.exists() and out.samefile(config.source)):
-        raise ValueError(f"out: {out} is {'a folder' if out.is_dir() else 'the source'}; give another file")
+    check_file(out)
+    if out.exists() and out.samefile(config.source):
+        raise ValueError(f"out: {out} is the source; give another file")
     check_own(config.out)
     if config.drafter is not None:
         check_method(config.drafter.drafter)

@@ -11,12 +11,12 @@ import json
 import random
 from pathlib import Path
 
-from drafters.files import replace_json, replace_text
+from drafters.files import check_folder, replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, positive, run_program
 from drafters.provenance import changes
 
 from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
-from .disk import check_folder, check_room, source_bytes
+from .disk import check_room, source_bytes
 
 FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}

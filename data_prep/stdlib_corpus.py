@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafters.files import replace_json, replace_text
+from drafters.files import check_folder, replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, run_program
 
-from .disk import check_folder, check_room
+from .disk import check_room
 
 SKIPPED_FOLDERS = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data",

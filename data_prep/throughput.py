@@ -10,6 +10,7 @@ folder beside the config's ``out``, on the same disk, and deleted. ``limit=`` bo
 from pathlib import Path
 
 from drafters.config import load_config
+from drafters.files import check_file
 from drafters.program import CommandLine, command, keeping, positive, run_program
 
 from .features import FeaturesConfig, check
@@ -28,6 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     if split not in config.splits:
         raise ValueError(f"--split {split}: {parsed.config} has the splits {', '.join(config.splits)}")
     check(config)
+    if parsed.out is not None:
+        check_file(parsed.out, "--out")
 
     from .throughput_run import run
 

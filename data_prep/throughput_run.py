@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from drafters.files import replace_json
+from drafters.files import existing_folder, replace_json
 from drafters.model.target import TargetModel
 from drafters.provenance import environment, load_average, peak_memory_bytes
 
 from .dialogues.encoding import load_tokenizer
-from .disk import existing_folder
 from .extraction.process import VLLM
 from .features import FeaturesConfig
 from .features_run import Work, check_disk, encode, make_headers, start_vllm, write_store

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .config import DraftSize
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -26,7 +27,7 @@ class BiLDOptions(SpeculativeOptions):
     log-likelihood (nats) is above, and all after it.
     """
 
-    gamma: int = Field(10, ge=1)
+    gamma: DraftSize = Field(10, ge=1)
     fallback: float = Field(0.9, ge=0.0, le=1.0)
     rollback: float = Field(2.0, gt=0.0)
 

@@ -3,7 +3,6 @@
 Both are read as they were written; of a drafter or target other than the card's they are refused.
 """
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-CERTIFICATE, REPORT, CARD_FILE = "lossless.json", "report.json", "README.md"
+CARD_FILE = "README.md"
 Found = Mapping[str, Any]
 
 
@@ -22,31 +21,9 @@ def check_card(folder: Path, *evidence: object) -> None:
         raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
     if (folder / CARD_FILE).is_file() and any(one is not None for one in evidence):
         raise ValueError(
-            f"{folder / CARD_FILE} is published as it is, without the certificate or report given: take it away, and a "
-            "card is written with them"
+            f"{folder / CARD_FILE} is published as it is, without the certificate, report or figures given: take it "
+            "away, and a card is written with them"
         )
-
-
-def read_evidence(given: str | Path | Found, name: str) -> Found:
-    """The JSON of a file, or of ``name`` in a folder; what is read already is returned.
-
-    Raises:
-        ValueError: there is no such file, or it is something else.
-    """
-    if isinstance(given, Mapping):
-        return given
-    file = Path(given) / name if Path(given).is_dir() else Path(given)
-    program = "eval.lossless" if name == CERTIFICATE else "eval.speed"
-    if not file.is_file():
-        raise ValueError(f"there is no {file}; python -m {program} writes it")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        _ = (found["environment"]["target"]["fingerprint"], found["verdict"] if name == CERTIFICATE else found["rows"])
-    except (ValueError, KeyError, TypeError) as error:
-        wrong = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file} is not what python -m {program} writes ({wrong})") from None
-    assert isinstance(found, dict)
-    return found
 
 
 def losslessness(config: Found, certificate: Found) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, InstanceOf
 from torch import Tensor
 
 from .base import Drafter
+from .config import DraftSize
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState, step, tell_rest, until
@@ -29,7 +30,7 @@ class CascadeOptions(DraftModelOptions):
     """
 
     inner: InstanceOf[Drafter] | dict[str, Any]
-    gamma: int = Field(4, ge=1)
+    gamma: DraftSize = Field(4, ge=1)
 
 
 class CascadeDrafter(DraftModelDrafter):

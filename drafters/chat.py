@@ -21,6 +21,7 @@ from drafters.config import Config, from_overrides
 from drafters.methods import check_method, method_names
 from drafters.paths import check_model
 from drafters.program import CommandLine, positive, run_program
+from drafters.wording import shortened
 
 NONE = "none"
 
@@ -40,6 +41,13 @@ def temperature(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, found {text!r}")
     return value
+
+
+def seed(text: str) -> int:
+    """The type of --seed."""
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {(1 << 32) - 1}, found {shortened(text)}")
+    return int(text)
 
 
 def is_method(drafter: str) -> bool:
@@ -66,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="default auto: bf16 where it is fast")
     parser.add_argument("--quantize", choices=get_args(Quantization), help="the target's layers")
     parser.add_argument("--system", help="a message that stands before the conversation")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling; default 0")
+    parser.add_argument("--seed", type=seed, default=0, help="of sampling; default 0")
     given = parser.parse(arguments)
     method = is_method(given.drafter)
     options: dict[str, Any] = from_overrides(Options, given.overrides).model_dump()

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.card_evidence import CARD_FILE
-from drafters.config import Config, validate
+from drafters.config import Amount, Config, Layers, Vocabulary, validate
 from drafters.files import replacing, save_tensors, sync
 from drafters.hub_client import look_up
 from drafters.paths import check_loadable
@@ -51,9 +51,9 @@ class TargetIdentity(Config):
     name: str
     revision: str | None = None
     fingerprint: str
-    hidden_size: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
+    hidden_size: Amount = Field(gt=0)
+    vocab_size: Vocabulary = Field(gt=0)
+    num_hidden_layers: Layers = Field(gt=0)
 
 
 class CheckpointConfig(Config):

@@ -6,21 +6,32 @@ Unknown keys are errors that suggest the nearest known key; ``key=value`` overri
 import difflib
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from drafters.text_files import read_text
 from drafters.wording import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+# Whole numbers of a schema with the largest value of their kind: above every real use, so that a mistyped one is
+# refused before it fills the memory or never ends. A field adds its own bounds.
+DraftSize = Annotated[int, Field(le=1_024)]  # tokens, nodes, beams or candidates of one draft
+Layers = Annotated[int, Field(le=4_096)]  # layers of a model, or the number of one
+Size = Annotated[int, Field(le=65_536)]  # sequences, requests or threads side by side; repetitions
+Width = Annotated[int, Field(le=1_048_576)]  # dimensions of a model
+Vocabulary = Annotated[int, Field(le=4_194_304)]  # tokens of a vocabulary
+Length = Annotated[int, Field(le=16_777_216)]  # tokens of one text
+Amount = Annotated[int, Field(le=100_000_000)]  # tokens, texts or steps of a run
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # libraries and servers take these; 64 bits overflow in derived seeds
+
 
 class Config(BaseModel):
-    """Base of every schema: unknown keys fail, values are checked on assignment."""
+    """Base of every schema: unknown keys, infinity and NaN fail, values are checked on assignment."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 def load_config(schema: type[ConfigT], path: str | Path, overrides: list[str] | None = None) -> ConfigT:
@@ -57,12 +68,14 @@ def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
     return validate(schema, data, source="the command line")
 
 
-def validate(schema: type[ConfigT], data: dict[str, Any], source: str) -> ConfigT:
-    """Build ``schema`` from ``data``; every problem becomes one line of a single ValueError naming ``source``."""
+def validate(schema: type[ConfigT], data: dict[str, Any], source: str, most: int | None = None) -> ConfigT:
+    """Build ``schema`` from ``data``; all problems, or ``most`` of them, stand in one ValueError naming ``source``."""
     try:
         return schema(**data)
     except ValidationError as error:
         lines = [_describe(schema, item) for item in error.errors()]
+        if most is not None and len(lines) > most:
+            lines[most:] = [f"and {len(lines) - most} more"]
         raise ValueError(f"{source}: " + "; ".join(lines)) from None
 
 

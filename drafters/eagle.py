@@ -1,5 +1,4 @@
-"""EAGLE: a head that extrapolates the target's features, one decoder layer deep (Li et al. 2024; EAGLE-2's dynamic
-tree).
+"""EAGLE: a head of one decoder layer extrapolates the target's features (Li et al. 2024; EAGLE-2's dynamic tree).
 
 At index i the head takes feature_i and the embedding of token_{i+1} and predicts feature_{i+1}, whose logits are
 those of token_{i+2}: the token sampled at i + 1 is known, which resolves the feature's uncertainty (paper, section
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig
 
 from .base import LearnedDrafter, Promised
 from .choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
+from .config import DraftSize
 from .decoding.acceptance import Verdict
 from .decoding.cost import CostsByLength, Make, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
@@ -124,10 +124,10 @@ class EagleOptions(DraftHeadOptions):
     """
 
     tree: Literal["auto", "chain", "static", "dynamic"] = "auto"
-    depth: int | None = Field(default=None, ge=1)
-    top_k: int = Field(default=10, ge=1)
-    nodes: int = Field(default=59, ge=1)
-    paths: list[list[int]] | None = None
+    depth: DraftSize | None = Field(default=None, ge=1)
+    top_k: DraftSize = Field(default=10, ge=1)
+    nodes: DraftSize = Field(default=59, ge=1)
+    paths: list[list[DraftSize]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
     inputs: HeadInputs = SHIFTED
     fc_bias: bool = False

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from drafters.files import check_new_folder
 from drafters.paths import check_model, readable
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
@@ -21,9 +22,8 @@ EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm 
 
 
 def check_out(out: Path) -> None:
-    """Raise ValueError if ``out`` is a file, or a folder that holds files."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ValueError(f"--out {out} is {'a file' if out.is_file() else 'not empty'}; give a new folder")
+    """Raise ValueError if ``out`` cannot be a new folder."""
+    check_new_folder(out, "--out")
 
 
 def _no_number(text: str) -> None:

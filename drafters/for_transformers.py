@@ -45,7 +45,7 @@ from transformers.generation import (
 )
 
 from .decoding.loop import GenerateResult, generate
-from .decoding.sampling import Sampling
+from .decoding.sampling import COLDEST, Sampling
 from .decoding.trace import Trace
 from .methods import load_drafter
 from .model.target import TargetModel
@@ -229,6 +229,11 @@ class FromTransformers:
         self.processors = list(processors)
         self.by_row = [[for_row(each, row) for each in processors] for row in range(len(input_ids))]
         self.sampling, self.alters = sampling_of(self.processors)
+        if self.alters and self.sampling.temperature < COLDEST:  # by which transformers' own warper divides
+            raise ValueError(
+                f"temperature is {self.sampling.temperature:g}, and beside other logits processors it must be at least "
+                f"{COLDEST:g}; give do_sample=False for the most likely tokens"
+            )
         known = (EosTokenCriteria, MaxLengthCriteria)
         self.criteria = [each for each in criteria if type(each) not in known]
         eos = {token for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id.tolist()}

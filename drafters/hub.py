@@ -10,9 +10,12 @@ broken off goes on with the same command.
 
 from pathlib import Path
 
-from drafters.card_evidence import CERTIFICATE, REPORT, check_card, read_evidence
+from drafters.card_evidence import check_card
+from drafters.files import check_file
+from drafters.hub_client import check_repo_id
 from drafters.model_card import Card
 from drafters.program import CommandLine, run_program
+from drafters.reports import Certificate, Report, read
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,10 +35,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the files with their sizes, and publish nothing")
     given = parser.parse(arguments)
 
+    for name in (given.repo_id, given.base_model, *given.dataset):
+        if name is not None:
+            check_repo_id(name)
+    if given.card is not None:
+        check_file(given.card, "--card")
     check_card(given.folder, given.certificate, given.report)
-    for evidence, name in ((given.certificate, CERTIFICATE), (given.report, REPORT)):
+    for evidence, schema in ((given.certificate, Certificate), (given.report, Report)):
         if evidence is not None:
-            read_evidence(evidence, name)
+            read(evidence, schema)
 
     from drafters.hub_run import listed, serving
     from drafters.publishing import card_of, files_of, push_to_hub
@@ -49,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         serving=serving(given.folder, given.repo_id, given.base_model),
     )
     if given.card is not None:
+        given.card.parent.mkdir(parents=True, exist_ok=True)
         given.card.write_text(card_of(given.folder, given.repo_id, card), encoding="utf-8")
         print(given.card)
         return

@@ -5,10 +5,33 @@ from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import constants, get_hf_file_metadata, get_session, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    OfflineModeIsEnabled,
+)
 from huggingface_hub.utils import validate_repo_id
 
+from .wording import shortened
+
 PATIENCE = 30.0  # seconds without an answer, for requests that would wait for ever
+
+
+def check_repo_id(name: object) -> None:
+    """Raise ValueError unless ``name`` may be a repository's, as ``user/name``."""
+    wrong = ""
+    try:
+        validate_repo_id(name)  # type: ignore[arg-type]
+    except HFValidationError as error:
+        wrong = str(error)
+    if not wrong and (not isinstance(name, str) or name.count("/") != 1 or not name.isascii()):
+        wrong = "give the user or organisation and the name, in ASCII"
+    if not wrong and str(name).startswith(("datasets/", "spaces/", "models/")):
+        wrong = f"{str(name).partition('/')[0]} is no user"
+    if wrong:
+        raise ValueError(f"{shortened(name)} is not a Hub repository name like 'user/my-drafter': {wrong}")
 
 
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:

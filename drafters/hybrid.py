@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, InstanceOf
 
 from .base import Drafter, Promised
-from .config import Config
+from .config import Config, Length
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -40,7 +40,7 @@ class HybridOptions(Config):
 
     head: InstanceOf[Drafter] | dict[str, Any]
     lookup: InstanceOf[Drafter] | dict[str, Any] = Field(default_factory=lambda: dict(LOOKUP))
-    match: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    match: Annotated[Length, Field(ge=1)] | Literal["auto"] = "auto"
     one_tree: bool = False
 
 

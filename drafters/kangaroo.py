@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter
+from .config import DraftSize, Layers
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
@@ -81,13 +82,13 @@ class KangarooOptions(DraftHeadOptions):
     ``KangarooAdapter``.
     """
 
-    exit_layer: int = Field(ge=1)
+    exit_layer: Layers = Field(ge=1)
     ffn: bool = False
     own_lm_head: bool = False
     eta: float = Field(default=0.4, ge=0.0, lt=1.0)
     confidence: Literal["top1", "entropy"] = "top1"
-    max_draft_tokens: int = Field(default=6, ge=1)
-    paths: list[list[int]] | None = None
+    max_draft_tokens: DraftSize = Field(default=6, ge=1)
+    paths: list[list[DraftSize]] | None = None
 
 
 class KangarooDrafter(LearnedDrafter):

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .config import DraftSize
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import ROOT, DraftTree, see_ancestors, to_device
 from .decoding.loop import DecodeState
@@ -32,8 +33,8 @@ class LLMCadOptions(DraftModelOptions):
     target is on CUDA (a CPU gains nothing).
     """
 
-    nodes: int = Field(16, ge=1)
-    branches: int = Field(4, ge=1)
+    nodes: DraftSize = Field(16, ge=1)
+    branches: DraftSize = Field(4, ge=1)
     alpha: float = Field(0.01, gt=0.0, le=1.0)
     overlap: bool | None = None
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .base import Drafter
-from .config import Config
+from .config import Config, DraftSize
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -32,9 +32,9 @@ class LookaheadOptions(Config):
     for 33B.
     """
 
-    window: int = Field(4, ge=1)
-    ngram: int = Field(3, ge=2)
-    guesses: int = Field(3, ge=1)
+    window: int = Field(4, ge=1, le=64)
+    ngram: int = Field(3, ge=2, le=32)
+    guesses: DraftSize = Field(3, ge=1)
     from_prompt: bool = True
     from_output: bool = False
     from_history: bool = False

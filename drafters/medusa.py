@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .base import LearnedDrafter, Promised
-from .config import validate
+from .config import DraftSize, validate
 from .decoding.acceptance import TINY, Rule, Verdict, collect
 from .decoding.cost import step_costs
 from .decoding.draft_tree import DraftTree
@@ -105,10 +105,10 @@ class MedusaOptions(DraftHeadOptions):
     layers: int = Field(default=1, ge=1, le=64)
     own_lm_heads: bool = False
     tree: Literal["auto", "chain", "static"] = "auto"
-    depth: int | None = Field(default=None, ge=1)
-    top_k: int = Field(default=10, ge=1)
-    nodes: int = Field(default=63, ge=1)
-    paths: list[list[int]] | None = None
+    depth: DraftSize | None = Field(default=None, ge=1)
+    top_k: DraftSize = Field(default=10, ge=1)
+    nodes: DraftSize = Field(default=63, ge=1)
+    paths: list[list[DraftSize]] | None = None
     acceptance: dict[Way, list[list[Probability]]] | None = None
     accept: Literal["lossless", "typical"] = "lossless"
     epsilon: float = Field(default=0.09, gt=0.0, le=1.0)

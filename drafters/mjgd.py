@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .base import Drafter
-from .config import Config
+from .config import Config, DraftSize
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import ROOT, DraftTree
 from .decoding.loop import DecodeState
@@ -23,8 +23,8 @@ class MJGDOptions(Config):
     """``k``: tokens chosen together (gamma_i in Definition 3.1, K in Figure 1). ``beams``: hypotheses kept by the beam
     search that approximates the argmax; vocabulary^(k - 1) of them make it exact."""
 
-    k: int = Field(4, ge=1)
-    beams: int = Field(8, ge=1)
+    k: DraftSize = Field(4, ge=1)
+    beams: DraftSize = Field(8, ge=1)
 
 
 class MJGDDrafter(Drafter):

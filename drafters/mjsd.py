@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .config import DraftSize
 from .decoding.acceptance import Rule, Verdict, collect
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -31,8 +32,8 @@ class MJSDOptions(DraftModelOptions):
     top-k 20 and top-p 0.9 (Appendix D). It makes a difference where tokens are sampled only.
     """
 
-    gamma: int = Field(4, ge=1)
-    beams: int = Field(8, ge=1)
+    gamma: DraftSize = Field(4, ge=1)
+    beams: DraftSize = Field(8, ge=1)
     threshold: float = Field(0.1, ge=0.0, le=1.0)
     likelihood: Literal["own", "warped"] = "own"
 

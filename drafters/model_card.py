@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK, metadata_load
 
-from drafters.card_evidence import CERTIFICATE, REPORT, losslessness, measured, model_index, read_evidence
+from drafters.card_evidence import losslessness, measured, model_index
+from drafters.paths import names_only
+from drafters.reports import Certificate, read
 
 _KNOWN = {  # other types show their own name
     "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
@@ -56,8 +59,8 @@ def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: C
     Raises:
         ValueError: the certificate or the report is of another method or target, or no such file.
     """
-    card = card or Card()
-    report = None if card.report is None else read_evidence(card.report, REPORT)
+    card, config = card or Card(), names_only(config)
+    report = None if card.report is None else names_only(read(card.report))
     kind, target, base = config["drafter_type"], config["target"], config.get("base")
     base_name = shown_name(base["name"]) if base else None
     tuned = config.get("training", {}).get("tuned_from")
@@ -87,13 +90,35 @@ def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: C
         *([card.serving] if card.serving else []),
         "## Target\n\n" + _table({**target, "name": target_name}),
     ]
-    more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": card.figures}
+    more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": names_only(card.figures)}
     sections += [f"## {title}\n\n{_table(values)}" for title, values in more.items() if values]
     if card.certificate is not None:
-        sections.append(losslessness(config, read_evidence(card.certificate, CERTIFICATE)))
+        sections.append(losslessness(config, names_only(read(card.certificate, Certificate))))
     if report is not None:
         sections.append(measured(config, report))
     return "\n\n".join(sections) + "\n"
+
+
+def with_header(file: Path, card: Card) -> str:
+    """The text of a card that its author wrote, with what ``card`` says of license, target and data in its header.
+
+    Raises:
+        ValueError: its header is no YAML mapping.
+    """
+    text = file.read_text(encoding="utf-8-sig")
+    new: dict[str, Any] = {"license": card.license, "base_model": card.base_model, "datasets": card.datasets}
+    if not any(new.values()):
+        return text
+    try:
+        header = metadata_load(file) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: the header is no YAML mapping ({reason}); correct it") from None
+    known = header.get("datasets") or []
+    new["datasets"] = [*dict.fromkeys([*([known] if isinstance(known, str) else known), *card.datasets])]
+    header |= {key: value for key, value in new.items() if value}
+    body = REGEX_YAML_BLOCK.sub("", text, count=1)
+    return f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---\n{body}"
 
 
 def is_hub_id(name: str) -> bool:

@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .config import DraftSize
 from .decoding.acceptance import Verdict
 from .decoding.draft_tree import DraftTree, tree_mask
 from .decoding.loop import DecodeState
@@ -36,11 +37,11 @@ class OuroborosOptions(DraftModelOptions):
     (Table 10).
     """
 
-    gamma: int = Field(3, ge=1)
-    window: int = Field(4, ge=1)
-    beta: int = Field(4, ge=2)
-    k: int = Field(3, ge=1)
-    guesses: int = Field(3, ge=1)
+    gamma: DraftSize = Field(3, ge=1)
+    window: int = Field(4, ge=1, le=64)
+    beta: int = Field(4, ge=2, le=32)
+    k: DraftSize = Field(3, ge=1)
+    guesses: DraftSize = Field(3, ge=1)
     accelerate: bool = True
     lengthen: bool = True
     from_verification: bool = True

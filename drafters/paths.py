@@ -1,9 +1,14 @@
 """Which names of models are folders here, repositories on the Hub, or neither; and the cache folder."""
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
+# A path of this machine within a text: from the root, a home, a drive or the working directory. No URL, no "a/b".
+LOCAL = re.compile(r"""(?<![\w./~<-])(?!//)(?:file://)?(?:[A-Za-z]:[\\/]|(?:~[\w.-]*|\.\.?)?/)[^\s'"`,;|<>()\[\]{}]+""")
 
 
 def is_missing_folder(name: str) -> bool:
@@ -15,6 +20,23 @@ def is_missing_folder(name: str) -> bool:
     if path.exists():
         return False
     return path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
+
+
+def names_only(value: Any) -> Any:
+    """``value`` (of JSON) for others to read: of every path of this machine in its texts, only the last component."""
+    if isinstance(value, Mapping):
+        return {names_only(key): names_only(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [names_only(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    key, equals, last = value.rpartition("=")  # an argument as key=value; its path may have spaces
+    shown = _last_component(last) if LOCAL.match(last) else LOCAL.sub(lambda found: _last_component(found[0]), last)
+    return LOCAL.sub(lambda found: _last_component(found[0]), key) + equals + shown
+
+
+def _last_component(path: str) -> str:
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
 def user_cache() -> Path:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .config import Config
+from .config import Config, DraftSize
 from .decoding.draft_tree import ROOT
 from .decoding.loop import DecodeState
 from .drafting.retrieval import Found, Retrieval
@@ -21,7 +21,7 @@ class PromptLookupOptions(Config):
     ``max_ngram``, ``min_ngram``: the longest and the shortest match looked for; by default 3 (auto: 8) and 1.
     """
 
-    gamma: Annotated[int, Field(ge=1)] | Literal["auto"] = 10
+    gamma: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = 10
     max_ngram: int | None = Field(None, ge=1, le=32)
     min_ngram: int = Field(1, ge=1, le=32)
 

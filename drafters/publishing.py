@@ -4,6 +4,7 @@ What lies there already is not sent again, so an upload that was broken off goes
 """
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from huggingface_hub.errors import (
 
 from .card_evidence import CARD_FILE, check_card
 from .checkpoint import CONFIG_FILE, check_finite, load_checkpoint, one_line, read_config
-from .hub_client import look_up
-from .model_card import Card, model_card
+from .hub_client import check_repo_id, look_up
+from .model_card import Card, model_card, with_header
+from .paths import names_only
 
 ATTEMPTS, WAIT = 4, 2.0  # seconds before the second, twice as many before each that follows
 PASSING = (409, 412, 429)  # refusals that may be none the next time; and all from 500 on
@@ -44,8 +46,9 @@ def push_to_hub(
 ) -> str:
     """Publish the checkpoint in ``folder`` as the Hub model ``repo_id`` ("user/name"), with a model card.
 
-    A ``README.md`` already in the folder is published as it is; otherwise a card is written from ``config.json`` and
-    ``card``. TensorBoard's events of the training go along.
+    A ``README.md`` already in the folder is published, with the license, base model and data sets of ``card`` in its
+    header; otherwise a card is written from ``config.json`` and ``card``. Of paths of this machine, JSON files and a
+    card that is written have the last component. TensorBoard's events of the training go along.
 
     Args:
         private: create the repository private (None: as the account's default; an existing repository keeps its own).
@@ -83,17 +86,27 @@ def files_of(folder: Path, repo_id: str, card: Card | None = None) -> Files:
     files: Files = {CARD_FILE: text.encode(), **GENERATE_FILES}
     for path in sorted(folder.glob(EVENTS)):
         files[str(path.relative_to(folder))] = path
-    return files | {name: folder / name for name in (*others, weights)}
+    return files | {name: _without_paths(folder / name) for name in others} | {weights: folder / weights}
+
+
+def _without_paths(file: Path) -> Path | bytes:
+    """A JSON file, or its content where that has paths of this machine."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    shown = names_only(found)
+    return file if shown == found else (json.dumps(shown, indent=2, sort_keys=True) + "\n").encode()
 
 
 def card_of(folder: Path, repo_id: str, card: Card | None = None) -> str:
     """The model card that is published with the checkpoint in ``folder``; errors are ``push_to_hub``'s."""
     card = card or Card()
-    check_card(folder, card.certificate, card.report)
+    for name in (repo_id, card.base_model, *card.datasets):
+        if name is not None:
+            check_repo_id(name)
+    check_card(folder, card.certificate, card.report, card.figures)
     config, weights = load_checkpoint(folder)
     check_finite(weights, source=str(folder))
     if (written := folder / CARD_FILE).is_file():
-        return written.read_text(encoding="utf-8")
+        return with_header(written, card)
     return model_card(config, repo_id, sum(value.numel() for value in weights.values()), card)
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, InstanceOf
 from torch import Tensor
 
 from .base import Drafter
-from .config import Config
+from .config import Config, Seed
 from .decoding.acceptance import Rule, Verdict, verdict_of
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -32,7 +32,7 @@ class ReplayOptions(Config):
 
     inner: InstanceOf[Drafter] | dict[str, Any]
     profile: list[Rate] = Field(min_length=1)
-    seed: int = 0
+    seed: Seed = 0
 
 
 class ReplayDrafter(Drafter):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from .config import Config
+from .config import Amount, Config, DraftSize
 from .decoding.loop import DecodeState
 from .drafting.datastore import load_datastore
 from .drafting.retrieval import NOTHING, Found, Next, Retrieval, likeliest_tree
@@ -32,9 +32,9 @@ class RestOptions(Config):
     datastore: str
     max_ngram: int = Field(16, ge=1, le=32)
     min_ngram: int | None = Field(None, ge=1, le=32)
-    depth: int = Field(10, ge=1)
-    nodes: Annotated[int, Field(ge=1)] | Literal["auto"] = MOST_NODES
-    places: int | None = Field(None, ge=1)
+    depth: DraftSize = Field(10, ge=1)
+    nodes: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = MOST_NODES
+    places: Amount | None = Field(None, ge=1)
     chain: bool = False
 
 

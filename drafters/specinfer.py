@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .base import Drafter
+from .config import DraftSize
 from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -28,7 +29,7 @@ class SpecInferOptions(DraftHeadOptions):
     """``draft_models``: folders or Hub repositories of smaller LMs of the same tokenizer. ``gamma``: tokens of each."""
 
     draft_models: list[DraftModel] = Field(min_length=1)
-    gamma: int = Field(4, ge=1)
+    gamma: DraftSize = Field(4, ge=1)
 
 
 class SpecInferDrafter(Drafter):

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from .config import DraftSize
 from .decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from .decoding.draft_tree import DraftTree
 from .decoding.loop import DecodeState
@@ -28,8 +29,8 @@ class SpecTrOptions(DraftModelOptions):
     ``draft_temperature`` above 0 gives a greedy target k different ones, verified greedily.
     """
 
-    gamma: int = Field(4, ge=1)
-    drafts: int = Field(2, ge=1)
+    gamma: DraftSize = Field(4, ge=1)
+    drafts: DraftSize = Field(2, ge=1)
     draft_temperature: float | None = Field(None, ge=0.0)
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .base import Promised
+from .config import DraftSize
 from .decoding.acceptance import Verdict
 from .decoding.cost import Make, Run, behind, step_costs
 from .decoding.draft_tree import DraftTree
@@ -26,7 +27,7 @@ class SpeculativeOptions(DraftModelOptions):
     accepted, or none where none pays.
     """
 
-    gamma: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    gamma: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = 4
 
 
 class SpeculativeDrafter(DraftModelDrafter):

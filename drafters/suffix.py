@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from .config import Config
+from .config import Amount, Config, DraftSize
 from .decoding.loop import DecodeState
 from .drafting.retrieval import BETWEEN, NOTHING, Found, Next, Retrieval, likeliest_tree
 from .drafting.suffix_automaton import SuffixAutomaton
@@ -26,10 +26,10 @@ class SuffixOptions(Config):
     """
 
     alpha: float = Field(2.0, gt=0.0)
-    nodes: Annotated[int, Field(ge=1)] | Literal["auto"] = MOST_NODES
+    nodes: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = MOST_NODES
     chance: float = Field(0.1, ge=0.0, lt=1.0)
     chain: bool = False
-    memory: int = Field(32768, ge=0)
+    memory: Amount = Field(32768, ge=0)
 
 
 class _Guess(NamedTuple):

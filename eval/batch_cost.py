@@ -10,13 +10,13 @@ batch_cost.md into ``out``.
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from data_prep.disk import check_folder
-from drafters.config import Config, load_config
+from drafters.config import Config, Length, Seed, Size, load_config
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from eval.entries import DISTINCT, Odd, check_entries
-from eval.speed import TargetEntry
+from eval.speed import BatchSize, TargetEntry
 
 
 class BatchCostConfig(Config):
@@ -24,13 +24,13 @@ class BatchCostConfig(Config):
 
     target: TargetEntry
     out: Path
-    batches: Annotated[list[PositiveInt], DISTINCT] = Field([1, 2, 4, 8, 16], min_length=1, description="in a forward")
-    context: int = Field(256, ge=1, description="tokens of every input before the one that is fed")
-    runs: int = Field(100, ge=1, description="forwards of a block, which is timed and metered as a whole")
+    batches: Annotated[list[BatchSize], DISTINCT] = Field([1, 2, 4, 8, 16], min_length=1, description="in a forward")
+    context: Length = Field(256, ge=1, description="tokens of every input before the one that is fed")
+    runs: Size = Field(100, ge=1, description="forwards of a block, which is timed and metered as a whole")
     blocks: Odd = Field(5, description="odd; blocks of every batch size; the median counts")
-    warmup: int = Field(5, ge=0, description="forwards of every batch size before all others, unmeasured")
-    threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
-    seed: int = Field(0, description="of the tokens and of the batch sizes' order")
+    warmup: Size = Field(5, ge=0, description="forwards of every batch size before all others, unmeasured")
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    seed: Seed = Field(0, description="of the tokens and of the batch sizes' order")
 
 
 def check(config: BatchCostConfig) -> None:

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.disk import check_folder
+from drafters import reports
+from drafters.files import check_folder
 from drafters.program import CommandLine, run_program
+from drafters.reports import REPORT
 from drafters.wording import shortened
 
-REPORT, PROMPTS, JOURNAL = "report.json", "prompts.csv", "measurements.jsonl"
+PROMPTS, JOURNAL = "prompts.csv", "measurements.jsonl"
 BASELINE = "autoregressive"
 ALPHA = 0.05  # of all figures of a comparison together
 # What a report is of: where these differ, the texts are others, and no figure of them can be compared.
@@ -34,21 +36,24 @@ def read(folder: Path) -> "Read":
         ValueError: a file is missing or no such file.
     """
     folder = folder.parent if folder.name == REPORT else folder
-    report = _parsed(folder / REPORT, json.loads)
-    if not isinstance(report, dict) or not {"environment", "rows", "baseline"} <= report.keys():
-        raise ValueError(f"{folder / REPORT} is no report of eval.speed; it has {shortened([*report])}")
+    _check_there(folder / REPORT)
+    report = reports.read(folder / REPORT)
     if (folder / PROMPTS).is_file():
         return report, _parsed(folder / PROMPTS, str)
     lines = _parsed(folder / JOURNAL, lambda text: [json.loads(line) for line in text.splitlines()])
-    return report, [line for line in lines if "method" in line and "failure" not in line]
+    return report, [one for one in lines if isinstance(one, dict) and "method" in one and "failure" not in one]
 
 
-def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
+def _check_there(file: Path) -> None:
     if not file.is_file():
         raise ValueError(
             f"there is no {file}; give the folders of two reports, with {REPORT} and {PROMPTS} (or {JOURNAL}) as "
             "python -m eval.speed writes them"
         )
+
+
+def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
+    _check_there(file)
     try:
         return parse(file.read_text(encoding="utf-8"))
     except ValueError as error:

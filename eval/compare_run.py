@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from drafters.wording import shortened
-from eval.compare import ALPHA, BASELINE, MACHINE, Key, Read, check_comparable, keys
+from eval.compare import ALPHA, BASELINE, JOURNAL, MACHINE, PROMPTS, Key, Read, check_comparable, keys
 from eval.figures.paired import Figure, change, holm
 from eval.measure.journal import run_from_line
 from eval.report.by_prompt import Line, by_prompt, from_csv
@@ -62,7 +62,7 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
         ValueError: there is none.
     """
     differ = check_comparable(a[0], b[0])
-    runs = [_by_key(a), _by_key(b)]
+    runs = [_by_key(*given) for given in zip((a, b), names, strict=True)]
     plain = [_plain(report) for report, _ in (a, b)]
     left_out = ["tokens/s"] if differ.keys() & set(MACHINE) else []
     rows: list[dict[str, Any]] = []
@@ -100,18 +100,24 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
     }
 
 
-def _by_key(read: Read) -> dict[Key, dict[Unit, Line]]:
+def _by_key(read: Read, name: str) -> dict[Key, dict[Unit, Line]]:
     """Every method's line of every prompt.
 
     Raises:
         ValueError: the table of prompts is no such table.
     """
     report, given = read
-    if isinstance(given, str):
-        lines = from_csv(given)
-    else:
-        runs = ((line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in given)
-        lines = by_prompt(runs, _plain(report))
+    try:
+        if isinstance(given, str):
+            lines = from_csv(given)
+        else:
+            runs = ((line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in given)
+            lines = by_prompt(runs, _plain(report))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        table = PROMPTS if isinstance(given, str) else JOURNAL
+        raise ValueError(
+            f"{name}: {table} is not what python -m eval.speed writes ({type(error).__name__}: {error})"
+        ) from None
     found: dict[Key, dict[Unit, Line]] = {}
     for line in lines:
         units = found.setdefault((line["drafter"], line["temperature"], line["batch"]), {})

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from drafters.config import Config
+from drafters.config import Config, DraftSize, Length
 from drafters.paths import is_missing_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
@@ -29,9 +29,9 @@ class EngineEntry(Config):
     label: str = Field(description="its name in the report, where engine and version are added")
     engine: Literal["vllm", "llama_cpp"]
     method: Literal["plain", "prompt_lookup", "draft_model", "eagle", "ours"] = "plain"
-    gamma: int = Field(5, ge=1, description="tokens drafted a step")
-    min_ngram: int = Field(1, ge=1, description="of prompt lookup; llama.cpp always begins with one")
-    max_ngram: int = Field(3, ge=1, description="of prompt lookup")
+    gamma: DraftSize = Field(5, ge=1, description="tokens drafted a step")
+    min_ngram: Length = Field(1, ge=1, description="of prompt lookup; llama.cpp always begins with one")
+    max_ngram: Length = Field(3, ge=1, description="of prompt lookup")
     draft_model: str | None = Field(None, description="folder or Hub repository of method draft_model")
     checkpoint: str | None = Field(None, description="folder of our EAGLE head; exported first")
     ours: dict[str, Any] | None = Field(

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, model_validator
 
-from drafters.config import Config
+from drafters.config import Config, DraftSize, Length, Size
 from drafters.methods import check_method
 from drafters.paths import is_missing_folder
 from drafters.wording import shortened
@@ -35,7 +35,7 @@ def _check_distinct(values: list[Any]) -> list[Any]:
 
 Values = Annotated[list[Any], Field(min_length=1)]
 DISTINCT = AfterValidator(_check_distinct)
-Odd = Annotated[int, Field(ge=1), AfterValidator(_check_odd)]
+Odd = Annotated[Size, Field(ge=1), AfterValidator(_check_odd)]
 
 
 class DrafterEntry(Config):
@@ -48,7 +48,7 @@ class DrafterEntry(Config):
 
     drafter: str = Field(description="the method: the name of its file in drafters/")
     label: str | None = Field(None, description="its name in the report; default: the method's")
-    temperatures: list[float] | None = Field(None, description="default: all of the run's")
+    temperatures: list[NonNegativeFloat] | None = Field(None, description="default: all of the run's")
     grid: dict[str, Values] | None = Field(
         None, min_length=1, description="values of options, dots for nested ones; every combination gets a row"
     )
@@ -168,11 +168,11 @@ class StockEntry(Config):
 
     label: str = Field(description="its name in the report, where (stock) is added")
     assistant_model: str | None = Field(None, description="folder or Hub repository of a draft model")
-    num_assistant_tokens: int | None = Field(
+    num_assistant_tokens: DraftSize | None = Field(
         None, ge=1, description="drafted every step, whatever the assistant's confidence; None: transformers' defaults"
     )
-    prompt_lookup_num_tokens: int | None = Field(None, ge=1, description="tokens copied from the context every step")
-    max_matching_ngram_size: int | None = Field(None, ge=1, description="of the lookup; None: transformers' default")
+    prompt_lookup_num_tokens: DraftSize | None = Field(None, ge=1, description="tokens copied from the text every step")
+    max_matching_ngram_size: Length | None = Field(None, ge=1, description="of the lookup; None: transformers' default")
 
     @property
     def remembers(self) -> bool:

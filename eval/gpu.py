@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drafters.files import replace_json, replace_text
+from drafters.files import check_folder, replace_json, replace_text
 from drafters.program import CommandLine, command, keeping, run_program
 from eval.report.gpu import Ending, Goal, Section, page
 
@@ -248,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     here = gpu_folder()
     out = given.out or ROOT / "docs" / "results" / here / "gpu"
+    check_folder(out, "--out")
     out.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in PARTS if part.name in given.only]
     with keeping(lambda: f"finished parts are kept in {out}; to go on: {command()}"):

@@ -9,11 +9,11 @@ add an entry: measure with eval.speed into a folder of --results, put the summar
 
 from pathlib import Path
 
-from data_prep.disk import check_folder
+from drafters.files import check_folder
 from drafters.program import CommandLine, run_program
+from drafters.reports import REPORT
 
 RESULTS, OUT = Path("docs/results"), Path("docs")
-REPORT = "report.json"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,8 +10,8 @@ import yaml
 from rich.console import Console
 
 from drafters.files import replace_text
+from drafters.reports import CERTIFICATE, REPORT, Certificate, Summary, read
 from eval.entries import CHECKPOINTS, DRAFT_MODELS, named_in
-from eval.leaderboard import REPORT
 from eval.report.charts import kind
 from eval.report.html import markdown, render
 from eval.report.page import length_of_answers, speedup_with_interval, table
@@ -69,12 +69,9 @@ def collect(results: Path, out: Path) -> Found:
     for file in sorted(results.rglob("*.json")):
         where = file.relative_to(results)
         if file.name == REPORT and ABLATIONS not in where.parts and not any("=" in part for part in where.parts):
-            try:
-                tables += _tables(json.loads(file.read_text(encoding="utf-8")), _link(file, out), trainings, names)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"{file} is not what eval.speed writes: {type(error).__name__}: {error}") from None
-        elif file.name == "lossless.json":
-            certificates.append(_certificate(json.loads(file.read_text(encoding="utf-8")), _link(file, out), names))
+            tables += _tables(read(file), _link(file, out), trainings, names)
+        elif file.name == CERTIFICATE:
+            certificates.append(_certificate(read(file, Certificate), _link(file, out), names))
     tables.sort(key=lambda one: (one["target"], one["suite"], one["dtype"], one["temperature"], one["link"]))
     return {"tables": tables, "certificates": certificates}
 
@@ -82,7 +79,10 @@ def collect(results: Path, out: Path) -> Found:
 def _names(results: Path) -> dict[str, str]:
     """By fingerprint, what targets are called: a folder's name may be anybody's."""
     file = results / NAMES
-    found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for pair in found.items() for name in pair):
         raise ValueError(f"{file} is no mapping of targets' fingerprints to their names")
     return found
@@ -158,7 +158,7 @@ def _row(row: Found, entries: dict[str, Found], date: str, trainings: list[Found
 def _trainings(results: Path) -> Iterator[Found]:
     """What is recorded of every training: its folder, when it ended, and with what."""
     for file in sorted(results.rglob("*summary.json")):
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = read(file, Summary)
         config = summary.get("config", {})
         yield {
             "paths": {str(path) for path in (summary.get("run"), config.get("out")) if path},

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.disk import check_folder
 from drafters.choices import Dtype
-from drafters.config import Config, from_overrides, load_config
+from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, from_overrides, load_config
+from drafters.files import check_folder
 from drafters.methods import method_names
 from drafters.program import CommandLine, command, keeping, run_program
 from eval.entries import DrafterEntry, check_entries
@@ -41,21 +41,21 @@ class LosslessConfig(Config):
     target: ExactTarget
     drafter: DrafterEntry
     prompts: PromptsConfig | None = Field(None, description="None: the target begins them, by sampling")
-    begun: int = Field(32, ge=1, description="prompts, where the target begins them")
-    begun_tokens: int = Field(16, ge=1, description="of each of those")
-    greedy_tokens: int = Field(128, ge=1, description="new ones, of every greedy text")
+    begun: Amount = Field(32, ge=1, description="prompts, where the target begins them")
+    begun_tokens: Length = Field(16, ge=1, description="of each of those")
+    greedy_tokens: Length = Field(128, ge=1, description="new ones, of every greedy text")
     rounded: Dtype | None = Field(
         "auto", description="greedy texts in this dtype, too, if it is another than target.dtype; None: in none"
     )
-    texts: int = Field(512, ge=1, description="sampled")
-    new_tokens: int = Field(32, ge=2, description="of a sampled text, at most")
+    texts: Amount = Field(512, ge=1, description="sampled")
+    new_tokens: Length = Field(32, ge=2, description="of a sampled text, at most")
     temperature: float = Field(1.0, gt=0)
-    top_k: int = Field(0, ge=0, description="0 is off")
+    top_k: Vocabulary = Field(0, ge=0, description="0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
-    batch: int = Field(16, ge=1, description="prompts decoded together, by a drafter that takes so many")
+    batch: Size = Field(16, ge=1, description="prompts decoded together, by a drafter that takes so many")
     alpha: float = Field(1e-4, gt=0, lt=1, description="the chance that a lossless drafter fails the sampled test")
-    threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
-    seed: int = Field(0, ge=0)
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    seed: Seed = Field(0, ge=0)
     out: Path = Path("runs/lossless")
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ beside the journal: after a kill while they were written, or for the pages of a 
 
 from pathlib import Path
 
-from data_prep.disk import check_folder
+from drafters.files import check_folder
 from drafters.program import CommandLine, run_program
 
 JOURNAL = "measurements.jsonl"

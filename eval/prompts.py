@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from data_prep.dialogues.messages import DroppedError, Message
 from data_prep.dialogues.template import REFUSALS, for_template
-from drafters.config import Config
+from drafters.config import Amount, Config, Length, Seed
 from eval.prompt_context import Earlier, check_context_files
 from eval.prompt_files import KNOWN, Format, Record, check_prompt_file, detect_format, files_sha256, read_prompts
 from eval.suites import WARM_UP, check_suite, load_suite, local_files, read_suite, source, suite_name
@@ -35,15 +35,15 @@ class PromptsConfig(Config):
     )
     data: Path = Field(Path("data"), description="folder in which suites look for their files")
     run_code: bool = Field(False, description="run the programs that the model writes, where a suite judges by that")
-    count: int | None = Field(None, ge=1, description="prompts measured; None takes all that can be used")
+    count: Amount | None = Field(None, ge=1, description="prompts measured; None takes all that can be used")
     categories: list[str] | None = Field(None, min_length=1, description="only prompts of these; None: of any and none")
-    per_category: int | None = Field(None, ge=1, description="prompts measured of every category, in place of count")
-    consecutive: int | None = Field(
+    per_category: Amount | None = Field(None, ge=1, description="prompts measured of every category, in place of count")
+    consecutive: Amount | None = Field(
         None, ge=1, description="this many of one category in a row, then of the next, and round again; None: shuffled"
     )
-    seed: int = Field(0, description="of the draw of prompts from the file, and of their order")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are skipped and counted")
-    context_tokens: int | None = Field(
+    seed: Seed = Field(0, description="of the draw of prompts from the file, and of their order")
+    max_prompt_tokens: Length | None = Field(None, ge=1, description="longer prompts are skipped and counted")
+    context_tokens: Length | None = Field(
         None, ge=1, description="prompts of that many, or a little less: dialogues come first, as earlier turns"
     )
     context_file: Path | None = Field(

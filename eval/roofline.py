@@ -16,9 +16,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from data_prep.disk import check_folder
 from drafters.choices import Dtype, Engine, Quantization
-from drafters.config import Config, from_overrides
+from drafters.config import Config, Layers, Length, Seed, Size, from_overrides
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from eval.entries import Odd
 from eval.rooflines.shapes import check_shape
@@ -35,20 +35,20 @@ class RooflineConfig(Config):
     device: str | None = Field(None, description="None: a GPU where there is one, else the CPU")
     engine: Engine | None = None
     quantize: Quantization | None = None
-    context: int = Field(1024, ge=2, description="tokens before those that are decoded")
-    new_tokens: int = Field(128, ge=2)
-    rows: list[int] = Field([1, 2, 4, 8, 16, 26, 32, 60, 64], min_length=1, description="rows of a verification")
-    batches: list[int] = Field([1, 4], min_length=1, description="prompts at once, for plain decoding and EAGLE")
+    context: Length = Field(1024, ge=2, description="tokens before those that are decoded")
+    new_tokens: Length = Field(128, ge=2)
+    rows: list[Size] = Field([1, 2, 4, 8, 16, 26, 32, 60, 64], min_length=1, description="rows of a verification")
+    batches: list[Size] = Field([1, 4], min_length=1, description="prompts at once, for plain decoding and EAGLE")
     rounds: Odd = Field(3, description="odd; the median counts")
     eagle_profile: list[Rate] = Field(PAPER_ALPHA, min_length=1)
     eagle_tau: float = Field(3.94, ge=1.0, description="the profile's rates are raised to one power to give it")
     kangaroo_profile: list[Rate] = Field([0.6], min_length=1)
     kangaroo_tau: float = Field(2.0, ge=1.0)
-    exit_layer: int = Field(2, ge=1, description="Kangaroo's")
+    exit_layer: Layers = Field(2, ge=1, description="Kangaroo's")
     stock: bool = Field(True, description="stock generate, too")
     compiled: bool | None = Field(None, description="stock generate on a compiled static cache; None: on a GPU only")
-    threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
-    seed: int = 0
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    seed: Seed = 0
     out: Path | None = Field(None, description="folder; None: docs/results/<machine>")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from data_prep.disk import check_folder
 from drafters import TargetModel
+from drafters.files import check_folder
 from drafters.provenance import environment, load_average, peak_memory_bytes
 from drafters.threads import cpu_cores, set_threads
 from drafters.wording import size_text

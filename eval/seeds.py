@@ -7,17 +7,16 @@ its seeds in one order in all of them: differences are taken seed by seed, since
 intervals (Student's t) are over the seeds, on the prompts of that report. Writes seeds.json and seeds.md beside it.
 """
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from drafters.program import CommandLine, run_program
+from drafters.reports import REPORT, read
 
 # Two-sided 95% quantiles of Student's t, from one degree of freedom on.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 TRAINED = {"checkpoint", "draft_model", "draft_models"}  # what a seed gives
-REPORT = "report.json"
 
 
 def compare(report: dict[str, Any], over: list[str]) -> list[dict[str, Any]]:
@@ -31,9 +30,12 @@ def compare(report: dict[str, Any], over: list[str]) -> list[dict[str, Any]]:
     taus: dict[tuple[float, str], list[float]] = {}
     recipes: dict[str, int] = {}
     for row in report["rows"]:
-        taus.setdefault((row["temperature"], row["entry"]), []).append(row["tau"])
-        if TRAINED & (row["grid"] or {}).keys():
-            recipes[row["entry"]] = len(taus[row["temperature"], row["entry"]])
+        if row["tau"] is None:  # transformers' own, and other engines, that tell no steps
+            continue
+        entry = row.get("entry", row["drafter"])
+        taus.setdefault((row["temperature"], entry), []).append(row["tau"])
+        if TRAINED & (row.get("grid") or {}).keys():
+            recipes[entry] = len(taus[row["temperature"], entry])
     counts = set(recipes.values())
     if len(counts) != 1 or not 2 <= min(counts) <= len(STUDENT) + 1:
         raise ValueError(
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     file = parsed.report / REPORT
     if not file.is_file():
         raise ValueError(f"there is no {file}; measure first: python -m eval.speed --config F out={parsed.report}")
-    report = json.loads(file.read_text())
+    report = read(file)
     rows = compare(report, parsed.over)
 
     from eval.report.files import write_page

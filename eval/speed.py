@@ -23,10 +23,10 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
-from data_prep.disk import check_folder
 from data_prep.ranks import add_rank_arguments, find_rank, refuse_shared_map
 from drafters.choices import Dtype, Engine, Quantization
-from drafters.config import Config, load_config
+from drafters.config import Config, Length, Seed, Size, Vocabulary, load_config
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of
@@ -40,7 +40,7 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-BatchSize = Annotated[int, Field(ge=1)]
+BatchSize = Annotated[Size, Field(ge=1)]
 BatchSizes = Annotated[list[BatchSize], BeforeValidator(_as_list), Field(min_length=1), DISTINCT]
 
 
@@ -68,18 +68,18 @@ class SpeedConfig(Config):
     stock: list[StockEntry] = Field([], description="rows of transformers' accelerated generation")
     stock_generate: bool = Field(True, description="also measure transformers' own generation, the slowest row of all")
     out: Path
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: Length = Field(128, ge=1)
     ignore_eos: bool = Field(
         False, description="every answer has as many tokens as it may, so that sampled ones are of one length with all"
     )
     temperatures: Annotated[list[NonNegativeFloat], DISTINCT] = Field([0.0, 1.0], min_length=1, description="0: greedy")
-    top_k: int = Field(0, ge=0, description="of sampled rows; 0 is off")
+    top_k: Vocabulary = Field(0, ge=0, description="of sampled rows; 0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="of sampled rows; 1 is off")
     batch: BatchSizes = Field([1], description="prompts decoded together: a number, or a list to compare several")
     rounds: Odd = Field(1, description="odd; times every method decodes every prompt; the median counts")
-    warmup: int = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
-    threads: int | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
-    seed: int = Field(0, ge=0, description="of sampling, of the methods' order and of the confidence intervals")
+    warmup: Size = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    seed: Seed = Field(0, ge=0, description="of sampling, of the methods' order and of the confidence intervals")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

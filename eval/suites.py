@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from data_prep.dialogues.json_records import Unreadable, read_records
 from data_prep.dialogues.reader import DATASET_SUFFIXES, dataset_records
-from drafters.config import Config, load_config
+from drafters.config import Amount, Config, Length, load_config
 from drafters.text_files import read_text
 from drafters.wording import shortened
 from eval.prompt_files import PLACEHOLDER, QUESTION_KEYS, Record, asked, first_record, question_key, questions
@@ -57,8 +57,8 @@ class Suite(Config):
         "first", description="all: the later ones, too, each after plain decoding's greedy answers to those before"
     )
     groups: dict[str, list[str]] = Field({}, description="categories, each of these of the records' own")
-    count: int | None = Field(None, ge=1, description="prompts drawn; None: all")
-    max_new_tokens: int | None = Field(None, ge=1, description="of an answer; the run may have less")
+    count: Amount | None = Field(None, ge=1, description="prompts drawn; None: all")
+    max_new_tokens: Length | None = Field(None, ge=1, description="of an answer; the run may have less")
     metric: Metric | dict[str, Metric] | None = Field(None, description="of the answers; or one for each category")
     reference: str | None = Field(None, description="Jinja template of what answers are compared with")
 

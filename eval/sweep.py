@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.disk import check_folder
 from drafters.config import load_config, validate
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.wording import shortened
 from eval import speed

@@ -1,15 +1,15 @@
 """What eval.sweep does with its config."""
 
-import json
 from typing import Any
 
 from rich.console import Console
 
+from drafters.reports import REPORT, read
 from eval import speed_run
 from eval.measure.lineup import Models, check_options
 from eval.prompt_files import files_sha256
 from eval.report import sweep as sweep_report
-from eval.report.files import REPORT, PictureError
+from eval.report.files import PictureError
 from eval.speed import SpeedConfig
 from eval.sweep import SweepConfig, folder_name
 
@@ -40,7 +40,7 @@ def run(config: SweepConfig, argv: list[str], console: Console) -> dict[str, Any
             try:
                 report = speed_run.run(one, argv, console, models)
             except PictureError as error:
-                missing, report = error, json.loads((one.out / REPORT).read_text())
+                missing, report = error, read(one.out)
         else:
             console.print(f"measured before, {report['environment']['date']}: kept", markup=False, highlight=False)
         reports.append(report)
@@ -59,7 +59,7 @@ def finished_report(config: SpeedConfig) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        report = json.loads(file.read_text())
+        report = read(file)
         facts = report["environment"]
         same = facts["config"] == config.model_dump(mode="json")
         same = same and facts["prompt_set"]["sha256"] == files_sha256(config.prompts.read_files)

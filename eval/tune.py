@@ -19,8 +19,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from data_prep.disk import check_folder
-from drafters.config import load_config, validate
+from drafters.config import Size, load_config, validate
+from drafters.files import check_folder
 from drafters.program import CommandLine, command, keeping, run_program
 from eval import speed
 from eval.entries import Values
@@ -38,7 +38,7 @@ class TuneConfig(speed.SpeedConfig):
         None, gt=0, description="of a lossy method: most perplexity of its outputs, in times plain decoding's"
     )
     stock_generate: bool = Field(False, description="also measure transformers' own generation; nothing depends on it")
-    passes: int = Field(1, ge=1, description="times all knobs are searched; Algorithm 1 has one")
+    passes: Size = Field(1, ge=1, description="times all knobs are searched; Algorithm 1 has one")
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:

@@ -1,6 +1,5 @@
 """What eval.tune does with its config."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import yaml
 from rich.console import Console
 
 from drafters.files import replace_json, replace_text
+from drafters.reports import read
 from eval import speed_run
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import MeasurementError
-from eval.report.files import REPORT, PictureError
+from eval.report.files import PictureError
 from eval.report.page import number, run_again, setting, speedup_with_interval, table
 from eval.speed import SpeedConfig
 from eval.sweep_run import finished_report
@@ -104,7 +104,7 @@ def measured(one: SpeedConfig, argv: list[str], console: Console, models: Models
         return speed_run.run(one, argv, console, models)
     except PictureError as error:
         console.print(str(error), markup=False, highlight=False)
-        return json.loads((one.out / REPORT).read_text())
+        return read(one.out)
 
 
 def summarise(

@@ -1,10 +1,20 @@
 """Run configurations: what is wrong in a YAML is said at once, with the key and the fix."""
 
+import contextlib
+import importlib
+import math
+import pkgutil
+import random
 import re
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
-from pydantic import Field, model_validator
+import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from drafters.config import Config, load_config
 
@@ -187,3 +197,106 @@ def test_another_encoding_is_named_with_what_converts_it(tmp_path: Path) -> None
     path.write_text("out: è\n", encoding="latin-1")
     with pytest.raises(ValueError, match=r"run\.yaml is not UTF-8 .*probably Latin-1; convert it with: iconv -f ISO"):
         load_config(Run, path)
+
+
+ROOMS = ("drafters", "data_prep", "train", "eval")
+# Whole numbers that may be 1e9, for no list, tensor or loop is sized by them.
+MAY_BE_LARGE = {
+    "seed": "of a random number generator, which takes it",
+    "TargetConfig.max_bytes": "a limit that the size of the model is compared with",
+    "Suite.ids": "records' ids, which are compared",
+    "device_map": "a device's number, which is looked up among those of the machine",
+    "format_version": "compared with the one that is read",
+    "Answer": "what an engine says that it did, compared with the answer's tokens",
+    "ShardEntry": "what was written, compared with the shard's own header",
+    "ShardRecord": "what was written, compared with the shards",
+    "ShardPlan": "what was planned, compared with the dialogues",
+    "StoreManifest": "what was written, compared with the shards and with the target",
+}
+
+
+def schemas() -> list[type[BaseModel]]:
+    """Every schema of the four packages."""
+    for room in ROOMS:
+        for module in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}."):
+            with contextlib.suppress(ModuleNotFoundError):  # an engine that is not installed
+                importlib.import_module(module.name)
+    found: dict[type[BaseModel], None] = {}
+    left: list[type[BaseModel]] = [BaseModel]
+    while left:
+        for schema in left.pop().__subclasses__():
+            left.append(schema)
+            if schema.__module__.partition(".")[0] in ROOMS:
+                found[schema] = None
+    return [*found]
+
+
+def holding(annotation: Any, kind: type, number: float) -> Iterator[Any]:
+    """Values of an annotated type that have ``number`` wherever it takes a ``kind``, however deep."""
+    if annotation is kind:
+        yield number
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from holding(arguments[0], kind, number)
+    elif origin in (list, tuple):
+        yield from ([inner] for inner in holding(arguments[0], kind, number) if len(arguments) == 1)
+        if len(arguments) > 1:
+            yield from ([inner] * len(arguments) for inner in holding(arguments[0], kind, number))
+    elif origin is dict:
+        key = get_args(arguments[0])[0] if get_origin(arguments[0]) is Literal else "key"
+        yield from ({key: inner} for inner in holding(arguments[1], kind, number))
+    elif origin in (Union, types.UnionType):
+        yield from (value for argument in arguments for value in holding(argument, kind, number))
+
+
+def taken(kind: type, number: float) -> Iterator[tuple[str, str]]:
+    """(schema, field) of every field that takes ``number`` where it takes a ``kind``."""
+    for schema in schemas():
+        for name, field in schema.model_fields.items():
+            for value in holding(field.annotation, kind, number):
+                try:
+                    schema.model_validate({name: value})
+                except ValidationError as error:
+                    if any(name in found["loc"][:1] for found in error.errors()):
+                        continue  # other fields may be missing
+                yield schema.__name__, name
+
+
+def test_every_size_has_an_upper_bound() -> None:
+    """Catches a mistyped size (nodes, batch, depth) that fills the memory or never ends, in whichever schema."""
+    fields = dict.fromkeys(taken(int, 10**9))
+    used = [{name, schema, f"{schema}.{name}"} & MAY_BE_LARGE.keys() for schema, name in fields]
+    assert [f for f, reasons in zip(fields, used, strict=True) if not reasons] == []
+    assert set().union(*used) == MAY_BE_LARGE.keys()
+
+
+def test_large_seeds_and_recorded_numbers_are_harmless() -> None:
+    """Catches a generator that takes long, or all memory, for a large seed. Recorded numbers: tests/test_store.py."""
+    for largest in (10**9, (1 << 32) - 1):
+        torch.Generator().manual_seed((largest * 1_000_003 + 10**8) * 4_096 + 4_095)  # train.runtime.seed_step
+        random.Random(largest)
+        np.random.default_rng(largest)
+
+
+def test_the_walk_sees_fields_however_nested() -> None:
+    """Catches a walk over the schemas that finds nothing to refuse."""
+    assert [*holding(list[int], int, 7)] == [[7]]
+    assert [*holding(dict[Literal["a"], list[list[Annotated[int, "x"]]]] | None, int, 7)] == [{"a": [[7]]}]
+    assert [*holding(tuple[float, float] | str, float, 0.5)] == [[0.5, 0.5]]
+    assert {"EagleOptions", "TrainConfig", "SpeedConfig", "MagpieConfig"} <= {schema.__name__ for schema in schemas()}
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_no_number_is_infinite_or_nan(number: float) -> None:
+    """Catches a temperature, rate or time of .inf or .nan that is found hours later, or never."""
+    assert [*taken(float, number)] == []
+
+
+@pytest.mark.parametrize("seed", [1 << 64, 1 << 32, -1])
+def test_a_seed_beyond_what_generators_take_is_refused(seed: int) -> None:
+    """Catches an OverflowError of torch after the target was loaded, or at a later epoch's derived seed."""
+    refused = [schema for schema in schemas() if "seed" in schema.model_fields]
+    assert len(refused) > 5
+    for schema in refused:
+        with pytest.raises(ValidationError, match=r"seed\n"):
+            schema.model_validate({"seed": seed})

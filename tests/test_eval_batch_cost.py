@@ -102,7 +102,7 @@ def test_medians_are_of_blocks_and_a_missing_reading_is_not_zero() -> None:
     [
         ({"context": 256}, "was made for 256 positions: give at most 255"),
         ({"batches": [2, 2]}, "must be different"),
-        ({"batches": [0]}, "batches.0: Input should be greater than 0"),
+        ({"batches": [0]}, "batches.0: Input should be greater than or equal to 1"),
         ({"blocks": 4}, "even number"),
         ({"target": {"path": "./nowhere"}}, "do not exist: target.path './nowhere'"),
     ],

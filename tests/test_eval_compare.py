@@ -19,6 +19,7 @@ from eval.report.by_prompt import as_csv, by_prompt
 
 NAMES = ["a", "b"]
 PROMPTS = 24
+FIGURES = ("tau", "speedup", "tokens_per_second")
 METHODS = {"autoregressive": 1.0, "eagle": 2.0, "kangaroo": 1.5}  # tau
 
 
@@ -39,12 +40,15 @@ def report(seed: int, slower: float = 1.0, prompts: int = PROMPTS, noise: float 
             line |= {f"{name}_seconds": [0.0] * steps for name in ("draft", "verify", "other", "model")}
             lines.append(line)
     environment = {
-        "target": {"fingerprint": "t"}, "prompt_set": {"sha256": "p"}, "dtype": "float32", "cpu": "C", "cpu_cores": 2,
+        "target": {"name": "t", "fingerprint": "t", "parameters": 1}, "dtype": "float32", "cpu": "C", "cpu_cores": 2,
+        "gpu": None, "threads": 1, "date": "2026-02-01", "commit": None, "dirty": None, "argv": [],
+        "prompt_set": {"file": "q.jsonl", "sha256": "p", "prompts": prompts},
         "limits": {"max_new_tokens": 64, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0},
         "config": {"drafters": [{"drafter": "eagle", "depth": 5}]},
     } | facts  # fmt: skip
-    rows = [{"drafter": method, "temperature": 0.0, "batch": 1} for method in METHODS]
-    return {"environment": environment, "rows": rows, "baseline": {}}, lines
+    row = {"temperature": 0.0, "batch": 1, "lossless": True, "speedup_ci": None} | dict.fromkeys(FIGURES, 1.0)
+    rows = [{"drafter": method, **row} for method in METHODS]
+    return {"environment": environment, "rows": rows, "baseline": {"temperatures": [{"temperature": 0.0}]}}, lines
 
 
 @pytest.fixture

@@ -9,16 +9,25 @@ from programs import status
 
 from eval import seeds
 
+FACTS = {
+    "target": {"name": "t", "fingerprint": "f", "parameters": 1}, "dtype": "float32", "date": "2026-02-01", "cpu": "C",
+    "cpu_cores": 2, "gpu": None, "threads": 1, "commit": "abc", "dirty": False, "argv": [], "config": {"drafters": []},
+    "prompt_set": {"file": "q.jsonl", "sha256": "p", "prompts": 4},
+    "limits": {"max_new_tokens": 64, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0},
+}  # fmt: skip
+
 
 def report(taus: dict[str, list[float]]) -> dict[str, Any]:
     """As eval.speed writes it, with a grid over checkpoints, after plain decoding."""
-    rows: list[dict[str, Any]] = [{"entry": "plain", "grid": None, "temperature": 0.0, "tau": 1.0}]
+    plain = {"drafter": "plain", "entry": "plain", "grid": None, "temperature": 0.0, "tau": 1.0, "lossless": True}
+    plain |= {"speedup": 1.0, "speedup_ci": None, "tokens_per_second": 9.0}
+    rows: list[dict[str, Any]] = [plain]
     for entry, found in taus.items():
         rows += [
-            {"entry": entry, "grid": {"checkpoint": f"{entry}-{seed}"}, "temperature": 0.0, "tau": tau}
+            {**plain, "entry": entry, "grid": {"checkpoint": f"{entry}-{seed}"}, "tau": tau}
             for seed, tau in enumerate(found)
         ]
-    return {"environment": {"commit": "abc", "prompt_set": {"prompts": 4}}, "rows": rows}
+    return {"environment": FACTS, "baseline": {"temperatures": [{"temperature": 0.0}]}, "rows": rows}
 
 
 def test_intervals_worked_by_hand(tmp_path: Path) -> None:

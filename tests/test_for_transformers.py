@@ -295,6 +295,7 @@ def test_what_cannot_be_done_is_refused() -> None:
         (batch, "tokenizer.padding_side='left'"),
         (padded() | {"eos_token_id": None, "stopping_criteria": [Ends(3)], "pad_token_id": 2}, "give eos_token_id"),
         (row | {"max_new_tokens": 999}, "exceed the 256 positions"),
+        (row | {"temperature": 1e-30, "do_sample": True, "repetition_penalty": 1.3}, "must be at least 1e-20; give do"),
         (
             padded()
             | {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2]), "do_sample": True},

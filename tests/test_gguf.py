@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,30 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5_000])
 
 
+def replaced(at: int, value: int, size: int = 8) -> Callable[[Path], None]:
+    """Makes a file whose number at byte ``at`` is ``value``: after the magic the version, tensors, keys, a length."""
+
+    def make(file: Path) -> None:
+        write(file)
+        data = file.read_bytes()
+        file.write_bytes(data[:at] + value.to_bytes(size, "little") + data[at + size :])
+
+    return make
+
+
+def cut_at(bytes_left: int) -> Callable[[Path], None]:
+    return lambda file: (write(file), file.write_bytes(file.read_bytes()[:bytes_left]), None)[-1]
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "another kind": (lambda file: file.write_bytes(b"PK\3\4" + bytes(100)), r"is no GGUF file: it begins with b'PK"),
     "cut short": (cut, "tiny.gguf cannot be converted"),
+    **{f"cut at {left}": (cut_at(left), "tiny.gguf cannot be converted") for left in (4, 8, 20, 24, 100, 3000)},
+    "another version": (replaced(4, 99, 4), "tiny.gguf cannot be converted"),
+    "too many tensors": (replaced(8, 1 << 40), "tiny.gguf cannot be converted"),
+    "too many keys": (replaced(16, 1 << 40), "tiny.gguf cannot be converted"),
+    "too long a key": (replaced(24, 1 << 40), "tiny.gguf cannot be converted"),
+    "a folder": (lambda file: file.mkdir(), "no file at .*tiny.gguf"),
     "no template": (lambda file: write(file, template=None), "has no chat template"),
     "NaN": (lambda file: write(file, Kind.F16, bad=float("nan")), r"weights hold NaN or infinity, first model"),
     "a weight that is missing": (

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import rigged
 import tiny
+import tiny_run
 import torch
 import yaml
 from chat_formats import CHATML_SPECIALS, byte_level
@@ -201,7 +202,8 @@ def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
 
 def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict[str, Any]]:
     """A certificate and a report, as far as a card reads them."""
-    facts = {"target": {"name": "t", "fingerprint": fingerprint}, "dtype": "bfloat16", "gpu": None, "cpu": "A CPU"}
+    facts: dict[str, Any] = {"target": {"name": "t", "fingerprint": fingerprint, "parameters": 1}, "dtype": "bfloat16"}
+    facts |= {"gpu": None, "cpu": "A CPU", "cpu_cores": 2}
     facts |= {
         "commit": None,
         "dirty": False,
@@ -209,7 +211,8 @@ def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict
         "argv": ["python", "-m", "x", "a b"],
         "threads": 2,
     }
-    facts |= {"prompt_set": {"prompts": 3, "file": "/home/me/q.jsonl"}, "limits": {"max_new_tokens": 9}}
+    facts |= {"prompt_set": {"prompts": 3, "file": "/home/me/q.jsonl", "sha256": "p"}}
+    facts |= {"limits": {"max_new_tokens": 9, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0}}
     tests = [{"distance": 0.034}, {"distance": 0.5}]
     sampled = {"tokens": 16000, "p_value": 0.5, "tests": tests, "power": 0.99}
     greedy = [{"dtype": "float32", "tokens": 4096, "texts": 32, "divergences": [{}], "unexplained": 1}]
@@ -222,7 +225,11 @@ def evidence(fingerprint: str = "f00d", method: str = "eagle") -> dict[str, dict
     entries += [{"drafter": method, "label": "E, lossy"}, {"drafter": "kangaroo", "label": "other"}]
     return {
         "certificate": certificate,
-        "report": {"environment": facts | {"config": {"drafters": entries}}, "rows": rows},
+        "report": {
+            "environment": facts | {"config": {"drafters": entries}},
+            "baseline": {"temperatures": [{"temperature": 0.0}]},
+            "rows": rows,
+        },
     }
 
 
@@ -254,7 +261,7 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
                 model_card(CONFIG, "user/d", 128, Card(**{name: each}))
     with pytest.raises(ValueError, match="report.json; python -m eval.speed writes it"):
         model_card(CONFIG, "user/d", 128, Card(report=tmp_path / "report.json"))
-    with pytest.raises(ValueError, match="is not what python -m eval.lossless writes .KeyError"):
+    with pytest.raises(ValueError, match="is not what python -m eval.lossless writes: missing key"):
         (tmp_path / "lossless.json").write_text("{}")
         model_card(CONFIG, "user/d", 128, Card(certificate=tmp_path))
 
@@ -269,7 +276,7 @@ def test_a_card_from_the_shell(hub: HubServer, login: Login, saved: Path, tmp_pa
     drafters.hub.main(["push", *arguments])
     assert files(hub, "user/d")["README.md"].decode() == card
     (saved / "README.md").write_text("My own words.")
-    with pytest.raises(ValueError, match="published as it is, without the certificate or report given: take it away"):
+    with pytest.raises(ValueError, match="published as it is, without the certificate, report or figures given"):
         drafters.hub.main(["push", *arguments])
 
 
@@ -362,6 +369,70 @@ def test_card_written_by_hand_and_older_revision_are_kept(hub: HubServer, login:
     assert load_checkpoint("user/my-drafter")[0]["training"]["steps"] == 2400
     assert load_checkpoint("user/my-drafter", revision=first)[0]["training"]["steps"] == 1200
     assert "has no revision 'v9'" in refusal(load_checkpoint, "user/my-drafter", revision="v9")
+
+
+def test_options_take_effect_where_a_card_lies(hub: HubServer, login: Login, saved: Path) -> None:
+    """Catches --license, --base-model and --dataset that are dropped without a word, and an author's words lost."""
+    words = "\n# Mine\n\nMy own words, e.g. `tokens/s`.\n"
+    (saved / "README.md").write_text(f"---\ntags: [mine]\nlicense: mit\ndatasets: a/b\n---\n{words}")
+    options = ["--license", "apache-2.0", "--base-model", "someone/other", "--dataset", "c/d"]
+    drafters.hub.main(["push", str(saved), "user/d", *options])
+    _, header, text = files(hub, "user/d")["README.md"].decode().split("---\n")
+    assert text == words
+    expected = {"tags": ["mine"], "license": "apache-2.0", "base_model": "someone/other", "datasets": ["a/b", "c/d"]}
+    assert yaml.safe_load(header) == expected
+    (saved / "README.md").write_text(words)
+    push_to_hub(saved, "user/d", card=Card(license="mit"))
+    assert files(hub, "user/d")["README.md"].decode() == f"---\nlicense: mit\n---\n{words}"
+    (saved / "README.md").write_text(f"---\n- a list\n---\n{words}")
+    assert "README.md: the header is no YAML mapping" in refusal(push_to_hub, saved, "user/d", card=Card(license="mit"))
+    assert "without the certificate, report or figures" in refusal(
+        push_to_hub, saved, "user/d", card=Card(figures={"tau": 2.9})
+    )
+
+
+BAD_NAMES = ["../../x", "", "a/b/c", "usér/x", "user/é", "name", "user/", "/x", "user/a--b", "user/.x", "user/x.git"]
+BAD_NAMES += ["user/" + "x" * 97, "user name/x", "datasets/x", "./x", "https://host/x"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_the_hub_refuses_is_refused_before(saved: Path, name: str) -> None:
+    """Catches a dry run that passes, and a push that fails after minutes, for a name that no repository can have."""
+    for call in (
+        lambda: drafters.hub.main(["push", str(saved), name, "--dry-run"]),
+        lambda: push_to_hub(saved, name),
+        lambda: drafters.hub.main(["push", str(saved), "user/d", "--dry-run", "--base-model", name]),
+        lambda: drafters.hub.main(["push", str(saved), "user/d", "--dry-run", "--dataset", name]),
+    ):
+        assert "is not a Hub repository name like 'user/my-drafter'" in refusal(call)
+
+
+def test_nothing_that_is_sent_holds_a_path_of_this_machine(hub: HubServer, login: Login, tmp_path: Path) -> None:
+    """Catches the author's folders in config.json, in the card's tables and commands, and in TensorBoard's events."""
+    target = tiny_run.save_target(tmp_path / "my models" / "target")
+    features = tiny_run.write_stores(tmp_path / "features", target)
+    run = tmp_path / "run"
+    tiny_run.train_here("eagle", tiny_run.settings(target.name, features, run, steps=2, eval_every=1))
+    config = json.loads((run / "config.json").read_text())
+    assert str(tmp_path) in json.dumps(config), "run folders keep what is needed to go on"
+    found = evidence(fingerprint=config["target"]["fingerprint"])
+    for each in found.values():
+        argv = ["python", "-m", "x", f"out={tmp_path}/my runs/x", "--config", f"{tmp_path}/y.yaml"]
+        each["environment"] |= {
+            "argv": argv,
+            "prompt_set": each["environment"]["prompt_set"] | {"file": f"{tmp_path}/q.jsonl"},
+        }
+    found["certificate"]["drafter"] |= {"checkpoint": str(run), "pool": f"{tmp_path}/phrases.safetensors"}
+    card = Card(certificate=found["certificate"], report=found["report"], figures={f"tau on {tmp_path}/z": 2.0})
+    push_to_hub(run, "user/d", card=card)
+    sent = files(hub, "user/d")
+    assert any(name.startswith("tensorboard/") for name in sent) and "config.json" in sent
+    for name, content in sent.items():
+        assert str(tmp_path).encode() not in content, name
+    assert json.loads(sent["config.json"])["target"] == config["target"] | {"name": "target"}
+    assert "python -m x out=x --config y.yaml" in sent["README.md"].decode()
+    push_to_hub(run, "user/plain")
+    assert all(str(tmp_path).encode() not in content for content in files(hub, "user/plain").values())
 
 
 def test_local_target_is_not_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

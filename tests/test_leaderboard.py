@@ -27,8 +27,9 @@ def test_the_committed_pages_are_those_of_the_results() -> None:
 def report(entries: list[dict[str, Any]], rows: list[dict[str, Any]], date: str = "2026-02-01") -> dict[str, Any]:
     facts = {
         "target": {"name": "x", "fingerprint": "f", "parameters": 2e6}, "dtype": "bfloat16", "gpu": None, "cpu": "C",
-        "cpu_cores": 2, "threads": 1, "date": date, "limits": {"max_new_tokens": 9},
-        "config": {"drafters": entries}, "prompt_set": {"file": "data/mt/q.jsonl", "prompts": 3},
+        "cpu_cores": 2, "threads": 1, "date": date, "commit": None, "dirty": None, "argv": [],
+        "limits": {"max_new_tokens": 9, "top_k": 0, "top_p": 1.0, "rounds": 1, "seed": 0},
+        "config": {"drafters": entries}, "prompt_set": {"file": "data/mt/q.jsonl", "sha256": "p", "prompts": 3},
     }  # fmt: skip
     same = {"temperature": 0.0, "batch": 1, "lossless": True, "stock": False, "speedup_ci": [1.0, 2.0]}
     same |= {"tokens_per_second": 5.0, "drafted_per_step": 3.0}
@@ -85,4 +86,4 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: pytest.Captur
     """Catches a traceback in place of the file's name."""
     (tmp_path / "report.json").write_text("{}")
     assert status(leaderboard.main, "--results", tmp_path, "--out", tmp_path) == 1
-    assert f"{tmp_path / 'report.json'} is not what eval.speed writes: KeyError" in capsys.readouterr().err
+    assert f"{tmp_path / 'report.json'} is not what python -m eval.speed writes: missing key" in capsys.readouterr().err

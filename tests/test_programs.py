@@ -71,10 +71,13 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
         (["--target", TARGET, "--drafter", "sufix"], "did you mean 'suffix'"),
         (["--target", TARGET, "--drafter", "none", "--compare"], "--drafter none is that: leave one of them out"),
         (["--target", TARGET, "--drafter", "suffix", "--temperature", "-1"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "--temperature", "inf"], "must be a number of at least 0"),
+        (["--target", TARGET, "--drafter", "suffix", "--seed", str(1 << 64)], "must be a whole number from 0 to 4294"),
         (["--target", TARGET, "--drafter", "suffix", "nodes"], "is not of the form key=value"),
     ],
     "drafters.hub": [
         (["push", "./none", "user/d"], "no folder none; save the drafter first"),
+        (["push", "checkpoints/stdlib-eagle", "../../x", "--dry-run"], "is not a Hub repository name like 'user/my-"),
         (["push", "checkpoints/stdlib-eagle", "user/d", "--report", "x"], "README.md is published as it is, without"),
     ],
     "drafters.export": [
@@ -209,10 +212,45 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     ],
     "train.summary": [(["none"], "no training run to sum up in none")],
 }
+# How a program is told where to write, by its name: a file, or a folder.
+FILES_WRITTEN = {
+    "data_prep.datastore": ["prompts.jsonl", "--target", TARGET, "--out", "{}.safetensors"],
+    "data_prep.throughput": ["--out", "{}"],
+    "data_prep.regenerate": ["out={}"],
+    "data_prep.magpie": ["out={}"],
+    "train.throughput": ["--out", "{}"],
+    "drafters.hub": ["push", "checkpoints/stdlib-eagle", "user/d", "--card", "{}"],
+}
+FOLDERS_WRITTEN = {
+    "eval.speed": ["out={}"],
+    "eval.sweep": ["out={}"],
+    "eval.engines": ["out={}"],
+    "eval.tune": ["out={}"],
+    "eval.batch_cost": ["out={}"],
+    "eval.roofline": ["--shape", "llama-5m", "out={}"],
+    "eval.lossless": ["--target", TARGET, "--drafter", "lookahead", "out={}"],
+    "data_prep.features": ["out={}"],
+    "data_prep.split": ["prompts.jsonl", "--out", "{}"],
+    "data_prep.stdlib_corpus": ["--out", "{}"],
+    "drafters.export": ["checkpoints/stdlib-eagle", "--to", "vllm", "--out", "{}"],
+    "drafters.convert": ["checkpoints/stdlib-eagle", "--target", TARGET, "--out", "{}"],
+    "train.boost": ["out={}"],
+    "train.shallow": [TARGET, "--layers", "0", "--out", "{}"],
+    "train.start": ["--target", TARGET, "--data", "prompts.jsonl", "--out", "{}"],
+    "train.target": ["final_dir={}"],
+    **{f"train/{method}.py": ["out={}"] for method in trained_methods()},
+}
 for method in trained_methods():
     needed = {key for key, field in task_class(method).schema.model_fields.items() if field.is_required()}
     CONFIGS[f"train/{method}.py"] = TRAIN | dict.fromkeys(needed - TRAIN.keys(), 2)
     MISTAKES.setdefault(f"train/{method}.py", [(["steps=0"], "steps: ")])
+for kind, written in (("file", FILES_WRITTEN), ("folder", FOLDERS_WRITTEN)):
+    for program, arguments in written.items():
+        for place in ("prompts.jsonl/x", "folder" if kind == "file" else "prompts.jsonl"):
+            message = (
+                "folder(.safetensors)? is a folder; give a file" if place == "folder" else "prompts.jsonl is a file"
+            )
+            MISTAKES[program].append(([argument.replace("{}", place) for argument in arguments], message))
 
 
 @pytest.mark.parametrize("program", MISTAKES)
@@ -220,8 +258,8 @@ def test_mistakes_are_found_without_torch(program: str, tmp_path: Path) -> None:
     """Catches a mistyped key or path that is named only after 20 seconds of imports, or as a stack trace."""
     (tmp_path / "prompts.jsonl").touch()
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    for split in ("train", "heldout"):
-        (tmp_path / "features" / split).mkdir(parents=True)
+    for folder in ("features/train", "features/heldout", "folder", "folder.safetensors"):
+        (tmp_path / folder).mkdir(parents=True)
     cases, config = [(["--help"], "usage: ")], []
     if program in CONFIGS:
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIGS[program]))
@@ -239,7 +277,7 @@ def test_mistakes_are_found_without_torch(program: str, tmp_path: Path) -> None:
         last = said.splitlines()[-1] if message != "usage: " else said
         assert re.search(message, last), f"{program} {arguments}: {said}"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        {"prompts.jsonl", "checkpoints", "features", *(["run.yaml"] if config else [])}
+        {"prompts.jsonl", "checkpoints", "features", "folder", "folder.safetensors", *(["run.yaml"] if config else [])}
     )  # nothing was made on the way
 
 

@@ -199,4 +199,6 @@ def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="decodes at most 1 row"):
         lookahead = make_drafter("lookahead", target)
         list(generate_many(target, lookahead, ask(prompts_of(3)), batch=2, longest=40, max_new_tokens=4))
+    with pytest.raises(ValueError, match="seed must fit in 64 bits"):
+        list(generate_many(target, plain, ask([prompt(4, 1)]), batch=2, longest=4, seed=1 << 64))
     assert list(generate_many(target, plain, lambda: None, batch=2, longest=4)) == []

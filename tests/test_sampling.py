@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from drafters import TargetModel, generate, make_drafter
 from drafters.decoding import sampling
 from drafters.decoding.sampling import Sampling, draw, draw_without_replacement, residual
 
@@ -67,6 +69,47 @@ def test_out_of_range_is_refused(options: dict[str, float]) -> None:
     """Catches a NaN or a percentage that is silently taken as a probability."""
     with pytest.raises(ValueError, match=next(iter(options))):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+COLD = [1e-19, 1e-30, 1e-37, 1e-38, 1e-40, 1e-45, 1e-46, 5e-324]
+
+
+@pytest.mark.parametrize("temperature", COLD)
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9)])
+def test_the_limit_of_small_temperatures_is_greedy(temperature: float, top_k: int, top_p: float) -> None:
+    """Catches NaN from logits / temperature beyond float32's range: an IndexError, or the token id V."""
+    logits = 50 * torch.randn(64, 97)
+    found = Sampling(temperature, top_k, top_p).probabilities(logits)
+    assert torch.equal(found, Sampling().probabilities(logits))
+    assert torch.equal(Sampling(temperature, top_k, top_p).pick(logits, torch.Generator()), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", COLD)
+def test_equal_logits_share_at_small_temperatures(temperature: float) -> None:
+    """Catches a limit that prefers one of several most likely tokens, and one that revives a masked token."""
+    found = Sampling(temperature).probabilities(torch.tensor([[2.0, 3.0, 3.0, float("-inf")]]))
+    assert found.tolist() == [[0.0, 0.5, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-40, 5e-324])
+def test_drafts_are_verified_at_small_temperatures(
+    temperature: float, tiny_model: Callable[..., PreTrainedModel]
+) -> None:
+    """Catches an IndexError or a token beyond the vocabulary from the loop: the text must be the greedy one."""
+    target = TargetModel(tiny_model("llama"), name="tiny")
+    draft_model = TargetModel(tiny_model("llama", seed=1), name="draft")
+    for drafter in (
+        make_drafter("prompt_lookup", target),
+        make_drafter("speculative", target, draft_model=draft_model, gamma=3),
+        make_drafter("spectr", target, draft_model=draft_model, gamma=2, drafts=2),
+    ):
+        texts = [
+            generate(target, drafter, [[5, 6, 7, 5, 6]], max_new_tokens=24, temperature=t, eos_token_id=[])
+            .tokens[0]
+            .tolist()
+            for t in (temperature, 0.0)
+        ]
+        assert texts[0] == texts[1]
 
 
 def test_draw_follows_the_distribution() -> None:

@@ -368,6 +368,8 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path: P
         ("file", "shard-00001.safetensors", "a shard is listed twice"),
         ("dialogues", -2, r"shards\.0\.dialogues is -2: Input should be greater"),
         ("tokens", 9, "it says 22 tokens, its shards hold 23"),
+        ("tokens", 10**9, "it says 22 tokens, its shards hold 1,000,000,014"),
+        ("dialogues", 10**9, "it says 6 dialogues, its shards hold 1,000,000,004"),
         ("sha256", "", r"shards\.0\.sha256 is ''"),
     ],
 )

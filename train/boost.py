@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from drafters.config import Config, load_config
+from drafters.config import Config, DraftSize, load_config
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, command, keeping, run_program
 from train.cli import check as check_run
@@ -27,7 +28,7 @@ class BoostConfig(Config):
     run: Path = Field(description="config of train/draft_model.py; its draft_model, boost, seed and out are set here")
     draft_models: list[str] = Field(min_length=2, description="what each begins as; the same one may stand there twice")
     out: Path = Field(description="folder of the trainings: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
-    length: int = Field(1, ge=1, description="tokens of a speculation, all of which have to be right")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which have to be right")
     keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
     seeds: bool = Field(True, description="train as many on everything, to compare with")
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     run = load_config(DraftModelConfig, config.run, [f"draft_model={config.draft_models[0]}"])
     for number, name in enumerate(config.draft_models):
         check_model(name, f"draft_models[{number}]")
+    check_folder(config.out)
     check_run(run)
     if run.features == "online":
         raise ValueError(f"{config.run}: features is online, and what is covered is told by a feature store; give one")

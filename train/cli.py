@@ -7,6 +7,7 @@ from pathlib import Path
 
 from data_prep.dialogues.reader import check_source
 from drafters.config import load_config
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import keeping, leave, positive, run_program
 from train.config import TrainConfig
@@ -40,7 +41,8 @@ def main(method: str, argv: list[str] | None = None) -> int:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ValueError where the target's folder, the features or the dialogues are not there."""
+    """Raise ValueError where target, features or dialogues are not there, or ``out`` cannot be a folder."""
+    check_folder(config.out)
     check_model(config.target, "target", config.revision)
     for key, name in config.other_models.items():
         check_model(name, key)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from drafters.choices import Dtype
-from drafters.config import Config
+from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, Width
 
 if TYPE_CHECKING:  # it takes seconds, and a mistyped key should not wait for it
     import torch
@@ -19,19 +19,19 @@ class OnlineData(Config):
 
     train: str = Field(description="ShareGPT file or Hub dataset (owner/name[:config][:split])")
     heldout: str = Field(description="the same, of held-out dialogues")
-    max_length: int = Field(2048, ge=2, description="tokens of a dialogue; the rest is cut off")
-    limit: int | None = Field(None, ge=1, description="dialogues of each split, the first ones; default: all")
+    max_length: Length = Field(2048, ge=2, description="tokens of a dialogue; the rest is cut off")
+    limit: Amount | None = Field(None, ge=1, description="dialogues of each split, the first ones; default: all")
     chat_template: str | None = Field(None, description="file with a Jinja template, in place of the tokenizer's own")
     target_dtype: Dtype = Field("auto", description="in which the target runs; auto: bf16 where it is fast")
     target_device_map: Literal["auto"] | None = Field(None, description="auto: over all GPUs, in a run of one process")
-    target_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
+    target_batch_tokens: Amount = Field(8192, ge=1, description="tokens of one forward of the target, padding included")
 
 
 class Lora(Config):
     """``lora:``: train matrices of low rank beside the projections, by peft, and leave what they are for as it is."""
 
-    r: int = Field(16, ge=1, description="their rank")
-    alpha: int = Field(32, ge=1, description="what they add counts alpha / r times")
+    r: Width = Field(16, ge=1, description="their rank")
+    alpha: Width = Field(32, ge=1, description="what they add counts alpha / r times")
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: str | list[str] = Field("all-linear", description="modules by name, as peft takes them")
 
@@ -43,7 +43,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
     drafter: ClassVar[str]  # what it trains; also the name of its script in train/
 
     target: str = Field(description="folder or Hub name of the frozen target")
@@ -61,17 +60,17 @@ class TrainConfig(Config):
     )
     out: Path = Field(description="run folder: logs, resumable state and, at its top, the trained drafter")
 
-    steps: int | None = Field(None, ge=1, description="optimiser steps; the run ends at whichever limit comes first")
-    epochs: int | None = Field(None, ge=1, description="passes over the training store")
+    steps: Amount | None = Field(None, ge=1, description="optimiser steps; the run ends at whichever limit comes first")
+    epochs: Amount | None = Field(None, ge=1, description="passes over the training store")
     minutes: float | None = Field(None, gt=0, description="wall-clock limit, which the schedule follows, too")
 
-    batch_tokens: int = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
-    gradient_accumulation: int = Field(1, ge=1, description="micro-batches a rank takes one after another in a step")
+    batch_tokens: Amount = Field(ge=1, description="tokens of one optimiser step, over all ranks and micro-batches")
+    gradient_accumulation: Size = Field(1, ge=1, description="micro-batches a rank takes one after another in a step")
     optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: for matrices; docs/training.md")
     learning_rate: float = Field(gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(2000, ge=0, description="linear warm-up from 0")
+    warmup_steps: Amount = Field(2000, ge=0, description="linear warm-up from 0")
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     gradient_clipping: float = Field(0.5, gt=0, description="by the norm of the whole gradient")
 
@@ -85,15 +84,15 @@ class TrainConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
     activation_checkpointing: bool = Field(False, description="compute the drafter's activations twice, keep none")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, or its cores")
-    loss_chunk_rows: int | None = Field(None, ge=1, description="rows of logits at once; default: by the device")
-    seed: int = 0
+    threads: Size | None = Field(None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS or its cores")
+    loss_chunk_rows: Amount | None = Field(None, ge=1, description="rows of logits at once; default: by the device")
+    seed: Seed = 0
     verify: bool = Field(True, description="check each shard's SHA-256 once, beside the training; a broken one ends it")
 
-    draft_vocab: int | None = Field(
+    draft_vocab: Vocabulary | None = Field(
         None, ge=1, description="draft with the LM head's rows of so many tokens, the most frequent of the answers"
     )
-    loss_vocab: int | None = Field(
+    loss_vocab: Vocabulary | None = Field(
         None, ge=1, description="take the cross-entropy over so many tokens, the most frequent of the answers"
     )
     classification_loss: Literal["cross_entropy", "total_variation", "lk_alpha", "lk_lambda"] = Field(
@@ -101,20 +100,20 @@ class TrainConfig(Config):
     )
     lk_eta: float = Field(3.0, ge=0, description="of lk_lambda: how early it goes over from KL to the total variation")
     top_k_weight: float = Field(0.0, ge=0, description="of HASS's Top-K loss, added to the classification loss")
-    top_k: int = Field(10, ge=1, description="tokens in that loss, the target's most likely")
+    top_k: Vocabulary = Field(10, ge=1, description="tokens in that loss, the target's most likely")
 
-    log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
-    eval_every: int = Field(1000, ge=1, description="steps between held-out evaluations; there is one at the end, too")
-    heldout_tokens: int = Field(16384, ge=1, description="tokens of the held-out store that an evaluation reads")
-    save_every: int = Field(1000, ge=1, description="steps between resumable checkpoints; the last two are kept")
-    export_every: int = Field(1000, ge=1, description="steps between exports of the drafter; the last is at the end")
+    log_every: Amount = Field(10, ge=1, description="steps between lines in metrics.jsonl and TensorBoard")
+    eval_every: Amount = Field(1000, ge=1, description="steps between held-out evaluations; one more is at the end")
+    heldout_tokens: Amount = Field(16384, ge=1, description="tokens of the held-out store that an evaluation reads")
+    save_every: Amount = Field(1000, ge=1, description="steps between resumable checkpoints; the last two are kept")
+    export_every: Amount = Field(1000, ge=1, description="steps between exports of the drafter; the last is at the end")
 
     # Its time counts neither into tokens/s nor into `minutes`. There is one before the first step and one at the end.
-    tau_every: int | None = Field(
+    tau_every: Amount | None = Field(
         None, ge=0, description="steps between runs of the real decoding loop on held-out prompts; null or 0: never"
     )
-    tau_prompts: int = Field(16, ge=1, description="held-out dialogues whose first question is answered for tau")
-    tau_new_tokens: int = Field(64, ge=2, description="most tokens of such an answer")
+    tau_prompts: Amount = Field(16, ge=1, description="held-out dialogues whose first question is answered for tau")
+    tau_new_tokens: Length = Field(64, ge=2, description="most tokens of such an answer")
     tau_device: str | None = Field(None, description="where the target runs for tau; default: where rank 0 trains")
     tau_keep_target: bool = Field(False, description="keep the target in memory from one tau to the next")
     peak_tflops: float | None = Field(None, gt=0, description="bf16 peak of one device, 1e12 FLOP/s; default: if known")

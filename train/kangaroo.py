@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from pydantic import Field, model_validator
 
+from drafters.config import Layers
 from train.cli import program
 from train.config import TrainConfig
 from train.task import Task
@@ -35,7 +36,7 @@ class KangarooConfig(TrainConfig):
 
     drafter: ClassVar[str] = "kangaroo"
 
-    exit_layer: int = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
+    exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
     ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
     own_lm_head: bool = Field(False, description="an LM head of its own, which begins as the target's; Table 2, too")
 

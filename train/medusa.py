@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from pydantic import Field, model_validator
 
-from drafters.config import Config
+from drafters.config import Amount, Config
 from train.cli import program
 from train.config import Lora, TrainConfig
 from train.task import Ratio, Task
@@ -46,7 +46,7 @@ class Joint(Config):
     )
     lambda_0: float = Field(0.2, gt=0, description="what the heads' losses count beside the target's own")
     rate: float = Field(0.25, gt=0, description="the target's learning rate, times learning_rate, which is the heads'")
-    heads_first: int = Field(0, ge=0, description="steps in which the target stays as it is; then it warms up, too")
+    heads_first: Amount = Field(0, ge=0, description="steps in which the target stays as it is; then it warms up, too")
 
 
 class MedusaConfig(TrainConfig):

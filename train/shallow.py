@@ -11,8 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.disk import check_new_folder
-from drafters.files import replace_json, replacing_files, save_tensors
+from drafters.files import check_new_folder, replace_json, replacing_files, save_tensors
 from drafters.paths import check_model
 from drafters.program import CommandLine, command, keeping, run_program
 

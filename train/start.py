@@ -18,8 +18,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from data_prep.dialogues.reader import check_source, source_digest
-from data_prep.disk import check_folder
 from drafters.config import Config, validate
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, command, keeping, run_program
 from drafters.provenance import changes

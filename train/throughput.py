@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from drafters.config import from_overrides, load_config
+from drafters.files import check_file
 from drafters.program import CommandLine, command, keeping, leave, positive, run_program
 from train.cli import check
 from train.config import TrainConfig
@@ -111,6 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     shape = None if arguments.config else parse_shape(arguments.shape)
     config = read_config(arguments)
     _check_comparable(config)
+    if arguments.out is not None:
+        check_file(arguments.out, "--out")
     if shape is None:
         check(config)
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from drafters.config import Config
+from drafters.config import Config, Size
 
 from ..dialogues.messages import REASONING_KEYS, Message, first_value
 from .journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
@@ -43,10 +43,10 @@ class EndpointConfig(Config):
 
     url: str  # up to and with /v1
     model: str  # as the server calls it
-    concurrency: int = Field(16, ge=1)  # requests at the same time
+    concurrency: Size = Field(16, ge=1)  # requests at the same time
     api_key_env: str | None = "OPENAI_API_KEY"  # environment variable with the key; without one, none is sent
     timeout: float = Field(600.0, gt=0)  # seconds without a byte from the server
-    retries: int = Field(5, ge=0)  # more attempts after the first
+    retries: Size = Field(5, ge=0)  # more attempts after the first
     # More keys of the request, {chat_template_kwargs: {enable_thinking: false}}; null: fewer.
     extra: dict[str, Any] = {}
 

@@ -119,12 +119,16 @@ def check_types(target: object, drafter: object, on_tokens: object) -> None:
         raise ValueError(f"on_tokens is called with (row, new ids), found {shortened(on_tokens)}; give a function")
 
 
-def check_call(
-    target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int, seed: int = 0
-) -> None:
-    """Everything that would otherwise fail, or silently go wrong, after the work began."""
+def check_seed(value: object) -> int:
+    """``value`` as an int; one that torch's generators do not take is a ValueError."""
+    seed = whole(value, "seed")
     if not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"seed must fit in 64 bits, found {seed}")
+        raise ValueError(f"seed must fit in 64 bits, found {shortened(seed)}")
+    return seed
+
+
+def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Everything that would otherwise fail, or silently go wrong, after the work began."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if drafter.target is not target:

@@ -16,7 +16,7 @@ from ..model.rows import CHAIN, Rows
 from ..model.target import FeatureOutput, TargetModel
 from .acceptance import Rule, Verdict
 from .by_text import ByText, Control, chosen_by, scores_after
-from .call import check_call, check_types, eos_ids, padding_id, prompts_of, whole
+from .call import check_call, check_seed, check_types, eos_ids, padding_id, prompts_of, whole
 from .draft_tree import DraftTree
 from .sampling import Sampling
 from .trace import Step, Trace
@@ -214,8 +214,8 @@ def generate(
     check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
-    max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), whole(seed, "seed")
-    check_call(target, drafter, prompts, max_new_tokens, seed)
+    max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), check_seed(seed)
+    check_call(target, drafter, prompts, max_new_tokens)
     # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1

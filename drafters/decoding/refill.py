@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .call import check_call, eos_ids
+from .call import check_call, check_seed, eos_ids
 from .loop import DecodeState, prefill, start, step, tell_rest
 from .sampling import Sampling
 from .trace import Step
@@ -92,7 +92,7 @@ class Refilled:
         self.max_new_tokens, self.sampling, self.eos = max_new_tokens, sampling, eos
         self.enough = max(1, batch // 8)
         self.capacity = longest + max_new_tokens + drafter.max_draft + 1
-        self.generator = torch.Generator(device=target.device).manual_seed(seed)
+        self.generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
         self.rule = drafter.rule(sampling)
         self.state: DecodeState | None = None
         self.at: list[Continued | None] = []  # which prompt each row works on

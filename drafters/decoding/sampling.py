@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..model.cpu_kernels import most_likely
 
+COLDEST = 1e-20  # below this temperature, logits / temperature may exceed float32's range (3e38)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -49,8 +51,10 @@ class Sampling:
         logits = logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        if self.temperature < COLDEST:  # the quotients of differences overflow to -inf only, so the maximum stays 0
+            logits = logits - logits.amax(-1, keepdim=True)
         if self.temperature != 1.0:
-            logits = logits / self.temperature
+            logits = logits / max(self.temperature, torch.finfo(torch.float32).tiny)
         if 0 < self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))

@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafters.config import Config
+from drafters.config import Amount, Config, Vocabulary
 from drafters.wording import dtype_name
 
 from .clock import model_time
@@ -47,8 +47,8 @@ class DraftHeadOptions(Config):
     rows to draft with; of a learned head's own layers, too.
     """
 
-    draft_vocab: int | None = Field(default=None, ge=1)
-    draft_text: int | None = Field(default=None, ge=0)
+    draft_vocab: Vocabulary | None = Field(default=None, ge=1)
+    draft_text: Amount | None = Field(default=None, ge=0)
     draft_dtype: Literal["int8"] | None = None
 
 

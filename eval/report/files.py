@@ -9,6 +9,7 @@ from rich.console import Console
 
 from drafters.files import replace_json, replace_text
 from drafters.program import Failure
+from drafters.reports import REPORT
 from eval.measure.journal import RunJournal
 from eval.measure.runner import Run
 from eval.report.by_prompt import as_csv, flat, in_report
@@ -16,7 +17,7 @@ from eval.report.html import html
 from eval.report.page import markdown
 from eval.report.picture import draw
 
-REPORT, PAGE, PICTURE, HTML = "report.json", "report.md", "speedup.png", "report.html"
+PAGE, PICTURE, HTML = "report.md", "speedup.png", "report.html"
 TABLE, PROMPTS = "report.csv", "prompts.csv"
 
 

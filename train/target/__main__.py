@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 from drafters.config import load_config
+from drafters.files import check_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, keeping, run_program
 from train.target.config import TargetConfig
@@ -32,7 +33,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(config: TargetConfig) -> None:
-    """Raise ValueError where the corpus or the target whose tokenizer is wanted is missing."""
+    """Raise ValueError where the corpus or the target whose tokenizer is wanted is missing, or a file is in the way."""
+    check_folder(config.run_dir, "run_dir:")
+    check_folder(config.final_dir, "final_dir:")
     check_model(config.tokenizer, "tokenizer")
     for split in ("train", "heldout"):
         if not (file := config.corpus / f"{split}.jsonl").is_file():

@@ -7,20 +7,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from drafters.config import Config
+from drafters.config import Amount, Config, Layers, Length, Seed, Size, Vocabulary, Width
 
 
 class ModelShape(Config):
     """Shape of the model, a Llama."""
 
-    vocab_size: int = Field(default=4096, ge=300)
-    hidden_size: int = Field(default=256, ge=8)
-    layers: int = Field(default=12, ge=1)
-    heads: int = Field(default=8, ge=1)
-    kv_heads: int = Field(default=4, ge=1)
-    head_dim: int = Field(default=32, ge=2, multiple_of=2)
-    intermediate_size: int = Field(default=480, ge=8)
-    max_positions: int = Field(default=2048, ge=16)
+    vocab_size: Vocabulary = Field(default=4096, ge=300)
+    hidden_size: Width = Field(default=256, ge=8)
+    layers: Layers = Field(default=12, ge=1)
+    heads: Width = Field(default=8, ge=1)
+    kv_heads: Width = Field(default=4, ge=1)
+    head_dim: Width = Field(default=32, ge=2, multiple_of=2)
+    intermediate_size: Width = Field(default=480, ge=8)
+    max_positions: Length = Field(default=2048, ge=16)
 
     @model_validator(mode="after")
     def _check(self) -> ModelShape:
@@ -39,22 +39,22 @@ class TargetConfig(Config):
     final_dir: Path
     model: ModelShape = Field(default_factory=ModelShape)
     max_bytes: int = Field(default=16_000_000, description="largest allowed size of the weights in bf16")
-    steps: int = Field(ge=1)
-    warmup_steps: int = Field(default=100, ge=0)
+    steps: Amount = Field(ge=1)
+    warmup_steps: Amount = Field(default=100, ge=0)
     decay_fraction: float = Field(default=0.2, ge=0, le=1)
-    seq_len: int = Field(default=512, ge=8)
-    batch_rows: int = Field(default=8, ge=1)
-    micro_rows: int = Field(default=1, ge=1, description="rows of one worker's forward")
+    seq_len: Length = Field(default=512, ge=8)
+    batch_rows: Size = Field(default=8, ge=1)
+    micro_rows: Size = Field(default=1, ge=1, description="rows of one worker's forward")
     muon_lr: float = Field(default=0.02, gt=0)
     embed_lr: float = Field(default=3e-3, gt=0)
     norm_lr: float = Field(default=3e-3, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
     precision: Literal["auto", "float32", "autocast", "bf16"] = "auto"
-    threads: int = Field(default=2, ge=1, description="workers, each with its own rows and one core")
-    seed: int = 0
-    eval_every: int = Field(default=200, ge=1)
-    eval_tokens: int = Field(default=40_000, ge=1)
+    threads: Size = Field(default=2, ge=1, description="workers, each with its own rows and one core")
+    seed: Seed = 0
+    eval_every: Amount = Field(default=200, ge=1)
+    eval_tokens: Amount = Field(default=40_000, ge=1)
     save_minutes: float = Field(default=5, ge=0)
     export_minutes: float = Field(default=10, ge=0)
 
