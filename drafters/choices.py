@@ -5,7 +5,7 @@ from typing import Final, Literal
 Engine = Literal["graphs", "fused", "eager"]
 Quantization = Literal["int8", "int4"]
 StoredDtype = Literal["bfloat16", "float16", "float32"]
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # auto: what the device multiplies fast (model/precision.py)
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # auto: what the device multiplies fast (precision.py)
 # What an EAGLE head reads at index i: feature_i and token_{i+1}; feature_i and token_i; token_{i+1}; feature_i.
 HeadInputs = Literal["feature+shifted_token", "feature+unshifted_token", "token", "feature"]
 SHIFTED: Final = "feature+shifted_token"

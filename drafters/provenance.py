@@ -79,13 +79,14 @@ def code_state() -> tuple[str | None, bool | None]:
 
 
 def hardware(device: "torch.device") -> dict[str, Any]:
-    """Processor, its cores for this process, and GPU."""
+    """Processor with its vector instructions, its cores for this process, and GPU."""
     import torch
 
+    from drafters.precision import cpu_instructions
     from drafters.threads import cpu_cores
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"cpu": cpu_name(), "cpu_cores": cpu_cores(), "gpu": gpu}
+    return {"cpu": cpu_name(), "cpu_instructions": cpu_instructions(), "cpu_cores": cpu_cores(), "gpu": gpu}
 
 
 def load_average() -> float | None:

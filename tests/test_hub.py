@@ -340,7 +340,7 @@ def test_what_is_pulled_drafts_the_same(
     """Catches weights that change on the way, options that are lost, and snippets of the card that do not run: ours,
     and the one for transformers, whose generate.py comes from the Hub."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("drafters.model.precision.cpu_has_bf16", lambda: False)  # both in the files' float32
+    monkeypatch.setattr("drafters.precision.cpu_has_bf16", lambda: False)  # both in the files' float32
     tiny.build("llama", vocab_size=300).save_pretrained(tmp_path / "target")
     byte_level(None, CHATML_SPECIALS, None, "<|im_end|>").save_pretrained(tmp_path / "target")
     monkeypatch.chdir(tmp_path)

@@ -16,8 +16,7 @@ from data_prep.features import FeaturesConfig
 from data_prep.magpie import MagpieConfig
 from data_prep.regenerate import RegenerateConfig
 from data_prep.store.manifest import read_manifest
-from drafters import TargetModel
-from drafters.model import precision
+from drafters import TargetModel, precision
 from drafters.model.files import resolve_dtype
 from eval.roofline import RooflineConfig
 from eval.speed import TargetEntry
@@ -58,12 +57,13 @@ def test_which_cpus_are_fast_in_bf16(
     """Catches bf16 on a CPU that emulates it, 5 to 60 times slower than float32; and x86's test asked of an Arm."""
     this_cpu(monkeypatch, machine, level, onednn, bf16, amx)
     assert precision.cpu_has_bf16() is fast
+    assert precision.cpu_instructions().startswith(level) and ("BF16" in precision.cpu_instructions()) is fast
     assert resolve_dtype("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
 
 
 def test_limits_set_for_torch_count() -> None:
     """Catches a rule that reads the processor's flags and not what torch was told to use."""
-    code = "from drafters.model.precision import cpu_has_bf16; print(cpu_has_bf16())"
+    code = "from drafters.precision import cpu_has_bf16; print(cpu_has_bf16())"
     for limit in ({"ATEN_CPU_CAPABILITY": "avx2"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -28,7 +28,7 @@ LONGEST_MODULE, LONGEST_FUNCTION = 450, 59  # lines
 HOUSE = {
     "drafters": [
         "card_evidence checkpoint choices config energy files hub_client model_card paths program provenance publishing"
-        " reports text_files threads wording",
+        " precision reports text_files threads wording",
         "model",
         "decoding",
         "base for_transformers head_adapter methods",

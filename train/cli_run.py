@@ -6,7 +6,7 @@ import sys
 import torch
 
 from data_prep.ranks import find_rank
-from drafters.model.precision import warn_if_slow
+from drafters.precision import warn_if_slow
 from drafters.program import command
 from train import engine, runtime
 from train.config import TrainConfig

@@ -18,7 +18,7 @@ from drafters.hub_client import look_up
 from drafters.paths import check_loadable
 from drafters.wording import dtype_name, shortened
 
-from .precision import fast_dtype
+from ..precision import fast_dtype
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 

@@ -8,11 +8,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ..precision import warn_if_slow
 from ..wording import dtype_name, size_text
 from .adapter import BASE, adapter_config, merge_adapter
 from .files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
 from .kv_cache import SMALL, cache_bytes
-from .precision import warn_if_slow
 from .weights import open_weights, refuse_differences
 
 DeviceMap = str | dict[str, Any]

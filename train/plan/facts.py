@@ -15,7 +15,7 @@ from data_prep.features_run import make_headers
 from drafters.config import validate
 from drafters.model.files import free_memory, load_config_only, resolve_device
 from drafters.model.kv_cache import head_sizes
-from drafters.model.precision import fast_dtype
+from drafters.precision import fast_dtype
 from drafters.threads import cpu_cores
 from drafters.wording import dtype_name
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data_prep.progress import Bar
 from drafters.files import replace_json
-from drafters.model.precision import cpu_has_bf16
+from drafters.precision import cpu_has_bf16
 from drafters.program import command
 from train.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object

@@ -35,6 +35,13 @@ def cpu_has_bf16() -> bool:
     return has_it and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
+def cpu_instructions() -> str:
+    """The vector instructions that torch uses on this CPU: "AVX2", "AVX512 with BF16", "AVX512 with BF16 and AMX"."""
+    level = torch.backends.cpu.get_cpu_capability()
+    more = ["BF16"] * cpu_has_bf16() + ["AMX"] * (level.startswith("AVX512") and torch.cpu._is_amx_tile_supported())
+    return f"{level} with {' and '.join(more)}" if more else level
+
+
 @cache
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
     """Log one warning, with both speeds, if ``dtype`` is bf16 and ``device`` has no instructions for it."""
