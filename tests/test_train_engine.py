@@ -1,7 +1,9 @@
 """The engine: precision of sums, ZeRO stages, ranks and offload, all of which must train the same."""
 
 import gc
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,3 +231,18 @@ def test_offload_is_refused_where_it_cannot_be(settings: dict[str, Any], monkeyp
     monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
     with pytest.raises(ValueError, match=r"offload: optimizer keeps 406 kB of 25,392 weights' state .* 10\.0 kB free"):
         tiny_run.train_here("eagle", {**settings, "offload": "optimizer", "zero_stage": 1})
+
+
+def test_float16_skips_steps_that_overflow(settings: dict[str, Any]) -> None:
+    """Catches float16 without a loss scale, at a stage that keeps no float32 masters; and a run that ends where the
+    scale is too large at its first step, which DeepSpeed skips."""
+    derived = engine.deepspeed_config(tiny_run.read("eagle", {**settings, "precision": "float16"}))
+    assert derived["fp16"] == {"enabled": True} and not derived["bf16"]["enabled"]
+    assert derived["zero_optimization"]["stage"] == 1
+    made = engine.Engine.__new__(engine.Engine)
+    made.device, made._stage = torch.device("cpu"), 1
+    for overflow, expected in ((True, 0.0), (False, 3.0)):
+        optimizer = SimpleNamespace(param_groups=[], overflow=overflow)
+        norm = math.inf if overflow else 3.0
+        made._engine = SimpleNamespace(optimizer=optimizer, step=lambda: None, get_global_grad_norm=lambda n=norm: n)
+        assert made.update(0.1).item() == expected
