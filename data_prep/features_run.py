@@ -16,12 +16,12 @@ from drafters.eagle import EagleHead
 from drafters.files import existing_folder
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.ends import load_frozen_ends
-from drafters.model.files import load_config_only, resolve_device, resolve_dtype
+from drafters.model.files import load_config_only, resolve_device
 from drafters.model.layers import default_layer
 from drafters.model.target import TargetModel
 from drafters.program import command
 from drafters.provenance import git_commit, library_versions
-from drafters.wording import dtype_name, size_text
+from drafters.wording import size_text
 
 from .answers.ownership import WORDS, begun_on, whose
 from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
@@ -32,7 +32,7 @@ from .extraction.process import VLLM
 from .features import FeaturesConfig
 from .heldout_answers import HELDOUT, answers_file, with_own_answers
 from .progress import Bar
-from .ranks import Rank, load_target
+from .ranks import Rank, dtype_here, load_target
 from .regenerate_run import answered
 from .store.dump import Background, Buffers, Computed, Tokens, run_shard
 from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
@@ -135,7 +135,7 @@ def target_dtype(config: FeaturesConfig) -> str:
     begun = [Path(config.out) / split for split in config.splits if (Path(config.out) / split / MANIFEST).is_file()]
     if config.dtype == "auto" and begun:
         return read_header(begun[0]).target_dtype
-    return dtype_name(resolve_dtype(config.dtype, resolve_device(config.device)))
+    return dtype_here(config)
 
 
 def make_headers(config: FeaturesConfig, chat: ChatTokenizer) -> dict[str, StoreManifest]:

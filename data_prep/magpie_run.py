@@ -22,7 +22,7 @@ from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import DroppedError
 from .magpie import FREE_ON_RESUME, MagpieConfig
 from .progress import Bar
-from .ranks import Rank, load_target
+from .ranks import Rank, dtype_here, load_target
 from .split import same_question, unanswered_record
 
 KEPT_TOGETHER = 8  # a line of the journal for at least so many questions
@@ -234,6 +234,7 @@ def summary(
     return {
         "config": config.model_dump(mode="json"),
         "identity": identity,
+        "dtype": dtype_here(config),
         "questions": questions,
         "dropped": {reason: count for reason, count in dropped.items() if count},
         "tokens": tokens,

@@ -82,6 +82,13 @@ def load_target(name: str, config: TargetKeys, rank: Rank) -> "TargetModel":
     return target
 
 
+def dtype_here(config: TargetKeys) -> str:
+    """The dtype that the target of ``config`` runs in on this machine."""
+    from drafters.model.files import resolve_device, resolve_dtype
+
+    return dtype_name(resolve_dtype(config.dtype, resolve_device(config.device)))
+
+
 def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:
     """This process's rank: as given on the command line, else as the launcher says, else a single process.
 

@@ -25,7 +25,7 @@ from .dialogues.loss_mask import ChatTokenizer
 from .dialogues.reader import ReadCounts, read_dialogues, source_digest
 from .disk import check_room, source_bytes
 from .progress import Bar
-from .ranks import Rank, load_target
+from .ranks import Rank, dtype_here, load_target
 from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig
 from .split import record
 
@@ -216,6 +216,7 @@ def summary(
     return {
         "config": config.model_dump(mode="json"),
         "identity": identity,
+        **({"dtype": dtype_here(config)} if config.target else {}),
         "read": {"kept": len(conversations), "dropped": dict(counts.dropped), "changed": dict(counts.changed)},
         "kept": sum(one.dropped is None for one in conversations),
         "dropped": dict(dropped),

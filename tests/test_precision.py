@@ -12,6 +12,7 @@ import tiny_run
 import torch
 import yaml
 
+from data_prep.answers.journal import check_identity
 from data_prep.features import FeaturesConfig
 from data_prep.magpie import MagpieConfig
 from data_prep.regenerate import RegenerateConfig
@@ -155,3 +156,11 @@ def test_a_run_goes_on_in_another(target: TargetModel, features: Path, tmp_path:
         assert settled == expected
         run = tiny_run.train_here("eagle", {**values, "precision": settled, "steps": steps}, resume=steps > 3)
         assert run.progress.step == steps and run.config.dtype == resolve_dtype("auto", CPU)
+
+
+def test_answers_begun_in_another_dtype_go_on() -> None:
+    """Catches answers refused because a config says auto now where it said bfloat16, and a dtype that is asked for and
+    not heeded."""
+    check_identity(Path("answers"), {"dtype": "bfloat16", "seed": 0}, {"dtype": "auto", "seed": 0})
+    with pytest.raises(ValueError, match="dtype was 'auto', is 'float32'"):
+        check_identity(Path("answers"), {"dtype": "auto"}, {"dtype": "float32"})
