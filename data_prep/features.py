@@ -68,7 +68,7 @@ class FeaturesConfig(TargetKeys):
     # own: the answers of the split `heldout` are replaced by the target's own greedy ones, so that what training shows
     # is what decoding gives. A file that data_prep.regenerate wrote with this target holds them already.
     heldout_answers: Literal["own", "given"] = "own"
-    heldout_dialogues: Amount = Field(100, ge=1)  # so many are answered, the first ones
+    heldout_dialogues: Amount = Field(100, ge=1)  # the target answers this many, the first ones
     heldout_new_tokens: Length = Field(256, ge=1)  # of one such answer; at most half the target's context
 
     @field_validator("splits")

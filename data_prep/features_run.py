@@ -32,7 +32,7 @@ from .extraction.process import VLLM
 from .features import FeaturesConfig
 from .heldout_answers import HELDOUT, answers_file, with_own_answers
 from .progress import Bar
-from .ranks import Rank, dtype_here, load_target
+from .ranks import Rank, dtype_here, load_target, say_dtype
 from .regenerate_run import answered
 from .store.dump import Background, Buffers, Computed, Tokens, run_shard
 from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
@@ -67,8 +67,7 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
     own = config.model_copy(update={"dtype": target_dtype(config)})
     target = functools.cache(lambda: load_target(config.target, own, rank))
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # all ranks would print the same
-        if config.dtype == "auto":
-            print(f"{config.target} runs in {own.dtype} (dtype: auto)")
+        say_dtype(config.target, config.dtype, own.dtype, rank)
         if config.engine == "own":
             config = with_own_answers(config, headers, target)
         else:
@@ -86,9 +85,9 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
 
 
 def start_date(config: FeaturesConfig) -> str | None:
-    """The day on which an earlier run began the stores, or the answers in their sources; None: there is none so far.
+    """Return the earliest date (YYYY-MM-DD) in the prompts of begun stores, else of their answers; None: no date.
 
-    A template that prints today's date would print another one in each run.
+    With it, a template that prints today's date prints the same date in every run.
     """
     stores = [Path(config.out) / split for split in config.splits]
     dates = [read_header(store).template_date for store in stores if (store / MANIFEST).is_file()]

@@ -77,9 +77,14 @@ def load_target(name: str, config: TargetKeys, rank: Rank) -> "TargetModel":
     refuse_shared_map(rank, config.device_map)
     device = rank.device(config.device) if config.device_map is None else config.device
     target = TargetModel.from_pretrained(name, config.dtype, device, config.revision, device_map=config.device_map)
-    if config.dtype == "auto" and rank.index == 0:
-        print(f"{name} runs in {dtype_name(target.dtype)} (dtype: auto)")
+    say_dtype(name, config.dtype, dtype_name(target.dtype), rank)
     return target
+
+
+def say_dtype(target: str, asked: str, dtype: str, rank: Rank) -> None:
+    """Print which dtype ``auto`` was for a target, on the first rank."""
+    if asked == "auto" and rank.index == 0:
+        print(f"{target} runs in {dtype} (dtype: auto)")
 
 
 def dtype_here(config: TargetKeys) -> str:

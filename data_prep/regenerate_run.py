@@ -114,7 +114,7 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
     """All that the answers depend on. Answers of two identities never get into one file."""
     values = {key: value for key, value in config.model_dump().items() if key not in FREE_ON_RESUME}
     values["source_digest"] = source_digest(config.source)
-    # Journals know dialogues by their number: among all, with those that nobody has answered, as this reader counts.
+    # Journals hold a dialogue's number, which depends on the reader's version and on counting unanswered dialogues.
     values |= {"unanswered": True, "reader": 2}
     if chat is not None:
         assert config.target is not None

@@ -174,8 +174,10 @@ def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch
 
 
 def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig") -> dict[str, str | None]:
-    """For each reader, why it cannot serve a drafter of this ``method``, which has the ``options`` of a checkpoint, for
-    a ``target``; None: it can.
+    """Return, for each reader, why it cannot serve a drafter for ``target``; None if it can.
+
+    Args:
+        method, options: the drafter's, as in its checkpoint's config.json.
 
     Raises:
         ValueError: no head can be made for the target.

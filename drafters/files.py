@@ -26,7 +26,7 @@ def check_folder(out: Path, key: str = "out:") -> None:
     """Check that ``out`` is, or can become, a folder to write to; creates nothing.
 
     Raises:
-        ValueError: a file stands in the way, or writing is not allowed.
+        ValueError: ``out`` or one of its parents is a file, or writing is not allowed.
     """
     there = existing_folder(out)
     if not there.is_dir():

@@ -229,7 +229,7 @@ class FromTransformers:
         self.processors = list(processors)
         self.by_row = [[for_row(each, row) for each in processors] for row in range(len(input_ids))]
         self.sampling, self.alters = sampling_of(self.processors)
-        if self.alters and self.sampling.temperature < COLDEST:  # by which transformers' own warper divides
+        if self.alters and self.sampling.temperature < COLDEST:  # transformers' warper divides by it, and may overflow
             raise ValueError(
                 f"temperature is {self.sampling.temperature:g}, and beside other logits processors it must be at least "
                 f"{COLDEST:g}; give do_sample=False for the most likely tokens"

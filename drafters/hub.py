@@ -12,7 +12,7 @@ from pathlib import Path
 
 from drafters.card_evidence import check_card
 from drafters.files import check_file
-from drafters.hub_client import check_repo_id
+from drafters.hub_client import check_repo_ids
 from drafters.model_card import Card
 from drafters.program import CommandLine, run_program
 from drafters.reports import Certificate, Report, read
@@ -35,9 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the files with their sizes, and publish nothing")
     given = parser.parse(arguments)
 
-    for name in (given.repo_id, given.base_model, *given.dataset):
-        if name is not None:
-            check_repo_id(name)
+    check_repo_ids(given.repo_id, given.base_model, *given.dataset)
     if given.card is not None:
         check_file(given.card, "--card")
     check_card(given.folder, given.certificate, given.report)

@@ -34,6 +34,13 @@ def check_repo_id(name: object) -> None:
         raise ValueError(f"{shortened(name)} is not a Hub repository name like 'user/my-drafter': {wrong}")
 
 
+def check_repo_ids(*names: object) -> None:
+    """Raise ValueError as ``check_repo_id`` does, for the first wrong one; None is passed over."""
+    for name in names:
+        if name is not None:
+            check_repo_id(name)
+
+
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
     """Ask the Hub for the config.json of a repository, once and for at most HF_HUB_ETAG_TIMEOUT seconds (10).
 

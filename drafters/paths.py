@@ -23,7 +23,7 @@ def is_missing_folder(name: str) -> bool:
 
 
 def names_only(value: Any) -> Any:
-    """``value`` (of JSON) for others to read: of every path of this machine in its texts, only the last component."""
+    """Return ``value`` (JSON) for publishing: each local path in its strings is replaced by its last component."""
     if isinstance(value, Mapping):
         return {names_only(key): names_only(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

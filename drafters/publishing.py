@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 
 from .card_evidence import CARD_FILE, check_card
 from .checkpoint import CONFIG_FILE, check_finite, load_checkpoint, one_line, read_config
-from .hub_client import check_repo_id, look_up
+from .hub_client import check_repo_ids, look_up
 from .model_card import Card, model_card, with_header
 from .paths import names_only
 
@@ -47,8 +47,8 @@ def push_to_hub(
     """Publish the checkpoint in ``folder`` as the Hub model ``repo_id`` ("user/name"), with a model card.
 
     A ``README.md`` already in the folder is published, with the license, base model and data sets of ``card`` in its
-    header; otherwise a card is written from ``config.json`` and ``card``. Of paths of this machine, JSON files and a
-    card that is written have the last component. TensorBoard's events of the training go along.
+    header; otherwise a card is written from ``config.json`` and ``card``. In JSON files and in a written card, a local
+    path is replaced by its last component. TensorBoard's events of the training are published, too.
 
     Args:
         private: create the repository private (None: as the account's default; an existing repository keeps its own).
@@ -65,8 +65,6 @@ def push_to_hub(
     files = files_of(Path(folder), repo_id, card)
     try:
         return _patiently(lambda: _upload(files, repo_id, private, token, commit_message, revision))
-    except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} is not a Hub repository name like 'user/my-drafter': {error}") from None
     except OfflineModeIsEnabled:
         raise ValueError(f"cannot publish {repo_id!r}: HF_HUB_OFFLINE is set; unset it to reach the Hub") from None
     except HfHubHTTPError as error:
@@ -99,9 +97,7 @@ def _without_paths(file: Path) -> Path | bytes:
 def card_of(folder: Path, repo_id: str, card: Card | None = None) -> str:
     """The model card that is published with the checkpoint in ``folder``; errors are ``push_to_hub``'s."""
     card = card or Card()
-    for name in (repo_id, card.base_model, *card.datasets):
-        if name is not None:
-            check_repo_id(name)
+    check_repo_ids(repo_id, card.base_model, *card.datasets)
     check_card(folder, card.certificate, card.report, card.figures)
     config, weights = load_checkpoint(folder)
     check_finite(weights, source=str(folder))

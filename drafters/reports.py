@@ -1,6 +1,6 @@
-"""The JSON that eval.speed, eval.lossless and a training write, checked before another program reads figures off it.
+"""Read and check the JSON files that eval.speed, eval.lossless and a training run write.
 
-The schemas have the keys that are read: a report may hold others. What is returned is the file's own content.
+The schemas list only the keys that other programs use. ``read`` returns the whole content, with all keys.
 """
 
 import json
@@ -182,7 +182,10 @@ PROGRAMS: dict[type[Part], tuple[str, str]] = {  # the file, and what writes it
 
 
 def read(given: str | Path | Mapping[str, Any], schema: type[Part] = Report) -> Found:
-    """The content of a file, or of the one in a folder, of the ``schema``; a mapping that was read already is checked.
+    """Return the content of a report, checked against ``schema``.
+
+    Args:
+        given: the file, the folder that holds it, or its content.
 
     Raises:
         ValueError: there is no such file, or it is something else; the message names the file and what is wrong in it.

@@ -1,4 +1,6 @@
-"""CPU threads by the load: an operation's threads wait for each other, so one that another process delays stops all.
+"""Set the number of CPU threads by the load.
+
+The threads of one operation wait for each other, so one thread that shares its core with another process delays all.
 
 With both of two cores in use, a third thread made decoding 40 times slower (2 threads; 36 tokens/s) than giving up one
 thread (540). A program calls ``fit_threads`` at its start and within its loop.

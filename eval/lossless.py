@@ -52,7 +52,7 @@ class LosslessConfig(Config):
     temperature: float = Field(1.0, gt=0)
     top_k: Vocabulary = Field(0, ge=0, description="0 is off")
     top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
-    batch: Size = Field(16, ge=1, description="prompts decoded together, by a drafter that takes so many")
+    batch: Size = Field(16, ge=1, description="prompts decoded together, if the drafter takes more than one")
     alpha: float = Field(1e-4, gt=0, lt=1, description="the chance that a lossless drafter fails the sampled test")
     threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
     seed: Seed = Field(0, ge=0)

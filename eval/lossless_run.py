@@ -28,7 +28,7 @@ from eval.speed_run import load_models, tokenizer_of
 
 NEEDED = 2  # accepted draft tokens behind which there must be enough places to test: a q of another depth shows there
 STEM = "lossless"
-# In place of auto: a chain of five (EAGLE's default depth) and a tree, both of which are drafted whatever they cost.
+# Shapes in place of auto: a chain of five (EAGLE's default depth) and a tree, drafted also if not profitable.
 FIXED = {"tree": ("chain", "static"), "match": (2,), "gamma": (5,), "nodes": (16,)}
 
 
@@ -69,9 +69,9 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
 
 
 def certified_entries(entry: DrafterEntry, drafter: Drafter) -> list[DrafterEntry]:
-    """What is certified: where options of ``drafter`` are auto, drafts of FIXED shapes, then those that auto chooses.
+    """Return the entries to certify: if options of ``drafter`` are auto, one per FIXED shape, then ``entry`` itself.
 
-    The verdict rests on the fixed shapes, which are the same on every machine.
+    Only a fixed shape can show losslessness, because it is the same on every machine.
     """
     auto = _auto_options(drafter)
     if not auto:
@@ -91,7 +91,7 @@ def _auto_options(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
 
 
 def combined(names: list[str], parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One verdict on all that was certified; what the first shape gave stands first, the others under ``shapes``.
+    """Return one verdict on all ``parts``, the results of the first part, and, if there are several, all as ``shapes``.
 
     With several shapes, the last one is auto's: it can make the verdict "not lossless", but not "not shown".
     """

@@ -63,7 +63,7 @@ def detect_format(file: Path) -> Format:
     """By the first record with turns or a question; where none has them, it is read (and checked) as ShareGPT."""
     for _, record in read_records(file):
         if isinstance(record, dict):
-            if first_value(record, TURN_KEYS):  # whatever stands beside the turns
+            if first_value(record, TURN_KEYS):  # also beside a question
                 return "sharegpt"
             if key := question_key(record):
                 return QUESTION_KEYS[key]

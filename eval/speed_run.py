@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from data_prep.answers.target import end_of_turn
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.progress import Bar
-from data_prep.ranks import Rank
+from data_prep.ranks import Rank, say_dtype
 from drafters import TargetModel, make_drafter
 from drafters.decoding.call import eos_ids
 from drafters.decoding.loop import until
@@ -77,8 +78,7 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank
     where = chosen.path, chosen.dtype, device, chosen.revision
     more: dict[str, Any] = {"device_map": chosen.device_map, "cache_tokens": (batch, tokens)}
     target = TargetModel.from_pretrained(*where, chosen.engine, chosen.quantize, **more)
-    if chosen.dtype == "auto" and rank.index == 0:
-        print(f"{target.name} runs in {dtype_name(target.dtype)} (dtype: auto)")
+    say_dtype(chosen.path, chosen.dtype, dtype_name(target.dtype), rank)
     stock = TargetModel.from_pretrained(*where, "eager", **more) if chosen.quantize else target
     return Models(target, chosen.engine, stock)
 
@@ -95,8 +95,7 @@ def _chat_of(chosen: TargetEntry) -> ChatTokenizer:
 
 def answer_ends(chosen: TargetEntry, target: TargetModel) -> frozenset[int]:
     """Tokens that end an answer: the generation config's, and the one that the template prints behind answers."""
-    own = _chat_of(chosen).end_of_turn()
-    return eos_ids(target, None) | (frozenset() if own is None or own >= target.vocab_size else {own})
+    return eos_ids(target, None) | end_of_turn(target, _chat_of(chosen))
 
 
 def run(

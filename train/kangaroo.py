@@ -36,7 +36,7 @@ class KangarooConfig(TrainConfig):
 
     drafter: ClassVar[str] = "kangaroo"
 
-    exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after so many decoder layers")
+    exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
     ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
     own_lm_head: bool = Field(False, description="an LM head of its own, which begins as the target's; Table 2, too")
 

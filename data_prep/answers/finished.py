@@ -17,7 +17,7 @@ from ..store.lock import folder_lock
 from .journal import check_identity
 from .ownership import DATE, sidecar, unfinished
 
-# Keys of an identity that outputs of before do not have: for whole ones they change nothing.
+# Identity keys that older outputs lack. For a finished output, a missing one counts as equal to the current value.
 LATER = {"unanswered", "reader", DATE}
 
 

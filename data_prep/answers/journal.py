@@ -36,8 +36,8 @@ class Turn:
 
     Attributes:
         index: the dialogue's place among the usable ones of the source. turn: counts its user turns from 0.
-        answer: the assistant's text; None where ``end`` or ``drop`` says why. reasoning: what it wrote before, where an
-            endpoint tells that apart.
+        answer: the assistant's text; None where ``end`` or ``drop`` says why. reasoning: the text that it
+            wrote before the answer; None if the endpoint returns no reasoning in a field of its own.
         tokens: that were generated for it. truncated: it was cut at the limit, no end-of-turn token followed.
         end: reason to end the dialogue before this turn. drop: reason to drop the dialogue.
     """
@@ -71,7 +71,7 @@ class AnsweredBatch:
 class Conversation:
     """A dialogue of the source whose answers are being replaced, one turn after the other.
 
-    One with tools is dropped: nobody would run the calls that the new answers make.
+    A dialogue with tools is dropped, because nothing runs the tool calls of the new answers.
     """
 
     index: int

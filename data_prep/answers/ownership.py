@@ -29,7 +29,7 @@ def unfinished(out: str) -> Path:
 
 
 def begun_on(out: str) -> str | None:
-    """The date that the template printed in the prompts of ``out``, whole or not; None where it printed none."""
+    """Return the date (YYYY-MM-DD) in the prompts of ``out``, finished or not; None if they have none."""
     for file, keys in ((sidecar(out), ("identity", DATE)), (unfinished(out) / RUN_FILE, (DATE,))):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             found = json.loads(file.read_text())

@@ -175,12 +175,17 @@ def enough_memory(batch: int, what: str) -> Iterator[None]:
 
 
 def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
-    """Tokens that end an answer: those that end a text, and the one that the template prints behind an answer.
+    """Return the ids of the tokens that end an answer: ``text_ends`` and the template's end-of-turn token.
 
-    The latter is often missing among the others: ``<|im_end|>`` where the EOS is ``</s>``.
+    The end-of-turn token is often no EOS token: ``<|im_end|>`` beside the EOS ``</s>``, for example.
     """
+    return text_ends(target, chat) | end_of_turn(target, chat)
+
+
+def end_of_turn(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
+    """Return the id of the template's end-of-turn token, if it has one that the target can write."""
     own = chat.end_of_turn()
-    return text_ends(target, chat) | (frozenset() if own is None or own >= target.vocab_size else {own})
+    return frozenset() if own is None or own >= target.vocab_size else frozenset({own})
 
 
 def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:

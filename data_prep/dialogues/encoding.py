@@ -25,10 +25,10 @@ FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with o
 
 @dataclass
 class EncodedSplit:
-    """The dialogues that stay, in the order of the data file, and what became of the others.
+    """Tokenized records of the kept dialogues, in the order of the data file, and counts of all.
 
-    One whose template prints earlier answers without their reasoning stays as several, one a turn. ``used``: dialogues
-    of the file that stay.
+    If the template prints earlier answers without their reasoning, a dialogue becomes one record per turn. ``used`` is
+    the number of kept dialogues; ``ids`` and ``dialogues`` have one item per record.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ def load_tokenizer(
     """The target's tokenizer with its chat template, or the one in the file ``chat_template``; no remote code is run.
 
     Args:
-        date: year-month-day, that the template prints, where it prints one; default: today's.
+        date: YYYY-MM-DD, printed if the template prints a date; default: today.
 
     Raises:
         ValueError: no tokenizer or template there, or a tokenizer without a chat template where none is given.
@@ -202,7 +202,11 @@ def _records(
 
 
 def _fit(results: list[MaskedTokens | DroppedError], max_length: int, changed: Counter[str]) -> list[MaskedTokens]:
-    """Truncate; a record whose answers all lie beyond ``max_length`` is worth nothing."""
+    """Cut the records of one dialogue to ``max_length`` tokens, and leave out those whose answers are all cut off.
+
+    Raises:
+        DroppedError: a record was dropped, or none is left.
+    """
     if refused := next((result for result in results if isinstance(result, DroppedError)), None):
         raise refused
     whole = [result for result in results if isinstance(result, MaskedTokens)]

@@ -63,7 +63,7 @@ class ChatTokenizer:
     that nobody wrote.
 
     Args:
-        date: year-month-day, that the template prints, where it prints one; default: today's.
+        date: YYYY-MM-DD, printed if the template prints a date; default: today.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -188,7 +188,7 @@ class ChatTokenizer:
         return ids, mark
 
     def end_of_turn(self) -> int | None:
-        """The token that the template prints behind an answer; None where that is plain text, or nothing."""
+        """Return the id of the special token that ends the template's answers; None if no special token does."""
         question = {"role": "user", "content": "?"}
         with contextlib.suppress(DroppedError):
             piece = self._around_answer([question, {"role": "assistant", "content": PLACEHOLDER}], 1)
@@ -207,8 +207,8 @@ class ChatTokenizer:
     def _around_turn(self, text: str, messages: Sequence[Message], turn: int) -> tuple[str, str] | None:
         """The text before and after an answer; None where the template does not print it.
 
-        A dialogue may only be printable with the answer's calls: then the answer is what follows its prompt, if the
-        template prints the turn in ``text`` as it does when it is the last.
+        Some templates refuse the dialogue without the answer's tool calls. Then the answer is the text after its
+        prompt, if the template prints this turn in ``text`` as it prints a last turn.
         """
         if "tool_calls" not in messages[turn]:
             return self._around_answer(messages, turn)

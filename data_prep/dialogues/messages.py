@@ -1,6 +1,6 @@
-"""One turn of a record, in ShareGPT's or OpenAI's keys, to a message as chat templates take it.
+"""Convert a record's turns, in ShareGPT's or OpenAI's keys, to messages for chat templates.
 
-A null is an absent key: `datasets` fills the keys that only some records of a file have with nulls.
+A null counts as an absent key, because `datasets` adds nulls to records that lack a key of other records.
 """
 
 import json
@@ -32,7 +32,7 @@ class DroppedError(ValueError):
 
 
 def first_value(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """The value of the first of ``keys`` that has one: not null and, if another key has more, not empty."""
+    """Return the first value of ``keys`` that is not null or empty; else the first that is not null; else None."""
     values = [record[key] for key in keys if record.get(key) is not None]
     return next((value for value in values if value not in ("", [], {})), values[0] if values else None)
 
@@ -127,7 +127,11 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objects(value: Any, reason: str) -> list[dict[str, Any]]:
-    """A list of JSON objects, or one of them, or the JSON text of either; [] for none."""
+    """Return a list of JSON objects, from a list, one object or the JSON text of either; [] for nothing.
+
+    Raises:
+        DroppedError: anything else, with this ``reason``.
+    """
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -25,8 +25,8 @@ DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # what `datasets` reads besid
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Roles alternate user, assistant, ... (a system message may stand first, results of tools between two answers) and
-    the last turn is the assistant's, if not asked for otherwise.
+    """A dialogue whose roles alternate user, assistant, ...; the last turn is the assistant's, unless it was
+    read with ``unanswered``. A system message may come first, and tool results between two answers.
 
     ``category``: the record's own word for the kind of dialogue it is, if it has one.
     """
@@ -97,9 +97,8 @@ def parse_record(
 ) -> Dialogue:
     """One record -> a Dialogue.
 
-    A leading assistant turn is removed (the EAGLE data rule), as is a trailing user turn or a tool's result, which
-    nobody answered; all are counted in ``changed``. Where somebody will answer, ``unanswered``, that turn stays, and
-    may be the only one.
+    A leading assistant turn is removed (the EAGLE data rule). A trailing user turn or tool result has no answer and is
+    removed, too; with ``unanswered`` it is kept, and may be the only turn. ``changed`` counts the removals.
 
     Raises:
         DroppedError: with one of the reasons ``broken_json``, ``not_utf8``, ``not_an_object``, ``no_conversations``,

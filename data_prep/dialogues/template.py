@@ -1,8 +1,8 @@
-"""A chat template: what it prints of a dialogue, and in which form it takes what is more than text.
+"""Print dialogues, with their reasoning and tool calls, through a tokenizer's chat template.
 
-Reasoning, also such as stands in the text, goes to the template under the keys that templates read; where it reads none
-but knows ``<think>``, within the text. What it does not print is left out and counted. A template that dates its
-prompts gets one day's date.
+Reasoning goes to the template under the keys that templates read. A template that reads none of them and contains
+``</think>`` gets the reasoning within the text. Parts that the template does not print are left out and counted. A
+template that prints today's date prints one fixed date instead.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ THOUGHT = "\ue0f4\ue0f5the thought\ue0f6\ue0f7"
 THINK, END_THINK = "<think>", "</think>"
 KEPT_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# What a template raises for messages that it does not take; of the latter, for lack of a check.
+# Errors of a template that cannot print the messages: its own refusal, and Python's where it has no check.
 REFUSALS = (TemplateError, TypeError, KeyError, IndexError, AttributeError)
 
 
@@ -30,7 +30,7 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Args:
-        date: year-month-day, that the template prints, where it prints one; default: today's.
+        date: YYYY-MM-DD, printed if the template prints a date; default: today.
 
     Attributes:
         text: the template itself. date: None where the template prints none.
@@ -54,11 +54,11 @@ class ChatTemplate:
         return self._print([for_template(message, self._form) for message in messages], messages, prompt)
 
     def settle(self, messages: Sequence[Message]) -> tuple[list[list[Message]], list[str]]:
-        """A dialogue as the target meets it while it writes the answers, and what is changed for that.
+        """Return a dialogue's records, as the target sees them while it writes answers, and the names of the changes.
 
         Most templates print earlier answers without their reasoning. A dialogue with reasoning then becomes one record
-        a turn, each as it is printed when its last answer is written; every answer is trained on in one of them, and
-        has ``weight`` 0 in the others.
+        per turn, which ends with that turn's answer. Every answer is trained on in one record, and has ``weight`` 0 in
+        the others.
 
         Raises:
             DroppedError: reasons ``template_refused``, ``tools_not_printed`` (calls or results of tools), and

@@ -20,7 +20,15 @@ def prompts_of(
     attention_mask: Tensor | list[list[int]] | None = None,
     pad: int | None = None,
 ) -> list[list[int]]:
-    """The rows of ``input_ids`` without their padding; ``pad`` is what shows padding that nothing tells of."""
+    """Return the rows of ``input_ids`` ``[B, T]`` without their padding.
+
+    Args:
+        prompt_lengths: tokens of each row before the padding. attention_mask: ``[B, T]``, 0 at padding.
+        pad: the padding token's id. Without lengths and mask, rows that seem to begin with padding are refused.
+
+    Raises:
+        ValueError: ids, lengths or mask of a wrong type or shape, or rows that seem padded.
+    """
     if isinstance(input_ids, Tensor):
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
@@ -70,7 +78,8 @@ def _attended(rows: list[list[int]], mask: Tensor | list[list[int]]) -> list[lis
 def _check_unpadded(rows: list[list[int]], pad: int) -> None:
     """Raise ValueError for rows that look padded on the left.
 
-    These begin with ``pad`` twice or more; or once, where other rows of the same length do not.
+    A row looks padded if it begins with two or more ``pad``; with one, if all rows have one length and another row
+    begins with none.
     """
     leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
     same_length = len({len(row) for row in rows}) == 1

@@ -362,7 +362,7 @@ def last_of(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def rows_of(features: Tensor, rows: list[list[int]]) -> Tensor:
-    """``[B, most, H]``: of ``features [B, R, H]`` the given rows of each batch row, filled on the right; a copy."""
+    """Copy ``rows[b]`` of each ``features[b]``: ``[B, R, H]`` -> ``[B, most, H]``, padded on the right."""
     if len(rows) == 1 and rows[0] == [*range(len(rows[0]))]:  # a step without a draft: a third of the time
         return features[:, : len(rows[0])].clone()
     places = padded(rows, features.device)[..., None]

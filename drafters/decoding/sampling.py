@@ -113,8 +113,8 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 def draw_without_replacement(probabilities: Tensor, k: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """The first ``k`` draws without replacement from ``[..., V]``, in order (Gumbel top-k; Kool et al. 2019).
 
-    The keys are p / -E with E = -log(u), u uniform: exponential, and six times faster on a CPU than torch's own. E is
-    16.6 at most, but infinite at u = 0, where the key of a possible token would be 0; there E is 17.
+    The keys are p / -E with E = -log(u) and u uniform. This exponential E is six times faster on a CPU than torch's.
+    E is at most 16.6, except at u = 0: there it would be infinite and the key of a possible token 0, so it is 17.
 
     Returns:
         tokens ``[..., k]`` and valid ``[..., k]``: False where the support was exhausted before the k-th draw.

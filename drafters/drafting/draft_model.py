@@ -99,9 +99,9 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
 
 
 def over_vocabulary(model: TargetModel, size: int) -> TargetModel:
-    """``model`` with logits over ``size`` token ids, sharing its weights; one of that size is returned as it is.
+    """Return a model with the weights of ``model`` and logits over ``size`` ids; ``model`` itself if it has that size.
 
-    Ids beyond its own have no probability, and the embedding of its last one.
+    Ids beyond the LM head of ``model`` have the logit -inf, and the embedding of its last id.
     """
     own = model.vocab_size
     if own == size:

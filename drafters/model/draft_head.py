@@ -195,7 +195,7 @@ def draft_head(model: TargetModel, options: DraftHeadOptions) -> DraftHead:
 
 
 def rows_of_head(model: TargetModel) -> int:
-    """Tokens that a model's LM head has rows for, of those in its target's vocabulary if it is a draft model."""
+    """Return the number of ids that have a row in the LM head; ids beyond the target's vocabulary do not count."""
     return min(model.vocab_size, model.model.get_output_embeddings().out_features)
 
 

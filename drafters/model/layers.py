@@ -46,8 +46,10 @@ class LayerKind:
 
 
 def default_layer(config: PretrainedConfig) -> HeadLayer:
-    """The kind of layer of an EAGLE head for a target with this ``config``, unless told: its own where engines have
-    that as a draft layer, else Llama's, which all of them have."""
+    """Return the default layer of an EAGLE head for a target with this ``config``.
+
+    It is the target's own layer if vLLM and SGLang have it as a draft layer, else Llama's, which all engines have.
+    """
     biases = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias"))
     own = config.model_type in SERVED and not biases and getattr(config, "hidden_act", None) == "silu"
     return "target" if own else "llama"
@@ -60,7 +62,7 @@ def layer_config(config: PretrainedConfig, layer: HeadLayer) -> PretrainedConfig
 
 
 def own_rope(head: Any, config: PretrainedConfig, rope: Rope) -> Rope | None:
-    """The angles of a head's Llama layer, in the form of its target's ``rope``; None for a layer that shares those."""
+    """Return the RoPE of a head's Llama layer; None if its layer is the target's own and uses the target's ``rope``."""
     if head.layer == "target":
         return None
     own = layer_config(config, head.layer)
@@ -117,11 +119,11 @@ def layer_kind(config: PretrainedConfig, layer: HeadLayer = "target") -> LayerKi
 def _llama_config(target: PretrainedConfig, experts: bool) -> LlamaConfig:
     """One Llama layer of the target's width, heads, head_dim and RoPE, without biases.
 
-    Its MLP is as wide as ``intermediate_size`` says. Where a mixture of experts has less than twice its width there,
-    that is one expert's, and the MLP is as wide as all experts that a token goes through.
+    Its MLP has the target's ``intermediate_size``. If that of a mixture of experts is below ``2 * hidden_size``, it is
+    the size of one expert, and the MLP has ``num_experts_per_tok`` times that size.
 
-    Its RoPE turns whole heads, by halves. A kind of RoPE that engines compute otherwise (dynamic, longrope), which
-    changes with the length of the text, becomes the default one of the same base.
+    Its RoPE rotates all dimensions of a head, in two halves. Engines compute RoPE that changes with the text's length
+    (dynamic, longrope) differently from transformers; it becomes the default RoPE with the same base.
     """
     inner = target.intermediate_size
     if experts and inner < 2 * target.hidden_size:

@@ -142,8 +142,8 @@ def weight_files(name: str, revision: str | None = None) -> list[str]:
     """Names of the safetensors files that hold a model: ``model.safetensors``, or what the index names.
 
     Raises:
-        ValueError: an index of other files beside ``model.safetensors``, of which transformers reads the one and
-            engines the other, or an index that is damaged.
+        ValueError: the index is damaged; or the folder holds two sets of weights, and transformers and engines would
+            read different ones.
     """
     try:
         shards = sorted(set(weight_map(Path(fetch(name, INDEX, revision))).values()))
@@ -244,7 +244,7 @@ def _differences(name: str, weights: Weights) -> dict[str, Any]:
                 trust_remote_code=False,
             )
         except RuntimeError as error:  # some of the tensors that it joins, an expert of a layer say, are missing
-            # Transformers 4, which an engine's process may have when it reads a norm through this module, has none.
+            # Imported here: an engine's process may import this module with transformers 4, which lacks it.
             from transformers.core_model_loading import revert_weight_conversion
 
             missing = revert_weight_conversion(empty, empty.state_dict()).keys() - weights.stored.keys()
