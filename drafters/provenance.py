@@ -55,12 +55,12 @@ def measured_on(device: "torch.device") -> dict[str, Any]:
 
 def machine(device: "torch.device") -> dict[str, Any]:
     """Processor, threads, libraries and commit."""
-    import torch  # here, for what asks for less: a program's first seconds do without it
+    from drafters.threads import idle_threads  # late: it imports torch, and a program's first seconds do without
 
     commit, dirty = code_state()
     return {
         **hardware(device),
-        "threads": torch.get_num_threads(),
+        "threads": idle_threads(),
         "platform": platform.platform(),
         "versions": library_versions(*MEASURED_WITH),
         "commit": commit,

@@ -38,7 +38,8 @@ class Look:
         if hasattr(os, "sched_getaffinity"):
             mine = os.sched_getaffinity(0)
             cores = [times for core, times in enumerate(cores) if core in mine] or cores
-        busy = sum(sum(times) - times.idle - getattr(times, "iowait", 0.0) for times in cores)
+        none = "idle", "iowait", "guest", "guest_nice"  # a guest's time is in the user's already
+        busy = sum(sum(times) - sum(getattr(times, name, 0.0) for name in none) for times in cores)
         process, own = psutil.Process(), 0.0
         for member in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has ended
@@ -46,9 +47,14 @@ class Look:
         return cls(time.monotonic(), busy, own)
 
 
+def own_cores() -> int:
+    """Number of cores that this process may run on, by its affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_cores() -> int:
-    """Cores that this process may use: its affinity, and its control group's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may keep busy: ``own_cores``, and its control group's quota."""
+    cores = own_cores()
     with contextlib.suppress(OSError, ValueError):  # no such group, or no limit
         quota, period = map(float, QUOTA.read_text().split())
         cores = min(cores, max(1, math.ceil(quota / period)))
@@ -56,13 +62,28 @@ def cpu_cores() -> int:
 
 
 def threads_for(before: Look, now: Look, cores: int, most: int) -> int:
-    """Threads, at most ``most``, that find a free core each, by what other processes used between two looks."""
+    """Return the number of cores, at most ``most``, that other processes left free between two looks.
+
+    Args:
+        cores: all that the looks are about. most: the process's own limit, as of a quota.
+    """
     others = max(0.0, (now.all - before.all) - (now.own - before.own)) / (now.time - before.time)
     return max(1, min(most, math.floor(cores - others + 0.5)))
 
 
 _before: Look | None = None
-_most: int | None = None  # threads of a machine that has nothing else to do; 0: the user has set them
+_most: int | None = None  # threads on an idle machine; 0: the user has set them
+_fewest: int | None = None  # threads at the time of the highest load
+
+
+def idle_threads() -> int:
+    """Number of CPU threads that this process uses on an idle machine, which does not depend on the load."""
+    return _most or torch.get_num_threads()
+
+
+def fewest_threads() -> int:
+    """Number of CPU threads that this process used at the highest load so far."""
+    return min(_fewest or idle_threads(), idle_threads())
 
 
 def set_threads(threads: int | None) -> None:
@@ -85,7 +106,7 @@ def fit_threads(most: int | None = None) -> None:
     Args:
         most: threads on an idle machine; None: as torch chose, at most the cores that this process may use.
     """
-    global _before, _most
+    global _before, _most, _fewest
     if _most is None or most is not None:
         _most = most or (0 if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), cpu_cores()))
     if _most <= 1 or (_before is not None and time.monotonic() - _before.time < EVERY):
@@ -94,8 +115,8 @@ def fit_threads(most: int | None = None) -> None:
         _before = Look.now()
         time.sleep(FIRST_LOOK)
     now = Look.now()
-    threads = threads_for(_before, now, cpu_cores(), _most)
-    _before = now
+    threads = threads_for(_before, now, own_cores(), _most)
+    _before, _fewest = now, min(threads, _fewest or threads)
     if threads != torch.get_num_threads():
         _log.warning("%d CPU threads from here on, of %d: what other processes leave free", threads, _most)
         torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from drafters.energy import EnergyMeter
 from drafters.model.text_tokens import TextTokens
 from drafters.program import keeping
 from drafters.provenance import environment, load_average, peak_memory_bytes
-from drafters.threads import set_threads
+from drafters.threads import fewest_threads, set_threads
 from drafters.wording import dtype_name, shortened
 from eval.entries import STOCK, StockEntry
 from eval.figures.accuracy import accuracy
@@ -151,6 +151,7 @@ def run(
         meter = EnergyMeter(target.device, shared=rank.count > 1)
         measure_all(config, methods, models, lineup, assistants, prompts, share, journal, meter, limits, guests)
         facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
+        facts["fewest_threads"] = fewest_threads()
         facts["energy"] = meter.describe()
         described = described_rows(config, lineup, guests)
         return finish(config, journal, facts, described, lineup.draft_vocabularies, left_out, models, prompts, console)

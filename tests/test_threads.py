@@ -28,6 +28,11 @@ def test_a_thread_for_each_free_core(others: float, cores: int, most: int, expec
     assert threads_for(before, now, cores, most) == expected
 
 
+def test_a_quota_is_no_number_of_free_cores() -> None:
+    """Catches one thread in a container that may use four cores of 64, 14 of which are free."""
+    assert threads_for(Look(0.0, 0.0, 0.0), Look(1.0, 54.0, 4.0), 64, 4) == 4
+
+
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A process with two threads of which the load is to be told; gives the cores that others use, to be set."""
@@ -37,7 +42,9 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(threads, "_most", None)
     monkeypatch.setattr(threads, "FIRST_LOOK", 0.0)
     monkeypatch.setattr(threads, "EVERY", -1.0)
+    monkeypatch.setattr(threads, "_fewest", None)
     monkeypatch.setattr(threads, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(threads, "own_cores", lambda: 2)
     monkeypatch.setattr(Look, "now", lambda: (lambda t: Look(t, others[0] * t, 0.0))(float(next(times))))
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: now.__setitem__(0, count))
@@ -54,6 +61,8 @@ def test_threads_follow_the_load(two_threads: list[float], monkeypatch: pytest.M
         threads.fit_threads()
         found.append(torch.get_num_threads())
     assert found == [2, 1, 2]
+    # What a report says, and a resumed measurement is recognised by.
+    assert (threads.idle_threads(), threads.fewest_threads()) == (2, 1)
 
 
 def test_what_the_user_sets_stays(two_threads: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,9 +319,11 @@ def machine_line(facts: dict[str, Any]) -> str:
     """The machine, its load, and the most memory that was held, for a list."""
     peaks = [f"{n / 1e9:.2f} GB ({where})" for where, n in (facts.get("peak_memory_bytes") or {}).items() if n]
     name = facts["gpu"] or facts["cpu"]
+    fewest = facts.get("fewest_threads") or facts["threads"]
+    lowered = f" (at times {fewest}, beside other processes)" if fewest < facts["threads"] else ""
     level = f" ({facts['cpu_instructions']})" if facts.get("cpu_instructions") else ""  # not in older reports
     return (
-        f"- machine: {name}{level}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads; "
+        f"- machine: {name}{level}, {facts['cpu_cores']} CPU cores, {facts['threads']} threads{lowered}; "
         f"load average {number(facts['load_average'], 1)} before, {number(facts['load_average_after'], 1)} after"
         + (f"; at most {' and '.join(peaks)} of memory" if peaks else "")
     )
