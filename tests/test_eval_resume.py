@@ -297,8 +297,8 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     elif other == "threads":
         arguments[2] = 3
     else:
-        name = {"cpu_cores": "cpu_cores", "versions": "library_versions"}[other]
-        monkeypatch.setattr(f"drafters.provenance.{name}", lambda *_: 99)
+        name = {"cpu_cores": "threads.cpu_cores", "versions": "provenance.library_versions"}[other]
+        monkeypatch.setattr(f"drafters.{name}", lambda *_: 99)
     after = identity.conditions(*arguments)
     assert identity.differing(before, after) == [other]
     assert identity.digest(before) != identity.digest(after)

@@ -98,6 +98,6 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
         assert __import__("re").search(message, capsys.readouterr().err)
     monkeypatch.setattr(loading, "SMALL", 0)
     monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 20)
-    assert status(roofline.main, "--shape", "llama-7b", f"out={tmp_path / 'x'}") == 1
+    assert status(roofline.main, "--shape", "llama-7b", "dtype=bfloat16", f"out={tmp_path / 'x'}") == 1
     assert "its weights need 13.5 GB" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

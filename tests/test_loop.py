@@ -131,7 +131,7 @@ def plain() -> tuple[TargetModel, Drafter]:
         ("Hello", {}, "input_ids must be whole numbers"),
         ([5.0, 6.0], {}, "input_ids must be whole numbers"),
         (None, {}, "input_ids must be whole numbers"),
-        ({"input_ids": torch.tensor([[5]])}, {}, r"try input_ids\['input_ids'\]"),
+        ({"input_ids": torch.tensor([[5]])}, {}, r"try generate\(target, drafter, \*\*inputs\)"),
         ([[5, 6]], {"prompt_lengths": [3]}, "prompt_lengths says 3 for a row of 2 ids"),
         ([[5, 6]], {"prompt_lengths": [-1]}, "prompt_lengths says -1"),
         ([[5, 6]], {"prompt_lengths": [1.0]}, "prompt_lengths must be a whole number"),

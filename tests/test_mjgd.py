@@ -43,9 +43,8 @@ TestOneToken = conformance.suite(lambda target: Plain.from_options(target, k=1),
 
 def toy(seed: int = 0) -> TargetModel:
     """A random model of six tokens."""
-    return TargetModel(
-        build("llama", seed=seed, vocab_size=6, num_hidden_layers=2, initializer_range=0.2, eos_token_id=None)
-    )
+    no_ends = {"eos_token_id": None, "pad_token_id": None}
+    return TargetModel(build("llama", seed=seed, vocab_size=6, num_hidden_layers=2, initializer_range=0.2, **no_ends))
 
 
 def log_likelihoods(model: TargetModel, ids: list[int], tails: list[list[int]]) -> torch.Tensor:

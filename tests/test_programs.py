@@ -169,7 +169,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {
     "train/kangaroo.py": [(["exit_layer=0"], "exit_layer: ")],
     "train/medusa.py": [
         (["head=2"], "did you mean 'heads'"),
-        (["own_lm_heads=true"], "set precision=float32 zero_stage=0 or own_lm_heads=false"),
+        (["own_lm_heads=true", "precision=bf16"], "set precision=float32 zero_stage=0 or own_lm_heads=false"),
     ],
     "train/draft_model.py": [
         (["draft_model=./none"], f"draft_model: .*{NO_FOLDER}"),

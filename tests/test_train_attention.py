@@ -71,7 +71,7 @@ def test_heads_take_dialogues_and_masks(kind: Any, family: str) -> None:
     masked, causal = module(*inputs, positions, mask), module(*inputs, positions)
     use_dialogue_attention(module, config)
     found = module(*inputs, positions, Dialogues(lengths))
-    torch.testing.assert_close(found[segments >= 0], masked[segments >= 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[segments >= 0], masked[segments >= 0], rtol=1e-4, atol=5e-5)  # CPUs differ
     assert not torch.allclose(found[0, 20:27], causal[0, 20:27], atol=1e-2)
     assert torch.equal(module(*inputs, positions, mask), masked)
     assert torch.equal(module(*inputs, positions), causal)

@@ -240,7 +240,7 @@ def test_float16_skips_steps_that_overflow(settings: dict[str, Any]) -> None:
     assert derived["fp16"] == {"enabled": True} and not derived["bf16"]["enabled"]
     assert derived["zero_optimization"]["stage"] == 1
     made = engine.Engine.__new__(engine.Engine)
-    made.device, made._stage = torch.device("cpu"), 1
+    made.device, made._stage, made._float16 = torch.device("cpu"), 1, True
     for overflow, expected in ((True, 0.0), (False, 3.0)):
         optimizer = SimpleNamespace(param_groups=[], overflow=overflow)
         norm = math.inf if overflow else 3.0

@@ -173,6 +173,7 @@ class Engine:
         self.module: nn.Module = module
         self.device: torch.device = self._engine.device
         self._stage: int = self._engine.zero_optimization_stage()
+        self._float16 = config.dtype == torch.float16
         if len(groups) > 1 and self._stage in (1, 2):  # or DeepSpeed looks for all when only the first has been updated
             self.make_moments(0)
 
@@ -200,7 +201,7 @@ class Engine:
             norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         self._engine.step()
         norm = self._engine.get_global_grad_norm() if norm is None else norm
-        if getattr(self._engine.optimizer, "overflow", False):  # float16: skipped, and the loss scale is lowered
+        if self._float16 and self._engine.optimizer.overflow:  # skipped, and the loss scale is lowered
             norm = torch.zeros(1)
         return torch.as_tensor(norm, dtype=torch.float64, device=self.device).reshape(1)
 
