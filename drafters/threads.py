@@ -1,9 +1,7 @@
-"""Set the number of CPU threads by the load.
+"""CPU threads by the load: the threads of an operation wait for each other, so one that is delayed delays all.
 
-The threads of one operation wait for each other, so one thread that shares its core with another process delays all.
-
-With both of two cores in use, a third thread made decoding 40 times slower (2 threads; 36 tokens/s) than giving up one
-thread (540). A program calls ``fit_threads`` at its start and within its loop.
+Beside one busy process on two cores, two threads decoded 40 tokens/s and one thread 540 (shipped target, 16 rows). A
+program calls ``set_threads`` or ``fit_threads`` at its start, and ``fit_threads`` within its loop.
 """
 
 import contextlib
