@@ -138,6 +138,22 @@ def test_a_call_belongs_to_the_answer_before_it() -> None:
     assert parse_record({"conversations": in_turn, "tools": None}, "x").messages == messages
 
 
+@pytest.mark.parametrize("changes", [{}, {"content": " \n"}, {"weight": 0}, {"reasoning": "It rains."}])
+def test_a_call_of_another_weight_or_with_reasoning_is_not_merged(changes: dict[str, Any]) -> None:
+    """Catches a call trained on against its weight, its reasoning lost, and a call with a blank text not merged."""
+    before = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Let me look."}]
+    call = {"role": "assistant", "content": None, "tool_calls": [WEATHER], **changes}
+    if "weight" in changes or "reasoning" in changes:
+        with pytest.raises(DroppedError, match="wrong_role_order"):
+            parse_record({"messages": [*before, call]}, "x")
+    else:
+        messages = parse_record({"messages": [*before, call]}, "x").messages
+        assert messages == (before[0], {**before[1], "tool_calls": [WEATHER]})
+    before[1] |= {"weight": 0}
+    if "weight" in changes:
+        assert parse_record({"messages": [*before, call]}, "x").messages[1]["weight"] == 0
+
+
 def test_calls_in_sharegpts_roles_and_as_json_text() -> None:
     """Catches a call as JSON text handed to a template, which prints it quoted, and ShareGPT's names of the roles."""
     as_text = json.dumps({"name": "weather", "arguments": {"city": "Rome"}})
@@ -153,6 +169,8 @@ def test_calls_in_sharegpts_roles_and_as_json_text() -> None:
     [
         ({"tools": "{broken"}, "broken_tools"),
         ({"tools": ["weather"]}, "broken_tools"),
+        ({"tools": [{"name": "\ud800"}]}, "invalid_text"),
+        ({"tools": '[{"name": "\\ud800"}]'}, "invalid_text"),
         (
             {"conversations": turns(("human", "Hi"), ("function_call", "weather()"))["conversations"]},
             "broken_tool_call",

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 import torch
 import yaml
-from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, byte_level
+from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, QWEN3, byte_level
 
 from data_prep import regenerate
 from data_prep.answers import finished
@@ -408,6 +408,30 @@ def test_what_becomes_of_an_answer(answers: Callable[..., TargetAnswers]) -> Non
     assert ours.turn(4, 1, thought, "") == Turn(4, 1, end="only_reasoning")
     euro = ours.chat.tokenizer("no €", add_special_tokens=False)["input_ids"]
     assert ours.turn(4, 1, euro[:-1], "").answer == "no "  # half a character is no text
+
+
+THINKING = {  # templates whose prompts open the reasoning
+    "qwen3-thinking": QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}"),
+    "r1": CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}"),
+}
+
+
+@pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
+def test_reasoning_that_the_prompt_opens_is_no_answer(
+    template: str, answers: Callable[..., TargetAnswers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches cut reasoning stored as the answer where the prompt ends with <think>, so that no answer begins so."""
+    ours, one = answers(), conversation(0, "What is 1?")
+    monkeypatch.setattr(ours, "chat", ChatTokenizer(byte_level(template, CHATML_SPECIALS, None, "<|im_end|>")))
+    prompt, lead = ours.chat.prompt(one.history())
+    for text in ("Okay, so I", "Okay.\n</think>\n\nIt", "\n</think>\n\nIt"):
+        ids = ours.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = ours.turn(0, 0, ids, lead, prompt)
+        is_answer = "</think>" in text
+        assert found.answer == (text.removeprefix(lead) if is_answer else None)
+        assert found.end == (None if is_answer else "only_reasoning")
+    for made in (ours.answer([one]), next(ours.batches([one]))):  # sampled and greedy answers
+        assert [turn.end for turn in made.turns] == ["only_reasoning"]
 
 
 def test_an_answer_ends_where_the_template_says(answers: Callable[..., TargetAnswers]) -> None:

@@ -198,6 +198,7 @@ def test_what_becomes_of_odd_answers(tmp_path: Path, server: ChatServer) -> None
         "question 6.0": ok({"choices": []}),
         "question 7.0": completion("\ud800 half a pair"),
         "question 8.0": error(400, "the request exceeds the available context size"),
+        "question 10.1": completion("<think>\nThe user asks", "length"),
     }
     server.misbehave = lambda body, number: odd.get(content(body))
     config = write_config(tmp_path, server, count=12)
@@ -209,7 +210,8 @@ def test_what_becomes_of_odd_answers(tmp_path: Path, server: ChatServer) -> None
     assert written["dropped"] == {
         "empty_answer": 2, "content_filter": 1, "refused": 1, "bad_reply": 1, "invalid_text": 1, "no_room": 1,
     }  # fmt: skip
-    assert written["ended_early"] == {"no_room": 1} and written["truncated"] == 1
+    assert records["d10"]["conversations"] == expected(10)["conversations"][:2]
+    assert written["ended_early"] == {"no_room": 1, "only_reasoning": 1} and written["truncated"] == 1
     (tmp_path / "drop").mkdir()
     config = write_config(tmp_path / "drop", server, count=12, truncated="drop")
     assert "d2" not in {record["id"] for record in run(config)}

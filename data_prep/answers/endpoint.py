@@ -27,6 +27,7 @@ from pydantic import Field
 from drafters.config import Config, Size
 
 from ..dialogues.messages import REASONING_KEYS, Message, first_value
+from ..dialogues.template import only_reasoning
 from .journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
@@ -174,6 +175,8 @@ class EndpointAnswers:
         if not isinstance(text, str) or not text.strip():
             lost = Turn(index, number, end=ONLY_REASONING) if reasoning else Turn(index, number, drop="empty_answer")
             return lost, ""
+        if reason == "length" and only_reasoning(text):  # a server without a reasoning parser
+            return Turn(index, number, end=ONLY_REASONING), ""
         try:
             (text + (reasoning or "")).encode()
         except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer

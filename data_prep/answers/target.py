@@ -4,7 +4,7 @@ import contextlib
 import heapq
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,12 +16,13 @@ from drafters.threads import fit_threads
 
 from ..dialogues.loss_mask import ChatTokenizer
 from ..dialogues.messages import DroppedError
-from ..dialogues.template import END_THINK, THINK
+from ..dialogues.template import only_reasoning
 from .journal import ONLY_REASONING, AnsweredBatch, Conversation, Turn
 from .writing import Writing, derived_seed
 
 SHORTEST = 256  # prompts up to so many tokens are one class
 CHARACTERS = 3  # a token has at least so many in most texts; where it has less, the prompt is put off
+PROMPT_END = 16  # tokens at a prompt's end that show whether it opens reasoning: <think> has at most 7, one per byte
 REPLACEMENT = "\ufffd"  # what a decoder prints for half a character
 
 
@@ -139,21 +140,20 @@ class TargetAnswers:
             )
         # Answers, without the padding behind a row that ended before the longest.
         answers = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
-        for (index, turn), ids, lead in zip(asked, answers, leads, strict=True):
-            turns.append(self.turn(index, turn, ids, lead))
+        for (index, turn), ids, lead, prompt in zip(asked, answers, leads, prompts, strict=True):
+            turns.append(self.turn(index, turn, ids, lead, prompt))
         return AnsweredBatch(turns, result.trace.decoded_tokens, sum(step.forwards for step in result.trace.steps))
 
-    def turn(self, index: int, turn: int, ids: list[int], lead: str) -> Turn:
-        """What becomes of an answer of these token ids."""
+    def turn(self, index: int, turn: int, ids: list[int], lead: str, prompt: Sequence[int] = ()) -> Turn:
+        """What becomes of the answer with token ids ``ids``, which the target gave to the ids ``prompt``."""
         ended = ids[-1] in self.eos
         if not ended and self.writing.truncated == "drop":
             return Turn(index, turn, end="truncated")
-        text = self.chat.tokenizer.decode(
-            ids[:-1] if ended else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        text = text.removeprefix(lead) if ended else text.removeprefix(lead).rstrip(REPLACEMENT)
-        if not ended and text.lstrip().startswith(THINK) and END_THINK not in text:
+        text = self._decode(ids[:-1] if ended else ids)
+        # Before the lead is removed, which closes empty thoughts where the prompt opens them.
+        if not ended and only_reasoning(text, self._decode(prompt[-PROMPT_END:])):
             return Turn(index, turn, end=ONLY_REASONING)
+        text = text.removeprefix(lead) if ended else text.removeprefix(lead).rstrip(REPLACEMENT)
         if not text.strip():
             return Turn(index, turn, drop="empty_answer")
         try:
@@ -161,6 +161,9 @@ class TargetAnswers:
         except DroppedError as error:
             return Turn(index, turn, drop=error.reason)
         return Turn(index, turn, text, len(ids), not ended)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.chat.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @contextlib.contextmanager
@@ -207,7 +210,7 @@ class Waiting:
         self.order = random.Random(answers.writing.seed)  # long and short answers mixed, for a fair rate
         self.prompts: list[tuple[int, float, int]] = []  # a heap of (length class, place, conversation)
         self.open = {one.index: one for one in conversations}
-        self.leads: dict[int, str] = {}  # by conversation that is being answered: the text that leads its answer
+        self.asked: dict[int, tuple[list[int], str]] = {}  # by conversation that is being answered: see ``ask``
         self.turns: list[Turn] = []
         self.committed = self.forwards = 0
         for one in conversations:
@@ -227,15 +230,15 @@ class Waiting:
             elif len(found[0]) > longest:  # longer than its text let expect
                 self._wait(index, len(found[0]))
             else:
-                self.leads[index] = found[1]
+                self.asked[index] = found
                 return index, found[0]
         return None
 
     def take(self, one: Continued) -> None:
         """An answer has ended."""
         index = int(str(one.key))
-        turn, lead = len(self.open[index].answers), self.leads.pop(index)
-        self.turns.append(self.answers.turn(index, turn, one.tokens, lead))
+        turn, (prompt, lead) = len(self.open[index].answers), self.asked.pop(index)
+        self.turns.append(self.answers.turn(index, turn, one.tokens, lead, prompt))
         self.committed += sum(step.committed for step in one.steps)
         self.forwards += sum(step.forwards for step in one.steps)
 

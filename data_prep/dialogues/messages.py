@@ -52,13 +52,16 @@ def uses_tools(messages: Sequence[Message]) -> bool:
 def parse_messages(turns: list[Any]) -> list[Message]:
     """The messages of a record's turns. A call without a text that follows an answer becomes part of that answer.
 
+    A call with reasoning, or with another ``weight`` than the answer, stays a message, because one message cannot hold
+    both. The reader then drops the record as ``wrong_role_order``.
+
     Raises:
         DroppedError: see ``reader.parse_record``.
     """
     messages: list[Message] = []
     for message in map(_message, turns):
-        is_call = message["role"] == "assistant" and not message["content"]
-        if is_call and messages and messages[-1]["role"] == "assistant":
+        is_call = message["role"] == "assistant" and not message["content"].strip()
+        if is_call and messages and _takes_call(messages[-1], message):
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), *message["tool_calls"]]
         else:
             messages.append(message)
@@ -66,8 +69,28 @@ def parse_messages(turns: list[Any]) -> list[Message]:
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]]:
-    """A record's definitions of tools, which may be JSON text; raises DroppedError where they are something else."""
-    return _objects(tools, "broken_tools")
+    """A record's definitions of tools, which may be JSON text.
+
+    Raises:
+        DroppedError: ``broken_tools``, or ``invalid_text``.
+    """
+    found = _objects(tools, "broken_tools")
+    _check_text(found)
+    return found
+
+
+def _takes_call(answer: Message, call: Message) -> bool:
+    """Whether ``call`` can become part of ``answer``, the message before it, with nothing lost."""
+    same_weight = answer.get("weight") == call.get("weight")
+    return answer["role"] == "assistant" and same_weight and "reasoning_content" not in call
+
+
+def _check_text(value: Any) -> None:
+    """Raise DroppedError where a text in ``value`` has a lone surrogate: legal in JSON, fatal in a tokenizer."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DroppedError("invalid_text") from None
 
 
 def _message(turn: Any) -> Message:
@@ -86,10 +109,7 @@ def _message(turn: Any) -> Message:
         message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
     if not isinstance(message["content"], str):
         raise DroppedError("non_string_value")
-    try:
-        json.dumps(message, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a lone surrogate: legal in JSON, fatal in a tokenizer
-        raise DroppedError("invalid_text") from None
+    _check_text(message)
     if not message["content"].strip() and message["role"] != "tool" and "tool_calls" not in message:
         raise DroppedError("empty_turn")
     return message

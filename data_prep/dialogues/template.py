@@ -167,6 +167,15 @@ def has_thought(message: Message) -> bool:
     return "reasoning_content" in message or bool(thought)
 
 
+def only_reasoning(cut: str, prompt: str = "") -> bool:
+    """Whether an answer that was cut at the limit is all reasoning: it or its prompt opens ``<think>``, never closed.
+
+    Args:
+        cut: the whole generated text. prompt: the rendered prompt, or its end.
+    """
+    return END_THINK not in cut and (cut.lstrip().startswith(THINK) or prompt.rstrip().endswith(THINK))
+
+
 def _without(message: Message, key: str) -> Message:
     return {name: value for name, value in message.items() if name != key}
 
