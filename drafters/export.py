@@ -8,13 +8,13 @@ Kangaroo adapters of Llamas go to their official code. Each folder gets a README
 a head says nothing where a name, a shape or a key of config.json is wrong: --check does, with status 1.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from drafters.files import check_new_folder
 from drafters.paths import check_model, readable
 from drafters.program import CommandLine, command, keeping, run_program
+from drafters.text_files import strict_json
 from drafters.wording import shortened
 
 READERS = ("official", "vllm", "sglang")
@@ -24,11 +24,6 @@ EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm 
 def check_out(out: Path) -> None:
     """Raise ValueError if ``out`` cannot be a new folder."""
     check_new_folder(out, "--out")
-
-
-def _no_number(text: str) -> None:
-    """Refuse NaN and Infinity, which no size of a head is."""
-    raise ValueError(f"it holds {text}")
 
 
 def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{source} holds no {path.name}; a released head is a folder of that and one file of weights")
     try:
-        found = json.loads(readable(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+        found = strict_json(readable(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{source}: {path.name} is not valid JSON ({error})") from None
     if not isinstance(found, dict):

@@ -19,14 +19,18 @@ from .wording import shortened
 PATIENCE = 30.0  # seconds without an answer, for requests that would wait for ever
 
 
-def check_repo_id(name: object) -> None:
-    """Raise ValueError unless ``name`` may be a repository's, as ``user/name``."""
+def check_repo_id(name: object, own: bool = True) -> None:
+    """Raise ValueError unless ``name`` may be a repository's, as ``user/name``.
+
+    Args:
+        own: the user is to write to it. Of others, the oldest have names without a user: gpt2, gsm8k.
+    """
     wrong = ""
     try:
         validate_repo_id(name)  # type: ignore[arg-type]
     except HFValidationError as error:
         wrong = str(error)
-    if not wrong and (not isinstance(name, str) or name.count("/") != 1 or not name.isascii()):
+    if not wrong and (not isinstance(name, str) or ("/" not in name and own) or not name.isascii()):
         wrong = "give the user or organisation and the name, in ASCII"
     if not wrong and str(name).startswith(("datasets/", "spaces/", "models/")):
         wrong = f"{str(name).partition('/')[0]} is no user"
@@ -34,11 +38,12 @@ def check_repo_id(name: object) -> None:
         raise ValueError(f"{shortened(name)} is not a Hub repository name like 'user/my-drafter': {wrong}")
 
 
-def check_repo_ids(*names: object) -> None:
-    """Raise ValueError as ``check_repo_id`` does, for the first wrong one; None is passed over."""
-    for name in names:
+def check_repo_ids(own: object, *others: object) -> None:
+    """Raise ValueError as ``check_repo_id`` does, for the first wrong one; None among ``others`` is passed over."""
+    check_repo_id(own)
+    for name in others:
         if name is not None:
-            check_repo_id(name)
+            check_repo_id(name, own=False)
 
 
 def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
-# A path of this machine within a text: from the root, a home, a drive or the working directory. No URL, no "a/b".
-LOCAL = re.compile(r"""(?<![\w./~<-])(?!//)(?:file://)?(?:[A-Za-z]:[\\/]|(?:~[\w.-]*|\.\.?)?/)[^\s'"`,;|<>()\[\]{}]+""")
+# A path of this machine within a text: from the root, a home, a drive, a server (UNC) or the working directory, also
+# behind an option's letter (-I/home/u). No URL, no "a/b".
+LOCAL = re.compile(
+    r"(?:(?<![\w./~<-])|(?:(?<=^-[A-Za-z])|(?<=\s-[A-Za-z]))(?=[/~][^\s/]*/))(?!//)"
+    r"(?:file://)?(?:[A-Za-z]:[\\/]|\\\\[\w.-]+\\|(?:~[\w.-]*|\.\.?)?/)"
+    r"""[^\s'"`,;|<>()\[\]{}]+"""
+)
+# A text that is one absolute path, whose folders may have spaces. No command with options, no "/word and more words".
+ONE_PATH = re.compile(
+    r"(?:file://)?(?:[A-Za-z]:[\\/]|\\\\[\w.-]+\\|~[\w.-]*/|/[^\s/]+/|/\S+$)"
+    r"""(?:[^\s"`,;|<>]|[ ](?![-/~]))*"""
+)
 
 
 def is_missing_folder(name: str) -> bool:
@@ -25,14 +35,26 @@ def is_missing_folder(name: str) -> bool:
 def names_only(value: Any) -> Any:
     """Return ``value`` (JSON) for publishing: each local path in its strings is replaced by its last component."""
     if isinstance(value, Mapping):
-        return {names_only(key): names_only(inner) for key, inner in value.items()}
+        found: dict[Any, Any] = {}
+        for key, inner in value.items():
+            name = shown = names_only(key)
+            number = 1
+            while shown in found or (shown != key and shown in value):  # two folders may have files of one name
+                number += 1
+                shown = f"{name} ({number})"
+            found[shown] = names_only(inner)
+        return found
     if isinstance(value, list | tuple):
         return [names_only(inner) for inner in value]
     if not isinstance(value, str):
         return value
     key, equals, last = value.rpartition("=")  # an argument as key=value; its path may have spaces
-    shown = _last_component(last) if LOCAL.match(last) else LOCAL.sub(lambda found: _last_component(found[0]), last)
-    return LOCAL.sub(lambda found: _last_component(found[0]), key) + equals + shown
+    shown = _last_component(last) if ONE_PATH.fullmatch(last) else _without_folders(last)
+    return _without_folders(key) + equals + shown
+
+
+def _without_folders(text: str) -> str:
+    return LOCAL.sub(lambda found: _last_component(found[0]), text)
 
 
 def _last_component(path: str) -> str:

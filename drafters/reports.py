@@ -3,17 +3,18 @@
 The schemas list only the keys that other programs use. ``read`` returns the whole content, with all keys.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, validate
+from drafters.config import Config, Length, Seed, Size, Vocabulary, validate
+from drafters.text_files import strict_json
 
 REPORT, CERTIFICATE = "report.json", "lossless.json"
 MOST_PROBLEMS = 3  # of a file, in one message
+Count = Annotated[int, Field(ge=0)]  # what was counted: only what a user types has an upper bound
 
 
 class Part(Config):
@@ -55,7 +56,7 @@ class Facts(Part):
 class PromptSet(Part):
     file: str
     sha256: str
-    prompts: Amount
+    prompts: Count
     suites: dict[str, Any] = {}
 
 
@@ -84,7 +85,7 @@ class Trained(Part):
     """What a report says of the training of a row's weights."""
 
     minutes: float | None = None
-    tokens: Amount | None = None
+    tokens: Count | None = None
     data: str | None = None
     joules: float | None = None
     init_from: str | None = None
@@ -128,10 +129,10 @@ class Report(Part):
 
 class Greedy(Part):
     dtype: str
-    texts: Amount
-    tokens: Amount
+    texts: Count
+    tokens: Count
     divergences: list[Any]
-    unexplained: Amount
+    unexplained: Count
 
 
 class Distance(Part):
@@ -139,7 +140,7 @@ class Distance(Part):
 
 
 class Sampled(Part):
-    tokens: Amount
+    tokens: Count
     p_value: float
     power: float
     tests: list[Distance]
@@ -199,14 +200,10 @@ def read(given: str | Path | Mapping[str, Any], schema: type[Part] = Report) -> 
         raise ValueError(f"there is no {file}; {program} writes it")
     source = f"{file} is not what {program} writes"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
+        found = strict_json(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: it is no JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{source}: it must hold an object, found a {type(found).__name__}")
     validate(schema, found, source, MOST_PROBLEMS)
     return found
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 
 def read_text(path: Path) -> str:
@@ -22,6 +23,15 @@ def decode(data: bytes, path: Path) -> str:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
         raise ValueError(not_unicode(data, encoding, error, path)) from None
+
+
+def strict_json(text: str) -> Any:
+    """Return the content of ``text``, which is JSON; NaN and Infinity are a ValueError, too."""
+    return json.loads(text, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"it holds {name}, which is no number of JSON")
 
 
 def unicode_encoding(head: bytes) -> str:

@@ -101,7 +101,8 @@ def combined(names: list[str], parts: list[dict[str, Any]]) -> dict[str, Any]:
     verdicts = {part["verdict"] for part in needed} | ({NOT_LOSSLESS} & {part["verdict"] for part in parts})
     verdict = next(one for one in (NOT_LOSSLESS, UNDECIDED, LOSSLESS) if one in verdicts)
     several = len(parts) > 1
-    reasons = [f"{part['name']}: {reason}" if several else reason for part in parts for reason in part["reasons"]]
+    deciding = [part for part in parts if part["verdict"] == verdict]
+    reasons = [f"{part['name']}: {reason}" if several else reason for part in deciding for reason in part["reasons"]]
     return {
         "verdict": verdict,
         "reasons": reasons,
@@ -170,8 +171,13 @@ def _prompts(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> lis
         return starts
     plain, new = make_drafter("autoregressive", target), config.begun_tokens - 1
     settings: dict[str, Any] = {"temperature": 1.0, "eos_token_id": [], "seed": config.seed}
-    result = generate(target, plain, starts, max_new_tokens=new, **settings)
+    result = generate(target, plain, starts, prompt_lengths=_lengths(starts), max_new_tokens=new, **settings)
     return [start + row for start, row in zip(starts, result.tokens.tolist(), strict=True)]
+
+
+def _lengths(prompts: list[list[int]]) -> list[int]:
+    """Tells ``generate`` that nothing is padding: a text may begin with the padding token."""
+    return [len(prompt) for prompt in prompts]
 
 
 def _sizes(drafter: Drafter, most: int) -> Iterator[int]:
@@ -190,7 +196,7 @@ def greedy_part(
         if not left:
             break
         some, left = left[:rows], left[rows:]
-        result = generate(target, drafter, some, max_new_tokens=config.greedy_tokens)
+        result = generate(target, drafter, some, prompt_lengths=_lengths(some), max_new_tokens=config.greedy_tokens)
         texts.prompts += some
         texts.new += _rows(result)
     found = greedy_fit(target, texts, eos_ids(target, None), config.greedy_tokens)
@@ -216,6 +222,7 @@ def sampled_part(
                     target,
                     cast(Drafter, watched),
                     some,
+                    prompt_lengths=_lengths(some),
                     max_new_tokens=config.new_tokens,
                     temperature=sampling.temperature,
                     top_k=sampling.top_k,

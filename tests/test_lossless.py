@@ -21,6 +21,7 @@ from drafters.checkpoint import make_config, save_checkpoint
 from drafters.config import Config
 from drafters.decoding import acceptance, loop
 from drafters.decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
+from drafters.decoding.call import padding_id
 from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.decoding.loop import DecodeState
 from drafters.decoding.sampling import Sampling, draw_without_replacement
@@ -328,13 +329,34 @@ def test_autos_part_of_a_verdict() -> None:
     right["sampled"] |= {"alpha": 1e-4, "longest_draft": 5, "deepest": 4}
     nothing = {"greedy": [], "sampled": {**right["sampled"], "longest_draft": 1, "deepest": 0}}
     wrong = {"greedy": [], "sampled": {**right["sampled"], "p_value": 1e-9}}
-    for parts, verdict in (
-        ([right, right, nothing], "lossless"),
-        ([right, right, wrong], "not lossless"),
-        ([right, nothing, right], "not shown"),
-        ([nothing], "not shown"),
+    for parts, verdict, because in (
+        ([right, right, nothing], "lossless", []),
+        ([right, right, wrong], "not lossless", ["c"]),
+        ([right, nothing, wrong], "not lossless", ["c"]),
+        ([right, nothing, right], "not shown", ["b"]),
+        ([nothing], "not shown", ["sampled"]),
     ):
-        assert lossless_run.combined(list("abc"[: len(parts)]), [dict(part) for part in parts])["verdict"] == verdict
+        found = lossless_run.combined(list("abc"[: len(parts)]), [dict(part) for part in parts])
+        assert found["verdict"] == verdict
+        assert [reason.partition(":")[0] for reason in found["reasons"]] == because
+        kept = [bool(shape["reasons"]) for shape in found["shapes"]]
+        assert kept == [part is not right for part in parts if len(parts) > 1]
+
+
+def test_texts_may_begin_with_the_padding_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a certificate that refuses the texts it began itself, of a target that has no BOS."""
+    drafter = Table()
+    config = drafter.target.config
+    monkeypatch.setattr(config, "bos_token_id", None)
+    monkeypatch.setattr(drafter.target.model.generation_config, "bos_token_id", None)
+    assert padding_id(drafter.target) == config.pad_token_id
+    few: dict[str, Any] = {"target": {"path": "toy"}, "drafter": {"drafter": "table"}, "rounded": None, "texts": 8}
+    lineup: Any = SimpleNamespace(max_context=64, fresh=lambda temperature: {"table": drafter})
+    for tokens in (1, 3):
+        chosen = LosslessConfig(**few, begun=16, begun_tokens=tokens, greedy_tokens=4, new_tokens=4, batch=8)
+        prompts = lossless_run._prompts(chosen, lineup, drafter.target)
+        assert config.pad_token_id in {prompt[0] for prompt in prompts}
+        lossless_run.certify(chosen, drafter.target, lineup, [*prompts, [config.pad_token_id] * 2])
 
 
 def test_what_is_no_drafter_is_said(tmp_path: Path) -> None:

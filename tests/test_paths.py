@@ -23,6 +23,7 @@ from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.pool_file import load_pool, save_pool
 from drafters.eagle import EagleHead
 from drafters.files import save_tensors
+from drafters.paths import names_only
 
 OPENERS: dict[str, Callable[[str], object]] = {
     "target": lambda path: TargetModel.from_pretrained(path, "float32", "cpu"),
@@ -76,6 +77,34 @@ def test_an_index_names_weights_beside_it(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"index\.json names .* as a file of weights; it must be a \.safetensors"):
         OPENERS[opener](str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("./run.sh --foo a/b", "run.sh --foo a/b"),
+        ("/home/u/run.sh --foo a/b", "run.sh --foo a/b"),
+        ("/no_think please answer yes/no", "no_think please answer yes/no"),
+        ("/home/u/a, /home/u/b", "a, b"),
+        ("/home/u/my runs/x", "x"),
+        ("out=/home/u/my runs/x", "out=x"),
+        ("a --out=/home/u/x --in=/home/u/y", "a --out=x --in=y"),
+        ("C:\\My Documents\\x", "x"),
+        ("\\\\srv\\share\\x", "x"),
+        ("of \\\\srv\\share\\x, y", "of x, y"),
+        ("-I/home/u/x", "-Ix"),
+        ("cc -I/home/u/x -L~/lib/y", "cc -Ix -Ly"),
+        ("a value of -1/2, 3-a/b/c, https://host/a/b and owner/name", None),
+    ],
+)
+def test_a_published_text_has_no_folders(text: str, shown: str | None) -> None:
+    """Catches words lost behind a path at the beginning, and a path on a server or behind an option that is sent."""
+    assert names_only(text) == (text if shown is None else shown)
+
+
+def test_files_of_one_name_stay_apart() -> None:
+    """Catches a figure that replaces another one's, measured on a file of the same name in another folder."""
+    assert names_only({"/a/b/x": 1, "/c/x": 2, "x": 3}) == {"x (2)": 1, "x (3)": 2, "x": 3}
 
 
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:

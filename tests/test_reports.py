@@ -42,6 +42,20 @@ def test_committed_results_are_read(name: str, schema: type[Part]) -> None:
         assert read(file, schema) == json.loads(file.read_text()) == read(file.parent, schema)
 
 
+def test_large_counts_are_read(tmp_path: Path) -> None:
+    """Catches a report that every program refuses because its drafter was trained on more than 1e8 tokens."""
+    written(tmp_path)
+    changes: dict[str, list[tuple[Any, ...]]] = {
+        "report.json": [("rows", 0, "trained", 0, "tokens"), ("environment", "prompt_set", "prompts")],
+        "lossless.json": [("greedy", 0, "tokens"), ("sampled", "tokens")],
+    }
+    for name, places in changes.items():
+        for place in places:
+            content = with_value(json.loads((tmp_path / name).read_text()), place, 3 * 10**9)
+            (tmp_path / name).write_text(json.dumps(content))
+        read_all(tmp_path, name)
+
+
 def written(folder: Path) -> Path:
     """A folder with a report and its journal, and all else that is read: the certificate and a training's summary."""
     found, lines = report(0, prompts=4)

@@ -51,6 +51,7 @@ def markdown(found: dict[str, Any]) -> str:
             continue
         if "name" in shape:
             lines += [f"# Certified: {shape['name']}, {shape['verdict']}", ""]
+            lines += [*(f"- {reason}" for reason in shape["reasons"]), ""]
         lines += [*_greedy(shape["greedy"]), *_sampled(shape["sampled"], facts["config"])]
     if sampled is not None:
         lines += [ABOUT.format(**sampled), ""]
