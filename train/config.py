@@ -44,6 +44,7 @@ class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
 
     drafter: ClassVar[str]  # what it trains; also the name of its script in train/
+    older: ClassVar[dict[str, Any]] = {}  # what runs without a key did, if the key's default is another value
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")
