@@ -19,7 +19,7 @@ from .methods import drafter_class
 from .model.draft_head import DRAFT_IDS, check_ids, kept_ids
 from .model.ends import load_frozen_ends
 from .model.files import load_config_only
-from .model.layers import SERVED, default_layer, layer_config
+from .model.layers import ROPES, SERVED, layer_config, unserved
 from .paths import readable
 from .released import (
     BIASED,
@@ -139,9 +139,12 @@ def check(folder: Path, to: str | None = None, target: str | None = None) -> str
     refused |= {one: reason for one in form if (reason := why_not(one, config, eagle, fc_bias))}
     if to in refused:
         raise ValueError(f"{folder} is not for {WHO[to]}: {refused[to]}")
+    if not (able := [one for one in form if one not in refused]):
+        reasons = "; ".join(f"not for {WHO[one]}: {refused[one]}" for one in form)
+        raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
     known = "target_fingerprint" in made_from(config)
     for_target = "" if target is None else f", for {target}" if known else f", of the shape of {target}"
-    readers = " and ".join(WHO[one] for one in form if one not in refused)
+    readers = " and ".join(WHO[one] for one in able)
     parameters = sum(value.numel() for value in weights.values())
     kind = f"an EAGLE head{' with fc.bias' if eagle and fc_bias and weights['fc.bias'].any() else ''}"
     return (
@@ -228,13 +231,12 @@ def _layer_refused(to: str, method: str, options: Mapping[str, Any], target: "Pr
     eagle = method == "eagle"
     if eagle and options.get("layer", "target") == "llama":
         return None
-    if default_layer(target) == "target" and (eagle or target.model_type == "llama"):
+    more = unserved(target)
+    if target.model_type in (SERVED if eagle else ("llama",)) and not more:
         return None
-    more = [name for name in ("attention_bias", "mlp_bias") if getattr(target, name, False)]
-    if target.model_type in SERVED and target.hidden_act != "silu":
-        more.append(f"hidden_act {target.hidden_act}")
     of = f"the family {target.model_type!r}" + (f" with {' and '.join(more)}" if more else "")
-    known = f"{', '.join(SERVED)} without biases; train one with layer=llama" if eagle else "llama without biases"
+    known = f"{', '.join(SERVED if eagle else ('llama',))} without biases, with silu and RoPE {', '.join(ROPES)}"
+    known += "; train one with layer=llama" if eagle else ""
     return f"its layer is that of {of}, and {WHO[to]} has those of {known}"
 
 

@@ -6,17 +6,20 @@ them says little where something is wrong (see ``problems``), which is why all o
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
+from pydantic import Field, create_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from .choices import HeadLayer
-from .model.layers import default_layer
+from .config import Config, validate
+from .model.layers import ROPES, default_layer
 from .model_card import is_hub_id
 from .paths import check_loadable, readable
 from .wording import dtype_name, shortened
@@ -41,6 +44,29 @@ _TARGETS = {
     "sglang": ("apertus", "ernie4_5", "exaone4", "glm4", "gpt_oss", "llama", "ministral3", "mistral", "phi3")
     + ("qwen2", "qwen3", "qwen3_moe"),
 }
+_ROPE_DEFAULTS = ("beta_fast", "beta_slow")  # keys of ROPES that all readers have the same default for
+_Positive = Annotated[float, Field(gt=0)]
+
+
+class _Head(Config, extra="ignore", strict=True):
+    """Base of the schemas of a head's config.json: other keys may be there, and nothing is converted."""
+
+
+_ROPE_NUMBERS: dict[str, Any] = dict.fromkeys(("rope_theta", *chain(*ROPES.values())), (_Positive | None, None))
+_Rope = create_model("_Rope", __base__=_Head, rope_type=(str | None, None), type=(str | None, None), **_ROPE_NUMBERS)
+
+
+class _HeadConfig(_Head):
+    """Keys that no tensor's shape tells."""
+
+    vocab_size: int = Field(ge=1)
+    max_position_embeddings: int | None = Field(None, ge=1)
+    tie_word_embeddings: bool | None = None
+    hidden_act: str | None = None
+    rms_norm_eps: float = Field(1e-6, gt=0, lt=1)
+    rope_theta: _Positive | None = None
+    rope_parameters: _Rope | None = None  # type: ignore[valid-type]
+    rope_scaling: _Rope | None = None  # type: ignore[valid-type]
 
 
 def read_weights(folder: Path, source: str) -> tuple[Path, dict[str, Tensor]]:
@@ -92,7 +118,9 @@ def head_layer(config: Mapping[str, Any], target: "PretrainedConfig", eagle: boo
     if not eagle:
         return "target"
     said = made_from(config).get("layer")
-    return next((layer for layer in get_args(HeadLayer) if layer == said), None) or default_layer(target)
+    if (known := next((layer for layer in get_args(HeadLayer) if layer == said), None)) is not None:
+        return known
+    return default_layer(target) if rope(config)["rope_type"] in ROPES else "target"  # a Llama layer has one of ROPES
 
 
 def no_target(to: str, family: str) -> str | None:
@@ -150,7 +178,8 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     try:
         found = dict(given)
-        kind, theta = found.pop("type", "default"), found.get("rope_theta") or config.get("rope_theta") or 10000.0
+        kind, thetas = found.pop("type", "default"), (found.get("rope_theta"), config.get("rope_theta"))
+        theta = next((theta for theta in thetas if theta is not None), 10000.0)
         return found | {"rope_type": found.get("rope_type", kind), "rope_theta": float(theta)}
     except (TypeError, ValueError):
         said = {key: value for key, value in config.items() if key.startswith("rope_")}
@@ -203,6 +232,8 @@ def why_not(to: str, config: Mapping[str, Any], eagle: bool, fc_bias: bool) -> s
         return "its fc has no bias: it would leave fc.bias out, draft worse and say nothing"
     if to != "official" and (activation := config.get("hidden_act", "silu")) != "silu":
         return f"its layer has the activation silu alone, and this one {shortened(activation)}"
+    if to != "official" and turning["rope_type"] not in ROPES:
+        return f"it computes RoPE of type {turning['rope_type']!r} otherwise than in training; train with layer=llama"
     if to == "official" and own_heads:
         return f"its heads are hidden_size / num_attention_heads wide, and these are head_dim {config['head_dim']}"
     if to == "official" and turning["rope_type"] != "default":
@@ -265,10 +296,14 @@ def _config_problems(config: Mapping[str, Any], architecture: str, eagle: bool) 
             )
         )
     found += [f"{key} is true, and a head has none" for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    eps = config.get("rms_norm_eps", 1e-6)
-    if type(eps) not in (int, float) or not 0 < eps < 1:
-        found.append(f"rms_norm_eps is {shortened(eps)}, and must be a number between 0 and 1")
     turning, older = rope(config), older_rope(config)
+    try:
+        validate(_HeadConfig, dict(config), source=CONFIG_FILE)
+        wanted_keys = [key for key in ROPES.get(turning["rope_type"], ()) if key not in _ROPE_DEFAULTS]
+        if absent := [key for key in wanted_keys if turning.get(key) is None]:
+            found.append(f"RoPE of type {turning['rope_type']} has no {', '.join(absent)}")
+    except ValueError as error:
+        found.append(str(error))
     for key in sorted(turning.keys() | older.keys()):
         if turning.get(key) != older.get(key):
             one, other = (f"{x:g}" if isinstance(x, float) else x for x in (turning.get(key), older.get(key)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import tiny_run
 import torch
 from published import assert_equal, eagle_features, kangaroo_states
@@ -155,6 +156,19 @@ def test_an_embedding_of_its_own(target: TargetModel, tmp_path: Path) -> None:
     other["embed_tokens.weight"] = other["embed_tokens.weight"][:90].clone()
     with pytest.raises(ValueError, match=r"embed_tokens.weight is \[90, 48\] in float32, and .* is \[97, 48\]"):
         convert(release(tmp_path / "released", config, other), target.name, tmp_path / "out")
+
+
+def test_a_head_with_dynamic_rope(tmp_path: Path) -> None:
+    """Catches a head of the target's own layer refused, or read as a Llama layer of another RoPE."""
+    turned = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    tiny.build("llama", rope_parameters=turned).save_pretrained(tmp_path / "dynamic")
+    dynamic = TargetModel.from_pretrained(str(tmp_path / "dynamic"), "float32", "cpu")
+    for said, options in ((turned, {}), ({}, {"layer": "llama"})):
+        config = released_config(dynamic, bias=False, head_dim=dynamic.config.head_dim, rope_parameters=said)
+        convert(
+            release(tmp_path / "released", config, eagle_weights(dynamic, None)), dynamic.name, tmp_path / str(said)
+        )
+        assert load_checkpoint(tmp_path / str(said))[0]["drafter"] == options
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

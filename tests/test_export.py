@@ -23,6 +23,7 @@ from drafters.eagle import EagleDrafter, EagleHead
 from drafters.export_run import check, export
 from drafters.kangaroo import KangarooAdapter
 from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.layers import default_layer
 
 EXIT = 2
 # What each reader's own loader makes of a head of this width: names, shapes, config.json. From its source, in words.
@@ -254,9 +255,10 @@ def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path
     model = tiny.build(family, head_dim=12, rope_parameters=turned)
     model.save_pretrained(tmp_path / "target")
     target = TargetModel(model, name=str(tmp_path / "target"))
-    options = {"layer": "llama"} if family == "qwen3" else {}
+    options: dict[str, Any] = {"layer": default_layer(target.config)}
+    assert options["layer"] == ("target" if family == "llama" and kind != "dynamic" else "llama")
     head = save_head(tmp_path / "head", target, **options)
-    ours = EagleHead(target.config, layer=options.get("layer", "target"))
+    ours = EagleHead(target.config, **options)
     ours.load_state_dict(load_checkpoint(head)[1])
     states = torch.randn(2, 1, 100, target.hidden_size)
     with torch.no_grad():
@@ -266,7 +268,7 @@ def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path
         config = written(tmp_path / to)[0]
         assert config["rope_theta"] == 500000.0
         # A Llama layer has no RoPE that changes with the length, which vLLM computes otherwise than transformers.
-        if kind == "default" or (kind == "dynamic" and family == "qwen3"):
+        if kind in ("default", "dynamic"):
             assert config["rope_scaling"] is None
         else:
             assert config["rope_scaling"].items() >= {"rope_type": kind, "type": kind, **ROPES[kind]}.items()
@@ -280,6 +282,31 @@ def test_older_readers_find_the_same_rope(kind: str, family: str, tmp_path: Path
         only_older = {key: value for key, value in config.items() if key != "rope_parameters"}
         (tmp_path / to / "config.json").write_text(json.dumps(only_older))
         assert check(tmp_path / to, to, target.name)
+
+
+def test_rope_that_engines_compute_otherwise_is_refused(target: TargetModel, tmp_path: Path) -> None:
+    """Catches a head of the target's layer that engines draft with at other positions than it was trained with."""
+    turned = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    tiny.build("llama", head_dim=12, rope_parameters=turned).save_pretrained(tmp_path / "dynamic")
+    dynamic = TargetModel.from_pretrained(str(tmp_path / "dynamic"), "float32", "cpu")
+    with pytest.raises(ValueError, match=r"'llama' with RoPE of type dynamic, and vLLM has .*; train one with layer=l"):
+        export(save_head(tmp_path / "head", dynamic, layer="target"), "vllm", tmp_path / "vllm")
+    for form in ("vllm", "sglang"):  # exported by a version that did not refuse it
+        out = exported(form, target, tmp_path)
+        config = written(out)[0]
+        turn(config, **turned)
+        (out / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="it computes RoPE of type 'dynamic' otherwise .* train with layer=llama"):
+            check(out, form)
+
+
+def test_a_head_that_no_reader_serves_fails_the_check(tmp_path: Path) -> None:
+    """Catches --check without --to that says a head is good "for" an empty list of readers."""
+    out = exported("vllm", tiny_run.save_target(tmp_path / "narrow"), tmp_path)  # with a head_dim of its own
+    config = written(out)[0] | {"hidden_act": "gelu"}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"none of its readers .*official code: .*head_dim 16; .*vLLM: .*silu .*gelu"):
+        check(out)
 
 
 def test_an_adapter_with_another_base_is_refused(target: TargetModel, tmp_path: Path) -> None:
@@ -341,6 +368,13 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
         export(head, "vllm", Path(target.name))
 
 
+def turn(config: dict[str, Any], **rope: Any) -> None:
+    """Say so of RoPE in all places where readers look for it."""
+    config["rope_parameters"].update(rope)
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    config["rope_scaling"] = config["rope_parameters"] if "rope_type" in rope else None
+
+
 Plant = Callable[[dict[str, Any], dict[str, Tensor]], object]
 QUERY = "layers.0.self_attn.q_proj.weight"
 FAULTS: dict[str, tuple[Plant, str]] = {
@@ -355,7 +389,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     ),
     "eps": (
         lambda config, weights: config.update(rms_norm_eps=0.0),
-        "rms_norm_eps is 0.0, and must be a number between",
+        "rms_norm_eps: Input should be greater than 0 .found 0.0",
     ),
     "no number": (lambda config, weights: config.update(rms_norm_eps=torch.nan), "is not valid JSON .it holds NaN"),
     "width": (lambda config, weights: config.update(hidden_size="48"), "hidden_size must be a whole number"),
@@ -376,6 +410,22 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "cast": (
         lambda config, weights: config.update(dtype="float16"),
         "the tensors are float32, and .* says dtype 'float16'",
+    ),
+    "text": (
+        lambda config, weights: config.update(vocab_size="x", max_position_embeddings="x", tie_word_embeddings="no"),
+        "vocab_size: .*'x'.*max_position_embeddings: .*'x'.*tie_word_embeddings: .*'no'",
+    ),
+    "negative": (lambda config, weights: config.update(vocab_size=-5), "vocab_size: .*found -5"),
+    "no base": (lambda config, weights: turn(config, rope_theta=0), "rope_theta: .*greater than 0 .found 0"),
+    "base": (lambda config, weights: turn(config, rope_theta=-1), "rope_theta: .*greater than 0 .found -1"),
+    "base in words": (lambda config, weights: turn(config, rope_theta="10000"), "rope_theta: .*found '10000'"),
+    "no factor": (
+        lambda config, weights: turn(config, rope_type="yarn", original_max_position_embeddings=64),
+        "RoPE of type yarn has no factor",
+    ),
+    "factor": (
+        lambda config, weights: turn(config, rope_type="yarn", factor="x", original_max_position_embeddings=64),
+        "rope_parameters.factor: .*found 'x'.*rope_scaling.factor",
     ),
     "target": (lambda config, weights: config["made_from"].update(target_fingerprint="x"), "for another target .fing"),
     "vocabulary": (lambda config, weights: config.update(vocab_size=98), "vocab_size is 98 in config.json, 97 in the"),

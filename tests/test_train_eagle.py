@@ -127,6 +127,7 @@ def test_a_head_gets_a_layer_that_engines_serve(target: TargetModel, features: P
     values = tiny_run.settings(own.name, stores, tmp_path / "new", steps=2)
     tiny_run.train_here("eagle", values)
     assert load_checkpoint(str(tmp_path / "new"))[0]["drafter"] == {"layer": "llama"}
+    assert json.loads((tmp_path / "new" / "run.json").read_text())["config"]["layer"] == "llama"  # what auto came to
     plain = generate(own, make_drafter("autoregressive", own), [[5, 6, 7, 8]], max_new_tokens=8).tokens
     # A checkpoint from before there was a choice: of the target's layer, with norms of q and k.
     old = EagleHead(own.config)

@@ -243,8 +243,7 @@ def read(kind: str, values: dict[str, Any]) -> TrainConfig:
 
 def train_here(kind: str, values: dict[str, Any], resume: bool = False) -> TrainRun:
     """What train/<kind>.py does, in this process; the process group stays for the next run."""
-    config = read(kind, values)
-    check_run_folder(config, resume)
+    config = check_run_folder(read(kind, values), resume)
     inputs = open_inputs(config)
     ranks = engine.start(config)
     made = TrainRun(make_task(config, inputs.ends), inputs, ranks, resume, [])

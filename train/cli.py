@@ -28,7 +28,7 @@ def main(method: str, argv: list[str] | None = None) -> int:
     if not arguments.dry_run:  # which lists all that is missing
         check(config)
         if not arguments.overfit:  # which has a folder of its own
-            check_run_folder(config, arguments.resume)
+            config = check_run_folder(config, arguments.resume)
 
     from train.cli_run import dry_run, kept, settle_precision, train
     from train.preflight.overfit import overfit

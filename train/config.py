@@ -44,6 +44,7 @@ class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
 
     drafter: ClassVar[str]  # what it trains; also the name of its script in train/
+    older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before it existed, unless its default now
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")

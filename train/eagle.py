@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
 
     from torch import Tensor
 
+    from drafters.model.ends import FrozenEnds
     from train.data.packing import Batch, Source, Span
 
 NOISE_WIDTH = 0.1  # e: U(-0.1, 0.1)
@@ -42,6 +43,7 @@ class EagleConfig(TrainConfig):
     """The keys of an EAGLE run beside those of every run."""
 
     drafter: ClassVar[str] = "eagle"
+    older: ClassVar[dict[str, Any]] = {"layer": "target"}
 
     inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
     fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
@@ -97,6 +99,13 @@ class EagleTask(Task):
     }
     constant_inputs = ("fc.weight",)  # it reads features and embeddings
 
+    def __init__(self, config: EagleConfig, ends: FrozenEnds) -> None:
+        from drafters.model.layers import default_layer
+
+        if config.layer == "auto":  # settled here, so that run.json says what a resumed run has to go on with
+            config = config.model_copy(update={"layer": default_layer(ends.config)})
+        super().__init__(config, ends)
+
     @property
     def unroll(self) -> int:
         return self.config.unroll
@@ -144,10 +153,9 @@ class EagleTask(Task):
         return 0 if self.config.inputs == UNSHIFTED else 1
 
     def drafter_config(self) -> dict[str, Any]:
-        from drafters.model.layers import default_layer
-
-        layer = default_layer(self.ends.config) if self.config.layer == "auto" else self.config.layer
-        options = {"layer": layer} | ({} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs})
+        options = {"layer": self.config.layer} | (
+            {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
+        )
         return options | ({"fc_bias": True} if self.config.fc_bias else {})
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:

@@ -45,13 +45,22 @@ class LayerKind:
     eps: float
 
 
+def unserved(config: PretrainedConfig) -> list[str]:
+    """Return what keeps vLLM and SGLang from serving the target's own layer in a head, apart from its family."""
+    found = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
+    if (activation := getattr(config, "hidden_act", "silu")) != "silu":
+        found.append(f"hidden_act {activation}")
+    given = getattr(config, "rope_parameters", None) or {}
+    kind = (given.get("full_attention") or given).get("rope_type", "default")  # some have one for each kind of layer
+    return found if kind in ROPES else [*found, f"RoPE of type {kind}"]
+
+
 def default_layer(config: PretrainedConfig) -> HeadLayer:
     """Return the default layer of an EAGLE head for a target with this ``config``.
 
     It is the target's own layer if vLLM and SGLang have it as a draft layer, else Llama's, which all engines have.
     """
-    biases = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias"))
-    own = config.model_type in SERVED and not biases and getattr(config, "hidden_act", None) == "silu"
+    own = config.model_type in SERVED and not unserved(config)
     return "target" if own else "llama"
 
 

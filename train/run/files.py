@@ -106,8 +106,8 @@ class StateFolder:
         shutil.rmtree(self.path / f".{tag}", ignore_errors=True)
 
 
-def check_run_folder(config: TrainConfig, resume: bool) -> None:
-    """Refuse to mix two runs.
+def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
+    """Refuse to mix two runs. Return ``config``; if it resumes a run with ``layer: auto``, with the layer of that run.
 
     What a run that died before its first state left behind is no hindrance; ``clear_dead_run`` deletes it.
 
@@ -121,7 +121,7 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
     if run.exists() and not run.is_dir():
         raise ValueError(f"out: {run} is a file; give a folder")
     if not resume and (not run.exists() or not any(run.iterdir()) or _is_dead(run)):
-        return
+        return config
     _check_drafter(config)
     if not resume and states.latest() is not None and (run / "run.json").is_file():
         raise ValueError(f"{run} is not empty: pass --resume to continue the run in it, or another out=")
@@ -132,14 +132,19 @@ def check_run_folder(config: TrainConfig, resume: bool) -> None:
         raise ValueError(f"--resume: {_nothing_to_resume(run)}")
     now = _by_key(config.model_dump(mode="json"))
     now = {key: value for key, value in now.items() if key not in FREE_ON_RESUME}
-    # A key that a newer version brought had its default when the run began.
+    # If the run began before a key existed, it did what ``older`` says, or else what the key's default says.
     optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
-    before = _by_key(optional | read_info(run)["config"])
+    before = _by_key(optional | config.older | read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
+    if now.get("layer") == "auto":
+        now["layer"] = before["layer"]
+    elif before.get("layer") == "auto":  # not recorded which; loading the weights refuses the wrong one
+        before["layer"] = now["layer"]
     if changed := changes(before, now):
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
+    return config.model_copy(update={"layer": now["layer"]}) if "layer" in now else config
 
 
 def read_info(run: Path) -> dict[str, Any]:
