@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from .choices import HeadLayer
-from .config import Config, validate
+from .config import Config, Length, Vocabulary, validate
 from .model.layers import ROPES, default_layer
 from .model_card import is_hub_id
 from .paths import check_loadable, readable
@@ -59,8 +59,8 @@ _Rope = create_model("_Rope", __base__=_Head, rope_type=(str | None, None), type
 class _HeadConfig(_Head):
     """Keys that no tensor's shape tells."""
 
-    vocab_size: int = Field(ge=1)
-    max_position_embeddings: int | None = Field(None, ge=1)
+    vocab_size: Vocabulary = Field(ge=1)
+    max_position_embeddings: Length | None = Field(None, ge=1)
     tie_word_embeddings: bool | None = None
     hidden_act: str | None = None
     rms_norm_eps: float = Field(1e-6, gt=0, lt=1)
