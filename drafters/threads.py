@@ -70,6 +70,7 @@ def threads_for(before: Look, now: Look, cores: int, most: int) -> int:
 
 
 _before: Look | None = None
+_found: int | None = None  # threads that the look before called for
 _most: int | None = None  # threads on an idle machine; 0: the user has set them
 _fewest: int | None = None  # threads at the time of the highest load
 
@@ -99,12 +100,14 @@ def fix_threads(threads: int) -> None:
 def fit_threads(most: int | None = None) -> None:
     """Let torch use a thread for each core that other processes leave free; looks at the load every two seconds.
 
+    The first look counts at once, later ones when two in a row agree: a burst of a second changes nothing.
+
     It does nothing if OMP_NUM_THREADS is set, or after ``fix_threads``.
 
     Args:
         most: threads on an idle machine; None: as torch chose, at most the cores that this process may use.
     """
-    global _before, _most, _fewest
+    global _before, _found, _most, _fewest
     if _most is None or most is not None:
         _most = most or (0 if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), cpu_cores()))
     if _most <= 1 or (_before is not None and time.monotonic() - _before.time < EVERY):
@@ -113,8 +116,11 @@ def fit_threads(most: int | None = None) -> None:
         _before = Look.now()
         time.sleep(FIRST_LOOK)
     now = Look.now()
-    threads = threads_for(_before, now, own_cores(), _most)
-    _before, _fewest = now, min(threads, _fewest or threads)
+    threads, last = threads_for(_before, now, own_cores(), _most), _found
+    _before, _found = now, threads
+    if last not in (None, threads):
+        return
+    _fewest = min(threads, _fewest or threads)
     if threads != torch.get_num_threads():
         _log.warning("%d CPU threads from here on, of %d: what other processes leave free", threads, _most)
         torch.set_num_threads(threads)
