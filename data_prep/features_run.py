@@ -84,13 +84,18 @@ def run(config: FeaturesConfig, rank: Rank) -> None:
         write_all(target, served if config.engine == "vllm" else None, work, config, rank)
 
 
+def begun(config: FeaturesConfig) -> list[StoreManifest]:
+    """Return what the manifests of the stores that exist say of their settings."""
+    stores = [Path(config.out) / split for split in config.splits]
+    return [read_header(store) for store in stores if (store / MANIFEST).is_file()]
+
+
 def start_date(config: FeaturesConfig) -> str | None:
     """Return the earliest date (YYYY-MM-DD) in the prompts of begun stores, else of their answers; None: no date.
 
     With it, a template that prints today's date prints the same date in every run.
     """
-    stores = [Path(config.out) / split for split in config.splits]
-    dates = [read_header(store).template_date for store in stores if (store / MANIFEST).is_file()]
+    dates = [header.template_date for header in begun(config)]
     if not any(dates):
         dates = [begun_on(file) for file in (answers_file(config), *config.splits.values())]
     return min(filter(None, dates), default=None)
@@ -131,9 +136,8 @@ def kept(config: FeaturesConfig) -> str:
 
 def target_dtype(config: FeaturesConfig) -> str:
     """The dtype in which the target runs; with ``dtype: auto``, stores that were begun go on in the one they have."""
-    begun = [Path(config.out) / split for split in config.splits if (Path(config.out) / split / MANIFEST).is_file()]
-    if config.dtype == "auto" and begun:
-        return read_header(begun[0]).target_dtype
+    if config.dtype == "auto" and (headers := begun(config)):
+        return headers[0].target_dtype
     return dtype_here(config)
 
 

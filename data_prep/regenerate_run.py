@@ -245,6 +245,5 @@ def describe(facts: dict[str, Any]) -> str:
     thinking = f", {thought:,} with reasoning ({off} switches it off)" if thought else ""
     return (
         f"{facts['kept']:,} of {facts['read']['kept']:,} dialogues, {facts['answers']:,} answers, {facts['tokens']:,} "
-        f"tokens, {facts['truncated']:,} answers cut at the limit{thinking}{lost}{rate}"
-        f"{tau}"
+        f"tokens, {facts['truncated']:,} answers cut at the limit{thinking}{lost}{rate}{tau}"
     )

@@ -69,7 +69,7 @@ def from_overrides(schema: type[ConfigT], overrides: list[str]) -> ConfigT:
 
 
 def validate(schema: type[ConfigT], data: dict[str, Any], source: str, most: int | None = None) -> ConfigT:
-    """Build ``schema`` from ``data``; all problems, or ``most`` of them, stand in one ValueError naming ``source``."""
+    """Build ``schema`` from ``data``; one ValueError names ``source`` and all problems, or the first ``most``."""
     try:
         return schema(**data)
     except ValidationError as error:

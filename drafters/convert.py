@@ -9,7 +9,8 @@ loads by `load_drafter`, trains further (init_from), and is published like any o
 
 from pathlib import Path
 
-from drafters.export import check_out, read_config
+from drafters.export import read_config
+from drafters.files import check_new_folder
 from drafters.paths import check_model
 from drafters.program import CommandLine, command, keeping, positive, run_program
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--revision", help="of a source on the Hub")
     parser.add_argument("--exit-layer", type=positive, help="of a Kangaroo adapter: layers of the target before it")
     given = parser.parse(arguments)
-    check_out(given.out)
+    check_new_folder(given.out, "--out")
     check_model(given.source, "source", given.revision)
     check_model(given.target, "--target", given.target_revision)
     if Path(given.source).is_dir():

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from .checkpoint import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
 from .convert import LOADS_AS_IT_IS
 from .eagle import EagleHead
-from .export import check_out, read_config
+from .export import read_config
+from .files import check_new_folder
 from .kangaroo import KangarooAdapter
 from .model.ends import FrozenEnds, load_frozen_ends
 from .model.layers import layer_config
@@ -57,7 +58,7 @@ def convert(
             target, or with other names and shapes.
         OSError: the disk is full, say.
     """
-    check_out(out)
+    check_new_folder(out, "--out")
     folder = _folder(source, revision)
     config = read_config(folder, source, LOADS_AS_IT_IS)
     path, weights = read_weights(folder, source)

@@ -21,11 +21,6 @@ READERS = ("official", "vllm", "sglang")
 EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm --out FOLDER"
 
 
-def check_out(out: Path) -> None:
-    """Raise ValueError if ``out`` cannot be a new folder."""
-    check_new_folder(out, "--out")
-
-
 def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
     """The ``config.json`` of a head in the form of its authors or of an engine, as it is.
 
@@ -70,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if not (given.checkpoint and given.to and given.out):
         parser.error("give CHECKPOINT --to official|vllm|sglang --out FOLDER, or --check FOLDER")
-    check_out(given.out)
+    check_new_folder(given.out, "--out")
     check_model(given.checkpoint, "checkpoint")
     check_model(given.adapter, "--adapter")
     from drafters.export_run import export

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_state
 from .choices import SHIFTED
 from .config import validate
-from .export import EXPORT_FIRST, READERS, check_out, read_config
+from .export import EXPORT_FIRST, READERS, read_config
 from .export_readme import Exported, readme
-from .files import replace_json, replace_text, replacing, save_tensors
+from .files import check_new_folder, replace_json, replace_text, replacing, save_tensors
 from .head_adapter import load_head
 from .methods import drafter_class
 from .model.draft_head import DRAFT_IDS, check_ids, kept_ids
@@ -65,15 +65,15 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
         ValueError: a checkpoint that ``to`` cannot load, another target, or a folder that holds files.
         OSError: the disk is full, say.
     """
-    check_out(out)
+    check_new_folder(out, "--out")
     config, weights = load_head(checkpoint, adapter=adapter)
     trained, method = config["target"], config["drafter_type"]
-    refuse(checkpoint, to, _method_refused(to, method, config["drafter"]))
+    _refuse(checkpoint, to, _method_refused(to, method, config["drafter"]))
     kind: Any = drafter_class(method)
     options = validate(kind.options, config["drafter"], source=f"{checkpoint}: options of drafter {method!r}")
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
-    refuse(checkpoint, to, _layer_refused(to, method, config["drafter"], family))
+    _refuse(checkpoint, to, _layer_refused(to, method, config["drafter"], family))
     # A head that is served beside another target loads as well, and nothing that it drafts is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
     if fingerprint != trained["fingerprint"]:
@@ -95,7 +95,7 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     written = head_config(shape, to, fc_bias, next(iter(weights.values())).dtype) | {
         MADE_FROM: _made_from(config, checkpoint)
     }
-    refuse(checkpoint, to, why_not(to, written, eagle, fc_bias))
+    _refuse(checkpoint, to, why_not(to, written, eagle, fc_bias))
     if to == "sglang":
         weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))
         if hot is not None:  # else the pruned LM head would be the embedding, too
@@ -199,14 +199,14 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
 def check_served(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
     """Raise ValueError where ``to`` cannot load a checkpoint with this ``config``, or its target is not there."""
     method, options = config["drafter_type"], config["drafter"]
-    refuse(checkpoint, to, _method_refused(to, method, options))
+    _refuse(checkpoint, to, _method_refused(to, method, options))
     family = load_config_only(config["target"]["name"], config["target"]["revision"])
-    refuse(checkpoint, to, _layer_refused(to, method, options, family))
+    _refuse(checkpoint, to, _layer_refused(to, method, options, family))
     if options.get("fc_bias"):
         raise ValueError(f"{checkpoint} has a bias in fc, which may or may not be dropped; export it and see")
 
 
-def refuse(checkpoint: str, to: str, reason: str | None) -> None:
+def _refuse(checkpoint: str, to: str, reason: str | None) -> None:
     """Raise ValueError if there is a ``reason``."""
     if reason is not None:
         raise ValueError(f"{checkpoint} cannot be exported for {WHO[to]}: {reason}")

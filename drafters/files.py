@@ -46,7 +46,7 @@ def check_file(out: Path, key: str = "out:") -> None:
     """Check that ``out`` is, or can become, a file to write; creates nothing.
 
     Raises:
-        ValueError: it is a folder, lies within a file, or its folder may not be written to.
+        ValueError: it is a folder, one of its parents is a file, or its folder may not be written to.
     """
     if out.is_dir():
         raise ValueError(f"{key} {out} is a folder; give a file")

@@ -86,7 +86,7 @@ def fewest_threads() -> int:
 
 
 def set_threads(threads: int | None) -> None:
-    """What a config's ``threads`` says: that many; None: by the load."""
+    """Set the number of CPU threads as a config's ``threads`` says; None: by the load."""
     fit_threads() if threads is None else fix_threads(threads)
 
 

@@ -29,7 +29,7 @@ class BatchCostConfig(Config):
     runs: Size = Field(100, ge=1, description="forwards of a block, which is timed and metered as a whole")
     blocks: Odd = Field(5, description="odd; blocks of every batch size; the median counts")
     warmup: Size = Field(5, ge=0, description="forwards of every batch size before all others, unmeasured")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
     seed: Seed = Field(0, description="of the tokens and of the batch sizes' order")
 
 

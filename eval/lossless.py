@@ -54,7 +54,7 @@ class LosslessConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
     batch: Size = Field(16, ge=1, description="prompts decoded together, if the drafter takes more than one")
     alpha: float = Field(1e-4, gt=0, lt=1, description="the chance that a lossless drafter fails the sampled test")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
     seed: Seed = Field(0, ge=0)
     out: Path = Path("runs/lossless")
 

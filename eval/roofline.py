@@ -47,7 +47,7 @@ class RooflineConfig(Config):
     exit_layer: Layers = Field(2, ge=1, description="Kangaroo's")
     stock: bool = Field(True, description="stock generate, too")
     compiled: bool | None = Field(None, description="stock generate on a compiled static cache; None: on a GPU only")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
     seed: Seed = 0
     out: Path | None = Field(None, description="folder; None: docs/results/<machine>")
 

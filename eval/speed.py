@@ -78,7 +78,7 @@ class SpeedConfig(Config):
     batch: BatchSizes = Field([1], description="prompts decoded together: a number, or a list to compare several")
     rounds: Odd = Field(1, description="odd; times every method decodes every prompt; the median counts")
     warmup: Size = Field(2, ge=1, description="other prompts that every method decodes first, unmeasured")
-    threads: Size | None = Field(None, ge=1, description="CPU threads; None leaves it to PyTorch")
+    threads: Size | None = Field(None, ge=1, description="CPU threads; None: by the load of other processes")
     seed: Seed = Field(0, ge=0, description="of sampling, of the methods' order and of the confidence intervals")
 
     @model_validator(mode="after")

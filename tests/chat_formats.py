@@ -93,7 +93,7 @@ QWEN3_TOOLS = (  # reasoning of the answers behind the last question; definition
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-MISTRAL_TOOLS = (  # as Mistral's from v0.3 on: a call stands in the place of a text, and does not count as a turn
+MISTRAL_TOOLS = (  # as Mistral's from v0.3 on: a call replaces the text, and does not count as a turn
     "{% set ns = namespace(turns=0) %}{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' or (message['role'] == 'assistant' and not message['tool_calls']) %}"
     "{% if (message['role'] == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}"

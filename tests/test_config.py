@@ -236,7 +236,7 @@ def schemas() -> list[type[BaseModel]]:
 
 
 def holding(annotation: Any, kind: type, number: float) -> Iterator[Any]:
-    """Values of an annotated type that have ``number`` wherever it takes a ``kind``, however deep."""
+    """Values of an annotated type that have ``number`` at each place, at any depth, that takes a ``kind``."""
     if annotation is kind:
         yield number
     origin, arguments = get_origin(annotation), get_args(annotation)

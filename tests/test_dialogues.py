@@ -103,7 +103,7 @@ def test_openai_records_and_columns() -> None:
     ],
 )
 def test_a_null_is_an_absent_key(record: dict[str, Any]) -> None:
-    """Catches a file of two forms, each record of which `datasets` gives the other form's keys as nulls, dropped."""
+    """Catches a file of two forms dropped: `datasets` gives each record the other form's keys as nulls."""
     assert parse_record(record, "x").messages == parse_record(GOOD, "x").messages
 
 
@@ -188,7 +188,7 @@ def test_broken_tools_are_dropped_by_reason(changes: dict[str, Any], reason: str
     assert error.value.reason == reason
 
 
-def test_a_result_that_nobody_answered_is_removed() -> None:
+def test_a_result_without_an_answer_is_removed() -> None:
     """Catches a dialogue that ends with a tool's result dropped, or trained on to there."""
     changed: Counter[str] = Counter()
     record = {"messages": [*WITH_TOOLS["messages"], *WITH_TOOLS["messages"][:4]]}  # type: ignore[misc]
@@ -212,7 +212,7 @@ def test_what_is_split_keeps_tools_reasoning_and_weights(tmp_path: Path) -> None
     ],
 )
 def test_a_configuration_may_be_named(name: str, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches data sets of several configurations, none of which could be named."""
+    """Catches data sets whose configurations cannot be named."""
     datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
     asked = []
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: ["de", "en", "dev"])

@@ -189,7 +189,7 @@ def test_head_for_a_mixture_of_experts_is_dense() -> None:
 
 
 def test_a_llama_layer_is_as_wide_as_a_dense_one() -> None:
-    """Catches an MLP of one small expert: those of OLMoE are half as wide as the model, eight of them a token's."""
+    """Catches an MLP of one small expert: OLMoE's have half the model's width, and a token uses eight."""
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
     for family, given, wide in (

@@ -214,7 +214,7 @@ def test_a_draft_vocabulary_where_it_is_known(
 def test_a_draft_vocabulary_is_checked_as_at_loading(
     ids: list[float] | None, said: str, target: TargetModel, tmp_path: Path
 ) -> None:
-    """Catches token ids that crash the engine, or that it drafts nonsense with, found out by nobody before."""
+    """Catches token ids that crash the engine, or give nonsense drafts, and are exported all the same."""
     head = save_head(tmp_path / "head", target, draft_vocab=4)
     config, state = load_checkpoint(head)
     save_checkpoint(head, state if ids is None else state | {DRAFT_IDS: torch.tensor(ids)}, config, dtype=None)
@@ -310,7 +310,7 @@ def test_a_head_that_no_reader_serves_fails_the_check(tmp_path: Path) -> None:
 
 
 def test_an_adapter_with_another_base_is_refused(target: TargetModel, tmp_path: Path) -> None:
-    """Catches an adapter whose code turns by 10,000 whatever its config.json says."""
+    """Catches an adapter whose code has a RoPE base of 10,000 and ignores its config.json."""
     other = tiny.build("llama", head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     other.save_pretrained(tmp_path / "other")
     head = save_head(tmp_path / "head", TargetModel(other, name=str(tmp_path / "other")), exit_layer=EXIT)

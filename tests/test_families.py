@@ -153,8 +153,8 @@ WIDTHS += [("gpt_oss", NO_HEADS["gpt_oss"][0] | WIDE), ("qwen3", {})]
 
 @pytest.mark.parametrize(("family", "changes"), WIDTHS)
 def test_a_head_goes_where_the_dry_run_says(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Catches a head of hours that no engine serves, a promise of the dry run that the export breaks, a config.json of
-    another RoPE, width or norm than the head's, and what --check refuses of our own."""
+    """Catches a trained head that no engine serves, a dry run that names an engine which the export refuses, a
+    config.json of another RoPE, width or norm than the head's, and what --check refuses of our own."""
     target = TargetModel(build(family, changes), name=str(tmp_path / "target"))
     target.model.save_pretrained(target.name)
     given = {"target": target.name, "features": "f", "out": "o", "steps": 1, "batch_tokens": 8, "learning_rate": 0.1}

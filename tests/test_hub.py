@@ -371,7 +371,7 @@ def test_card_written_by_hand_and_older_revision_are_kept(hub: HubServer, login:
     assert "has no revision 'v9'" in refusal(load_checkpoint, "user/my-drafter", revision="v9")
 
 
-def test_options_take_effect_where_a_card_lies(hub: HubServer, login: Login, saved: Path) -> None:
+def test_options_change_an_existing_card(hub: HubServer, login: Login, saved: Path) -> None:
     """Catches --license, --base-model and --dataset that are dropped without a word, and an author's words lost."""
     words = "\n# Mine\n\nMy own words, e.g. `tokens/s`.\n"
     (saved / "README.md").write_text(f"---\ntags: [mine]\nlicense: mit\ndatasets: a/b\n---\n{words}")

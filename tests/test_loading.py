@@ -153,7 +153,7 @@ def change(folder: str, tensors: Callable[[Tensors], object] | None = None, **co
 
 @reader
 def test_tensors_are_those_of_the_config(read: Callable[[str], object], saved: str) -> None:
-    """Catches random numbers in the place of a missing tensor, another set in each process, and layers left out."""
+    """Catches random numbers instead of a missing tensor, another set in each process, and layers left out."""
     tensors = load_file(Path(saved) / "model.safetensors")
     wrong: list[tuple[Callable[[Tensors], object] | None, dict[str, Any], str]] = [
         (lambda found: found.pop(OF_A_LAYER), {}, f"missing: {OF_A_LAYER}"),
@@ -203,7 +203,7 @@ def test_tied_ends_are_one_tensor(read: Callable[[str], object], tmp_path: Path)
 
 
 def test_tied_ends_under_the_other_name(tmp_path: Path) -> None:
-    """Catches a tied model that decodes, and of which training asks for the name that the file does not use."""
+    """Catches a tied model that decodes, but whose training looks for the name that the file does not use."""
     tiny.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     change(str(tmp_path), lambda found: found.update({HEAD: found.pop(EMBEDDING)}))
     target, ends = (
@@ -217,7 +217,7 @@ def test_tied_ends_under_the_other_name(tmp_path: Path) -> None:
 @reader
 @pytest.mark.parametrize("stale", ["model.safetensors", "shard-00001-model-00001-of-00002.safetensors"])
 def test_one_set_of_weights(stale: str, read: Callable[[str], object], tmp_path: Path) -> None:
-    """Catches a stale file beside newer shards, of which decoding reads the one and training the others."""
+    """Catches a stale file beside newer shards: decoding reads the file and training the shards."""
     tiny.build("llama").save_pretrained(tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     read(str(tmp_path))
@@ -238,7 +238,7 @@ def test_one_set_of_weights(stale: str, read: Callable[[str], object], tmp_path:
 
 @reader
 def test_weights_of_another_name(read: Callable[[str], object], saved: str) -> None:
-    """Catches a key of config.json by which transformers reads other weights than training."""
+    """Catches a key of config.json that makes transformers read other weights than training."""
     change(saved, transformers_weights="other.safetensors")
     with pytest.raises(ValueError, match="config.json names 'other.safetensors' as transformers_weights"):
         read(saved)

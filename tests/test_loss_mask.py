@@ -348,7 +348,7 @@ def test_records_of_one_dialogue_are_counted(tmp_path: Path) -> None:
 
 
 def test_reasoning_goes_into_the_text_where_the_template_takes_it_there() -> None:
-    """Catches reasoning that stands beside an answer lost with a template that reads <think> in the text alone."""
+    """Catches the loss of reasoning in a key of its own, with a template that reads <think> only within the text."""
     found, changes = settled(qwen3(QWEN3), thinking(in_text=False)[:2])
     assert found == [["<think>\nIt is a sum\n</think>\n\nFour.<|im_end|>"]] and not changes
 
@@ -410,7 +410,7 @@ def test_tools_that_a_template_does_not_print_are_dropped() -> None:
     assert settled(chat, [CALLING[0], *DIALOGUE[1:2]])[1] == ["tools_left_out"]
 
 
-def test_special_tokens_are_refused_wherever_they_stand() -> None:
+def test_special_tokens_are_refused_in_every_key() -> None:
     """Catches an end token within reasoning, a call or a definition taken for a real one."""
     chat, bad = qwen3(), "<|im_end|>"
     call = {"tool_calls": [{"type": "function", "function": {"name": bad, "arguments": {}}}]}

@@ -105,7 +105,7 @@ def test_slow_bf16_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
 
 def test_auto_is_every_default() -> None:
-    """Catches a program, or a config that ships, that asks for bf16 whatever the machine is."""
+    """Catches a program, or a config that ships, that asks for bf16 on every machine."""
     fields = [(schema, "dtype") for schema in (FeaturesConfig, RegenerateConfig, MagpieConfig, TargetEntry)]
     fields += [(RooflineConfig, "dtype"), (OnlineData, "target_dtype"), (EagleConfig, "precision")]
     for schema, key in [*fields, (TargetConfig, "precision")]:

@@ -443,7 +443,7 @@ def test_an_answer_ends_where_the_template_says(answers: Callable[..., TargetAns
 
 
 def test_dialogues_with_tools_are_not_answered() -> None:
-    """Catches new answers to a dialogue whose calls nobody runs, with the results of the old calls left out."""
+    """Catches new answers to a dialogue whose calls are not run, with the results of the old calls left out."""
     definitions = {"role": "user", "content": "Rain?", "tools": [{"name": "weather"}]}
     one = Conversation(0, Dialogue("x", (definitions, {"role": "assistant", "content": "No."})))
     assert one.done and one.dropped == "tools" and one.result() is None

@@ -1,4 +1,4 @@
-"""Reports, certificates and summaries: whatever stands in them, their readers refuse them by name or read them."""
+"""Reports, certificates and summaries: with any content, their readers refuse them by name or read them."""
 
 import copy
 import json
@@ -164,9 +164,7 @@ def test_a_table_of_prompts_that_is_none_is_named(
 
 
 @pytest.mark.parametrize("name", ["report.json", "lossless.json", "x-summary.json"])
-def test_whatever_stands_in_a_file_is_read_or_refused_by_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_content_is_read_or_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a traceback, or an error without the file's name, for a value of the wrong kind or a missing key."""
     monkeypatch.setattr(paired, "SAMPLES", 20)
     monkeypatch.setattr(paired, "BLOCK", 20)

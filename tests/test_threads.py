@@ -29,13 +29,13 @@ def test_a_thread_for_each_free_core(others: float, cores: int, most: int, expec
 
 
 def test_a_quota_is_no_number_of_free_cores() -> None:
-    """Catches one thread in a container that may use four cores of 64, 14 of which are free."""
+    """Catches one thread in a container with a quota of four cores, on a machine where 14 of 64 are free."""
     assert threads_for(Look(0.0, 0.0, 0.0), Look(1.0, 54.0, 4.0), 64, 4) == 4
 
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A process with two threads of which the load is to be told; gives the cores that others use, to be set."""
+    """A process with two threads, and a list that holds the number of cores that others use."""
     others, times = [0.0], iter(range(0, 1000, 10))
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(threads, "_before", None)

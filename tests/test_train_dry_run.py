@@ -190,7 +190,7 @@ def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Pat
 def test_it_says_what_will_serve_the_drafter(
     family: str, kind: str, changes: dict[str, Any], said: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Catches a head whose export is refused, which nobody learns before the hours of training."""
+    """Catches a dry run that does not say that the export will refuse the head."""
     shape = tmp_path / "config.json"
     tiny.tiny_config(family, head_dim=12).to_json_file(shape)
     values = {**settings, "features": str(tmp_path), **changes}

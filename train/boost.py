@@ -28,7 +28,7 @@ class BoostConfig(Config):
     run: Path = Field(description="config of train/draft_model.py; its draft_model, boost, seed and out are set here")
     draft_models: list[str] = Field(min_length=2, description="what each begins as; the same one may stand there twice")
     out: Path = Field(description="folder of the trainings: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which have to be right")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
     keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
     seeds: bool = Field(True, description="train as many on everything, to compare with")
 

@@ -39,7 +39,7 @@ def train(config: TrainConfig, arguments: argparse.Namespace) -> int:
 
 
 def settle_precision(config: TrainConfig) -> TrainConfig:
-    """``config`` with what ``precision: auto`` stands for on this rank's device, which the first rank prints."""
+    """Return ``config`` with the precision of this rank's device in place of auto; the first rank prints it."""
     settled = config.model_copy(update={"precision": PRECISIONS[config.dtype]})
     if find_rank(None, None).index == 0 and config.precision == "auto":
         print(f"precision: {settled.precision} (auto)")

@@ -85,7 +85,7 @@ class TrainConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="split over the ranks: 1 optimizer, 2 gradients, 3 weights")
     offload: Literal["none", "optimizer", "parameters"] = Field("none", description="to host memory; see zero_stage")
     activation_checkpointing: bool = Field(False, description="compute the drafter's activations twice, keep none")
-    threads: Size | None = Field(None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS or its cores")
+    threads: Size | None = Field(None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, or by load")
     loss_chunk_rows: Amount | None = Field(None, ge=1, description="rows of logits at once; default: by the device")
     seed: Seed = 0
     verify: bool = Field(True, description="check each shard's SHA-256 once, beside the training; a broken one ends it")

@@ -153,9 +153,8 @@ class EagleTask(Task):
         return 0 if self.config.inputs == UNSHIFTED else 1
 
     def drafter_config(self) -> dict[str, Any]:
-        options = {"layer": self.config.layer} | (
-            {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
-        )
+        options: dict[str, Any] = {"layer": self.config.layer}
+        options |= {} if self.config.inputs == SHIFTED else {"inputs": self.config.inputs}
         return options | ({"fc_bias": True} if self.config.fc_bias else {})
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:

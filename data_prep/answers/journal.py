@@ -77,7 +77,7 @@ class Conversation:
     index: int
     dialogue: Dialogue
     answers: list[str] = field(default_factory=list)
-    reasoning: list[str | None] = field(default_factory=list)  # of each answer, where it stands apart from the text
+    reasoning: list[str | None] = field(default_factory=list)  # of each answer, if it came in a field of its own
     truncated: int = 0
     tokens: int = 0
     ended: str | None = None

@@ -1,7 +1,7 @@
 """ShareGPT files, or a Hub dataset, to validated dialogues.
 
 A record holds its turns under ``conversations`` (or ``conversation``, ``messages``); a turn is ``{"from", "value"}`` or
-``{"role", "content"}``; an ``id``, a ``category`` and definitions of ``tools`` may stand beside them. What cannot be
+``{"role", "content"}``. A record may also have an ``id``, a ``category`` and definitions of ``tools``. What cannot be
 used is dropped and counted by reason; one bad record never ends a run.
 """
 

@@ -83,11 +83,10 @@ class StoreManifest(BaseModel):
 
     ``dtype`` is that of features and taps on disk (int8 and float8: with a scale per token), ``target_dtype`` the one
     that the target ran in. ``chat_template`` is the file whose template took the place of the tokenizer's, if any;
-    ``template_hash`` is of the template used. ``template_date`` (YYYY-MM-DD), the day on which the
-    store was begun, is what the template prints as today's date; None: it prints none. ``dropped`` counts the records
-    that were left out, by reason;
-    ``changed`` those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the target's
-    ``own`` greedy ones, ``sampled`` by it, or ``given``; None: not recorded. ``consumed`` counts the encoded
+    ``template_hash`` is of the template used. ``template_date`` (YYYY-MM-DD), the day on which the store was begun, is
+    what the template prints as today's date; None: it prints none. ``dropped`` counts the records that were left out,
+    by reason; ``changed`` those kept in another form (``truncated``: cut at ``max_length`` tokens). ``answers`` are the
+    target's ``own`` greedy ones, ``sampled`` by it, or ``given``; None: not recorded. ``consumed`` counts the encoded
     dialogues that the target has run on: ``dialogues`` and those dropped as ``non_finite``. ``plan`` is set when the
     store is begun. ``complete`` is False while dialogues are still missing.
     """

@@ -71,7 +71,7 @@ def _attended(rows: list[list[int]], mask: Tensor | list[list[int]]) -> list[lis
     if list(map(len, kept)) != list(map(len, rows)):
         raise ValueError(f"attention_mask has rows of {[*map(len, kept)]}, input_ids of {[*map(len, rows)]} tokens")
     if broken := [n for n, row in enumerate(kept) if True in row and False in row[row.index(True) :][: sum(row)]]:
-        raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}: padding stands at one side")
+        raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}; pad on one side only")
     return [list(itertools.compress(row, seen)) for row, seen in zip(rows, kept, strict=True)]
 
 

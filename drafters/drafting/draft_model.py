@@ -175,9 +175,8 @@ def check_vocabulary(path: str | Path, facts: Mapping[str, str], model: TargetMo
     """
     maker, own = facts.get("model"), model_facts(model)
     theirs, ours = facts.get("vocabulary"), own["vocabulary"]
-    if facts.get("vocab_size") != own["vocab_size"] and not (
-        ours and ours == theirs
-    ):  # one tokenizer, padded otherwise
+    one_tokenizer = ours and ours == theirs  # its models may be padded to other sizes
+    if facts.get("vocab_size") != own["vocab_size"] and not one_tokenizer:
         raise ValueError(
             f"{path} holds {what} of {maker}, whose vocabulary has {facts.get('vocab_size')} tokens; that of "
             f"{model.name} has {model.vocab_size}: {fix} of this target"

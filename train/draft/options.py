@@ -19,5 +19,5 @@ class Boost(Config):
     """``boost:``: train only where draft models that are trained already miss what the target says (SpecInfer)."""
 
     after: list[str] = Field(min_length=1, description="folders or Hub names of the draft models before this one")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which have to be right")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
     keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")

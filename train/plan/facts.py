@@ -144,7 +144,7 @@ def answer_spans(dialogue: MaskedTokens) -> list[tuple[int, int]]:
 
 
 def look_at_machine(out: Path) -> Machine:
-    """The default device, and the dtype that ``auto`` stands for on it."""
+    """Return the default device with its memory, its cores and the dtype of ``auto``, and the room on the disk."""
     device = resolve_device()
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     return Machine(device, gpus, cpu_cores(), free_memory(device), free_bytes(out), dtype_name(fast_dtype(device)))

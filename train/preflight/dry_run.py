@@ -43,12 +43,8 @@ def dry_run(config: TrainConfig, given: Namespace) -> Report:
     report = Report()
     if given.device is not None and config.precision == "auto":
         config = config.model_copy(update={"precision": "bf16"})  # as all GPUs whose peak is known
-    config = (
-        report.check(
-            "run folder", functools.partial(check_run_folder, config, given.resume), f"{config.out} can be used"
-        )
-        or config
-    )
+    check_folder = functools.partial(check_run_folder, config, given.resume)
+    config = report.check("run folder", check_folder, f"{config.out} can be used") or config
     report.check("libraries", checks.check_libraries, ", ".join(checks.LIBRARIES))
     target, local = checks.check_target(report, config, given.target_config), checks.here(config)
     missing = checks.not_here(config, local)

@@ -107,7 +107,7 @@ class StateFolder:
 
 
 def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
-    """Refuse to mix two runs. Return ``config``; if it resumes a run with ``layer: auto``, with the layer of that run.
+    """Refuse to mix two runs. Return ``config``; if it resumes a run, keys that are auto have that run's values.
 
     What a run that died before its first state left behind is no hindrance; ``clear_dead_run`` deletes it.
 
@@ -136,15 +136,15 @@ def check_run_folder(config: TrainConfig, resume: bool) -> TrainConfig:
     optional = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
     before = _by_key(optional | config.older | read_info(run)["config"])
     before = {key: value for key, value in before.items() if key in now}
-    if now.get("layer") == "auto":
-        now["layer"] = before["layer"]
-    elif before.get("layer") == "auto":  # not recorded which; loading the weights refuses the wrong one
-        before["layer"] = now["layer"]
+    settled = {key: before[key] for key, value in now.items() if value == "auto" and key in before}
+    now |= settled
+    # A run may have recorded auto and not what it was; loading the weights refuses another value.
+    before |= {key: now[key] for key, value in before.items() if value == "auto"}
     if changed := changes(before, now):
         raise ValueError(
             f"--resume: the config differs from the run in {run}: {'; '.join(changed)}; undo that or use another out="
         )
-    return config.model_copy(update={"layer": now["layer"]}) if "layer" in now else config
+    return config.model_copy(update=settled)
 
 
 def read_info(run: Path) -> dict[str, Any]:
