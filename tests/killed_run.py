@@ -42,15 +42,17 @@ def arm(point: str) -> None:
             save(tensors, path)
 
         state.save_tensors = dying  # type: ignore[attr-defined]
-    elif name in ("unnamed", "named"):  # just before, or just after, `latest` names the second state
+    elif name in ("unnamed", "named"):  # just before, or just after, `latest` names the n-th state
         replace: Callable[[Path, str], None] = run_files.replace_text
+        left = [int(value)]
 
         def replacing(path: Path, text: str) -> None:
-            second = path.name == "latest" and path.is_file()
-            if second and name == "unnamed":
+            left[0] -= path.name == "latest"
+            here = path.name == "latest" and left[0] == 0
+            if here and name == "unnamed":
                 die()
             replace(path, text)
-            if second:
+            if here:
                 die()
 
         run_files.replace_text = replacing  # type: ignore[attr-defined]

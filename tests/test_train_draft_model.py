@@ -217,7 +217,7 @@ def test_killed_and_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
     """Weights taken from the draft model again after a kill; LoRA's without the model beneath."""
     values = settings | {"lora": {"r": 2}, "steps": 8, "save_every": 3}
     tiny_run.train_here("draft_model", values | {"out": str(tmp_path / "reference")})
-    tiny_run.killed_and_resumed([{"kind": "draft_model", "values": values, "point": "named"}], tmp_path)
+    tiny_run.killed_and_resumed([{"kind": "draft_model", "values": values, "point": "named:2"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
     assert ours == theirs

@@ -155,7 +155,7 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
     lora = LORA | {"dropout": 0.2}
     values = fields(settings, lora=lora) | {"steps": 8, "save_every": 3, "precision": "float32"}
     tiny_run.train_here("medusa", values | {"out": str(tmp_path / "reference")})
-    tiny_run.killed_and_resumed([{"kind": "medusa", "values": values, "point": "named"}], tmp_path)
+    tiny_run.killed_and_resumed([{"kind": "medusa", "values": values, "point": "named:2"}], tmp_path)
     runs = Path(settings["out"]), tmp_path / "reference"
     ours, theirs = ([{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run)] for run in runs)
     assert [one.keys() for one in ours] == [other.keys() for other in theirs]

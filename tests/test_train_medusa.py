@@ -125,7 +125,7 @@ def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_p
     values = {**settings, "steps": 8, "save_every": 2, "eval_every": 4, "export_every": 4, "own_lm_heads": True}
     tiny_run.train_here("medusa", values)
     killed = {**values, "out": str(tmp_path / "killed")}
-    tiny_run.killed_and_resumed([{"kind": "medusa", "values": killed, "point": "named"}], tmp_path)
+    tiny_run.killed_and_resumed([{"kind": "medusa", "values": killed, "point": "named:2"}], tmp_path)
     whole, again = (
         [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(Path(each["out"]))]
         for each in (values, killed)

@@ -104,7 +104,7 @@ def test_resume_is_exact_with_every_optimiser(
 
 
 VARIANTS = [("float32", 0), ("float32", 2), ("float32", 3), ("bf16", 1), ("bf16", 3)]
-KILLS = ("file:1", "file:4", "file:5", "file:6", "unnamed", "named", "unexported")
+KILLS = ("file:1", "file:4", "file:5", "file:6", "unnamed:2", "named:2", "named:3", "unexported")
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_killed_anywhere_in_a_save(settings: dict[str, Any], tmp_path: Path) -> 
     jobs = []
     for number, variant in enumerate(variants):
         tiny_run.train_here("eagle", {**values, **variant, "out": str(tmp_path / f"{number}-whole")})
-        for point in points if number == 0 else ("file:5", "unnamed"):
+        for point in points if number == 0 else ("file:5", "unnamed:2"):
             each = {**values, **variant, "out": str(tmp_path / f"{number}-{point}")}
             jobs.append({"kind": "eagle", "values": each, "point": point})
     tiny_run.killed_and_resumed(jobs, tmp_path)

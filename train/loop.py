@@ -128,7 +128,9 @@ class TrainRun:
         self.metrics: Metrics | None = None
         if ranks.is_first:
             self.config.out.mkdir(parents=True, exist_ok=True)
-            if not saved:
+            if saved:
+                self.states.tidy()
+            else:
                 clear_dead_run(self.config.out)
             replace_json(self.config.out / "run.json", {**self.info, "resumed_at_step": self.progress.step})
             self.metrics = Metrics(self.config.out, self.progress.step)

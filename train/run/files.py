@@ -98,8 +98,13 @@ class StateFolder:
         sync_folder(folder)
         folder.rename(self.path / tag)
         replace_text(self._latest, tag + "\n")
-        for old in sorted(self.path.glob("step-*"))[:-KEPT_STATES]:
-            shutil.rmtree(old, ignore_errors=True)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Delete all states but the newest two; a run that was killed here does so when it is resumed."""
+        latest = self.latest() or ""
+        for old in [tag for tag in self._tags() if tag <= latest][:-KEPT_STATES]:
+            shutil.rmtree(self.path / old, ignore_errors=True)
 
     def abandon(self, tag: str) -> None:
         """Remove what was written of a state that cannot be finished."""
