@@ -13,7 +13,7 @@ import tiny_run
 
 from drafters.config import load_config
 from eval.speed import SpeedConfig
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 FILES = ("drafters/bigram.py", "tests/test_bigram.py", "drafters/step.py", "train/step.py", "tests/test_step.py")
@@ -81,7 +81,7 @@ sys.modules |= dict.fromkeys(("torch", "transformers", "numpy", "deepspeed"))
 import drafters, train
 drafters.__path__.append({str(copied / "drafters")!r})
 train.__path__.append({str(copied / "train")!r})
-from train.task import task_class, trained_methods
+from train.core.task import task_class, trained_methods
 assert "step" in trained_methods()
 assert task_class("step").schema.drafter == "step"
 """

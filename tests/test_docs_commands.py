@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from drafters import config as configs
-from drafters.program import CommandLine
+from drafters.cli.program import CommandLine
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -26,16 +26,16 @@ from torch import nn
 
 import drafters.hub
 from drafters import TargetModel, generate, load_drafter, load_frozen_ends
-from drafters.checkpoint import load_checkpoint, save_checkpoint
-from drafters.convert_run import convert
-from drafters.head_adapter import fingerprint, load_head
-from drafters.hub_run import serving
+from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
+from drafters.hub.model_card import Card, model_card
+from drafters.hub.publishing import GENERATE_FILES, push_to_hub
+from drafters.layouts.convert import convert
+from drafters.layouts.serving import serving
 from drafters.model.files import load_bare_tokenizer, load_config_only
+from drafters.model.head_adapter import fingerprint, load_head
 from drafters.model.loading import load_model
-from drafters.model_card import Card, model_card
-from drafters.publishing import GENERATE_FILES, push_to_hub
-from train.config import Lora
-from train.lora import save_adapter, with_lora
+from train.core.config import Lora
+from train.core.lora import save_adapter, with_lora
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -76,7 +76,7 @@ def login(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lo
 
     def switch(token: str | None = TOKEN, home: str = "home") -> None:
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr("drafters.publishing.WAIT", 0.0)
+        monkeypatch.setattr("drafters.hub.publishing.WAIT", 0.0)
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -166,7 +166,7 @@ def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path:
 def test_a_users_own_process(hub: HubServer, saved: Path, tmp_path: Path) -> None:
     """Catches the library's settings (HF_ENDPOINT, HF_HOME, HF_TOKEN) overridden or read too early by the toolkit."""
     program = (
-        "from drafters.checkpoint import load_checkpoint\nfrom drafters.publishing import push_to_hub\n"
+        "from drafters.hub.checkpoint import load_checkpoint\nfrom drafters.hub.publishing import push_to_hub\n"
         f"push_to_hub({str(saved)!r}, 'user/my-drafter')\n"
         "print(load_checkpoint('user/my-drafter')[0]['training']['steps'])"
     )
@@ -309,7 +309,7 @@ def test_a_push_over_a_bad_line(
     hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch, request_: str, fault: int | str
 ) -> None:
     """Catches an upload given up for what passes, and one that is committed twice because its answer was lost."""
-    monkeypatch.setattr("drafters.hub_client.PATIENCE", 0.5)
+    monkeypatch.setattr("drafters.hub.client.PATIENCE", 0.5)
     hub.faults = [(request_, fault)]
     push_to_hub(saved, "user/d")
     assert not hub.faults and len(hub.repositories["user/d"].commits) == 2
@@ -340,7 +340,7 @@ def test_what_is_pulled_drafts_the_same(
     """Catches weights that change on the way, options that are lost, and snippets of the card that do not run: ours,
     and the one for transformers, whose generate.py comes from the Hub."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("drafters.precision.cpu_has_bf16", lambda: False)  # both in the files' float32
+    monkeypatch.setattr("drafters.common.precision.cpu_has_bf16", lambda: False)  # both in the files' float32
     tiny.build("llama", vocab_size=300).save_pretrained(tmp_path / "target")
     byte_level(None, CHATML_SPECIALS, None, "<|im_end|>").save_pretrained(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
@@ -554,7 +554,7 @@ def test_a_hub_that_falls_silent(hub: HubServer, login: Login, saved: Path, monk
     """Catches a wait for ever in the requests behind the first, for which huggingface_hub sets no timeout."""
     push_to_hub(saved, "user/d")
     hub.silent_after = len(hub.requests) + 1
-    monkeypatch.setattr("drafters.hub_client.PATIENCE", 0.5)
+    monkeypatch.setattr("drafters.hub.client.PATIENCE", 0.5)
     began = time.monotonic()
     assert "the Hub cannot be reached" in refusal(load_checkpoint, "user/d")
     assert time.monotonic() - began < 20

@@ -14,9 +14,9 @@ from test_hub import CONFIG, evidence
 from torch import nn
 
 import drafters.hub
-from drafters.checkpoint import save_checkpoint
-from drafters.model_card import Card, model_card
-from drafters.reports import Certificate, Part, Report, Summary, read
+from drafters.hub.checkpoint import save_checkpoint
+from drafters.hub.model_card import Card, model_card
+from drafters.hub.reports import Certificate, Part, Report, Summary, read
 from eval import compare, leaderboard, seeds
 from eval.compare_run import run as compare_run
 from eval.figures import paired
