@@ -11,8 +11,8 @@ from torch import nn
 
 from drafters import TargetModel
 from drafters.config import validate
+from train.configs import EagleConfig
 from train.core.average import WeightAverage
-from train.eagle import EagleConfig
 from train.run.files import read_metrics, run_folder_bytes
 
 

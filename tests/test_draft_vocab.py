@@ -17,6 +17,7 @@ from drafters.config import Config
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
 from train import draft_vocab
+from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.frequency import count_answers, most_frequent
 from train.run.files import read_metrics
@@ -82,7 +83,7 @@ def test_loss_vocab_by_hand(target: TargetModel, features: Path, tmp_path: Path,
     predicted.requires_grad_()
     q, p = (task.ends.lm_head(rows)[:, kept].float() for rows in (predicted, known))
     expected = -(p.softmax(-1) * q.log_softmax(-1)).sum()
-    loss = task.classification(predicted, known)
+    loss = task.heads.classification(Pairs(predicted[None], known)).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     (ours,), (theirs,) = (torch.autograd.grad(value, [predicted]) for value in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -117,7 +118,7 @@ def test_ids_are_added_to_a_drafter(
     target = eagle_of(target_folder, tmp_path / "eagle")
     before = load_file(tmp_path / "eagle" / "model.safetensors")
     for size in (40, 12):  # again, over the first ones
-        assert draft_vocab.main([str(tmp_path / "eagle"), "--data", str(dialogues), "--size", str(size)]) == 0
+        draft_vocab.main([str(tmp_path / "eagle"), "--data", str(dialogues), "--size", str(size)])
     after = load_file(tmp_path / "eagle" / "model.safetensors")
     split = encode_split(str(dialogues), load_tokenizer(str(target_folder)), 1000)
     counts = Counter(int(token) for one in split.dialogues for token in one.input_ids[one.loss_mask])

@@ -21,14 +21,14 @@ import eval.roofline
 import eval.roofline_run
 import eval.speed
 import eval.speed_run
+import train.bench.report
 import train.throughput
-import train.throughput_run
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
 from eval.report.gpu import Ending, Goal, Section, judge
 from eval.report.gpu import page as page_of
-from train.cli import parse_arguments
-from train.core.task import task_class
+from train.configs import schema_of
+from train.preflight.command import parse_arguments
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "2-core-cpu"
 EXAMPLES = {
@@ -57,8 +57,9 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     """Catches an option, a key or a value that its program refuses: on a GPU the part would end in seconds, and
     nothing would be measured."""
     ran: list[str] = []
-    for module in (eval.roofline_run, eval.speed_run, train.throughput_run, data_prep.throughput_run):
+    for module in (eval.roofline_run, eval.speed_run, data_prep.throughput_run):
         monkeypatch.setattr(module, "run", lambda *given, name=module.__name__, **more: ran.append(name) or 0)
+    monkeypatch.setattr(train.bench.report, "measure", lambda *given: ran.append("train.throughput"))
     monkeypatch.setattr(data_prep.throughput, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
     programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
@@ -73,7 +74,7 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     elif "train/eagle.py" in line:
         for words in (line, [word.replace("{out}", str(tmp_path)) for word in part.commands[-2]]):
             given = parse_arguments(None, words[words.index("train/eagle.py") + 1 :])
-            load_config(task_class("eagle").schema, given.config, given.overrides)
+            load_config(schema_of("eagle"), given.config, given.overrides)
     else:
         assert line[1] == "tests/gpu_exact.py"
 

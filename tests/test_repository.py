@@ -41,7 +41,7 @@ HOUSE = {
         "cli",
     ],
     "data_prep": ["common", "dialogues", "store", "answers", "extraction"],
-    "train": ["core", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
+    "train": ["core", "configs", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
     "eval": ["prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 

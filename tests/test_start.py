@@ -32,6 +32,7 @@ from drafters.loop.refill import Refilled
 from eval.lossless import LosslessConfig
 from eval.speed import SpeedConfig
 from eval.tune import TuneConfig
+from train.configs import StartConfig
 from train.plan.asked import Sample
 from train.plan.configs import page
 from train.plan.facts import Data, Machine, Model, Rates, answer_spans, look_at_data, look_at_model
@@ -39,7 +40,6 @@ from train.plan.rates import Answering, Asking, timed
 from train.plan.script import script
 from train.plan.steps import Plan, Planner
 from train.preflight.dry_run import Estimates
-from train.start import StartConfig
 
 SCHEMAS = {"magpie": MagpieConfig, "regenerate": RegenerateConfig, "features": FeaturesConfig, "speed": SpeedConfig}
 SCHEMAS |= {"lossless": LosslessConfig, "tune": TuneConfig}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.stdlib_corpus import main as make_corpus
 from drafters.config import load_config
+from train.configs import TargetConfig
 from train.target import run as target_run
-from train.target.config import TargetConfig
 from train.target.data import pack_rows
 from train.target.model import lr_scale
 

@@ -21,13 +21,10 @@ from data_prep.features import FeaturesConfig
 from data_prep.store.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
-from train.cli import main
+from train.configs import EagleConfig, KangarooConfig, schema_of
 from train.core import losses
 from train.core.config import TrainConfig
-from train.core.task import task_class
 from train.data.packing import TrainData
-from train.eagle import EagleConfig
-from train.kangaroo import KangarooConfig
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
@@ -80,9 +77,8 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     line = tiny_run.command("eagle", tmp_path, {**settings, "tau_every": 5}, "--dry-run", "--tokens-per-second", "100")
     code = """
 import sys
-from train.cli import main
 from train.core.config import TrainConfig
-status = main("eagle", sys.argv[1:])
+status = tiny_run.main("eagle", sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)
 """
@@ -100,7 +96,7 @@ def test_all_problems_at_once(settings: dict[str, Any], tmp_path: Path, capsys: 
     (out / "notes.txt").write_text("mine")
     tiny_run.command("eagle", tmp_path, {**settings, "features": str(tmp_path / "nowhere")})
     config = str(tmp_path / "run.yaml")
-    assert main("eagle", ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
+    assert tiny_run.main("eagle", ["--config", config, "--dry-run", "--tokens", "100_000"]) == 1
     text = capsys.readouterr().out
     assert "run folder" in text
     assert "is not empty and holds no state" in text
@@ -392,7 +388,7 @@ def test_every_model_has_its_recipes() -> None:
     files = (ROOT / "configs" / "features").glob("*-sharegpt.yaml")
     made = {each.out: each for each in (load_config(FeaturesConfig, file) for file in files)}
     for file in recipes.recipes():
-        config = load_config(task_class(file.parent.name).schema, file)
+        config = load_config(schema_of(file.parent.name), file)
         source = made[str(config.features)]
         assert (source.target, source.revision) == (config.target, config.revision)
         assert config.betas == (0.9, 0.95)

@@ -19,9 +19,10 @@ from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoin
 from drafters.methods.eagle import EagleHead
 from drafters.methods.kangaroo import KangarooAdapter
 from train import eagle
+from train.configs import EagleConfig
 from train.core.engine import deepspeed_config
 from train.data.packing import Span
-from train.eagle import EagleConfig, Noise
+from train.eagle import Noise
 from train.run import loop
 from train.run.files import read_metrics
 from train.run.loop import TrainingDiverged

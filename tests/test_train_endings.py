@@ -18,10 +18,8 @@ from drafters.config import load_config, validate
 from drafters.model.ends import load_frozen_ends
 from eval.speed import SpeedConfig
 from eval.speed import check as check_speed
-from train.cli import main
+from train.configs import EagleConfig, KangarooConfig
 from train.core import engine
-from train.eagle import EagleConfig
-from train.kangaroo import KangarooConfig
 from train.run.endings import measure_command, what_is_kept
 from train.run.files import check_run_folder
 
@@ -34,7 +32,7 @@ def settings(target: TargetModel, features: Path, tmp_path: Path, monkeypatch: p
 
 def train(folder: Path, values: dict[str, Any], *arguments: str) -> int:
     """What ``python train/eagle.py`` does with the command line."""
-    return main("eagle", tiny_run.command("eagle", folder, values, *arguments)[2:])
+    return tiny_run.main("eagle", tiny_run.command("eagle", folder, values, *arguments)[2:])
 
 
 def files(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -107,7 +105,7 @@ def test_the_measuring_command_works(
     make_features(["--config", str(write_config(folder, target_folder, exit_layers=[tiny_run.TAP]))])
     values = tiny_run.settings(str(target_folder), folder / "out", folder / "head", steps=1, batch_tokens=512)
     line = tiny_run.command("kangaroo", tmp_path, {**values, "exit_layer": tiny_run.TAP})
-    assert main("kangaroo", line[2:]) == 0
+    assert tiny_run.main("kangaroo", line[2:]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(printed)
     assert words[:4] == ["python", "-m", "eval.speed", "--config"]

@@ -19,10 +19,12 @@ from drafters.hub.model_card import model_card
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
 from eval.report.page import target_line
+from train.configs import MedusaConfig
+from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
-from train.medusa import JointTask, MedusaConfig
+from train.medusa import JointTask
 from train.preflight.dry_run import dry_run
 from train.run.endings import farewell, finished_at
 from train.run.files import TIMED, read_metrics
@@ -54,7 +56,7 @@ def test_the_loss_is_the_papers(settings: dict[str, Any], store: FeatureStore, e
         weights.data += 0.1 * noise * weights.requires_grad
     ours = TargetModel(copy.deepcopy(task.module.target.base), name="tuned")
     batch = collate(store, [3, 0, 1], ())
-    found = task.loss_sums(task.module, batch, task.rows(batch))
+    found = tiny_run.losses_of(task, batch, 1)
     own, each, count = 0.0, [0.0] * HEADS, 0
     for index in (3, 0, 1):
         item = store[index]
@@ -84,11 +86,11 @@ def test_acceptance_is_by_the_target_as_it_is_now(
     task = make_task(tiny_run.read("medusa", settings), ends)
     batch = collate(store, [3], ())
     target = torch.randn(6, ends.lm_head.in_features, generator=torch.Generator().manual_seed(0))
-    predicted = torch.stack([-target, -target, target, -target], dim=1)  # the target now, and three heads
-    figures = task.heldout(task.module, batch, predicted, target)
+    pairs = Pairs(torch.stack([-target, -target, target, -target]), target)  # the target now, and three heads
+    figures = task.heldout(task.module, batch, pairs)
     shares = {name: float(ratio.total / ratio.count) for name, ratio in figures.items() if name.endswith("top1")}
     assert shares == {"head_1_top1": 1, "head_2_top1": 0, "head_3_top1": 1, "target_top1": 0}
-    assert task.same_first(predicted, target).all()
+    assert task.heads.agreement(task.judged(pairs))[0].all()
 
 
 @pytest.fixture(scope="module")

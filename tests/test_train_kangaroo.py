@@ -10,8 +10,9 @@ import torch
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config
-from train.kangaroo import KangarooConfig
+from train.configs import KangarooConfig
 from train.run.files import read_metrics
+from train.watch.flops import row_flops
 
 CONFIGS = tiny_run.ROOT / "configs"
 
@@ -59,8 +60,8 @@ def test_an_lm_head_of_its_own(settings: dict[str, Any], target: TargetModel, pr
     assert torch.equal(drafter.module.lm_head.weight, head.bfloat16().float())  # the export is in bf16
     states = torch.randn(3, target.hidden_size)
     torch.testing.assert_close(drafter.lm_head(states), states @ drafter.module.lm_head.weight.T)
-    assert run.task.draft_lm_head is run.task.module.lm_head
-    assert run.task.row_flops == 4 * 2 * own.numel()
+    assert run.task.heads.own == [run.task.module.lm_head]
+    assert row_flops(run.task) == 4 * 2 * own.numel()
     drafter.save_pretrained(out / "again")
     assert load_drafter(str(out / "again"), target).own_lm_head
     for changes in ({"zero_stage": 3}, {"lora": {}, "init_from": "x"}):

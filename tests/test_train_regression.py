@@ -14,9 +14,10 @@ from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.config import validate
 from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
-from train import regression
-from train.eagle import EagleConfig, EagleTask
-from train.regression import RIDGE, add_nothing, fit_fc, least_squares
+from train.configs import EagleConfig
+from train.data import regression
+from train.data.regression import RIDGE, add_nothing, fit_fc, least_squares
+from train.eagle import EagleTask
 from train.run.files import read_metrics
 
 
@@ -56,7 +57,7 @@ def test_a_head_begins_with_it(
     monkeypatch.setattr(regression, "PART_TOKENS", 40)  # so that there are several parts
     values = tiny_run.settings(str(folder / "target"), folder / "features", folder / "out", inputs=inputs)
     task = EagleTask(EagleConfig(**values, start="regression", noise="none"), ends)
-    fit_fc(task, store)
+    fit_fc(task, store, 0.0)
     x, y = by_hand(store, ends, shift)
     ridge = (RIDGE * x.pow(2).sum(0)).sqrt().diag()
     target = torch.cat([y, torch.zeros(len(ridge), y.shape[1])]).double()

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters.config import validate
-from train.eagle import EagleConfig
-from train.run import loop
+from train.configs import EagleConfig
+from train.run import limits
 from train.run.files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
 from train.run.state import SavedState, checksums
 
@@ -300,7 +300,7 @@ def test_minutes_count_on_after_a_resume(
 ) -> None:
     """A time limit that starts anew with every resume."""
     ticks = itertools.count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 0.05 * next(ticks)))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: 0.05 * next(ticks)))
     values = {**settings, "steps": 20, "save_every": 10, "schedule": "constant", "out": str(tmp_path / "run")}
     first = tiny_run.train_here("eagle", {**values, "minutes": 1})
     spent = first.progress.seconds

@@ -13,9 +13,8 @@ import tiny_run
 import torch
 
 from drafters.config import validate
-from train.cli import main
+from train.configs import EagleConfig
 from train.core import engine, runtime
-from train.eagle import EagleConfig
 from train.run.files import read_metrics
 
 TASK = {
@@ -129,7 +128,7 @@ def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
     line = tiny_run.command("eagle", tmp_path, {**values, "tau_device": "cuda:7"})
     with pytest.raises(ValueError, match="no cuda:7"):
-        main("eagle", line[2:])
+        tiny_run.main("eagle", line[2:])
     assert not (tmp_path / "run").exists()
 
 

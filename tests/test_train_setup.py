@@ -8,7 +8,7 @@ from tiny import build
 
 from drafters import TargetModel
 from drafters.config import validate
-from train.eagle import EagleConfig
+from train.configs import EagleConfig
 from train.run.inputs import open_inputs
 
 

@@ -42,20 +42,21 @@ def test_plain_formulation_has_our_loss_and_gradients(
     task = task_of(kind, folder, ends, **({"mask_alignment": alignment} if alignment else {}))
     packed = collate(store, DIALOGUES, task.config.taps)
     rows = task.rows(packed)
-    ours = task.loss_sums(task.module, packed, rows, noise_seed=None)["loss"]
+    ours = tiny_run.losses_of(task, packed)["loss"]
     expected = torch.autograd.grad(ours, list(task.module.parameters()))
     write_samples(store, DIALOGUES, tmp_path / "samples")
     files = SampleFiles(tmp_path / "samples")
     batch = pad([files[index] for index in DIALOGUES])
     assert batch.input_ids.shape == (5, 23) and batch.tokens == packed.tokens
-    theirs = plain_loss_sum(task, task.module, batch, task.rows(batch))
+    batch = tiny_run.with_rows(task, batch)
+    theirs = plain_loss_sum(task, task.module, batch)
     assert len(rows) == len(task.rows(batch)) > 20
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     found = torch.autograd.grad(theirs, list(task.module.parameters()))
     for one, other in zip(found, expected, strict=True):
         assert other.abs().max() > 1e-3
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
-    with_noise = plain_loss_sum(task, task.module, batch, task.rows(batch), noise_seed=1)
+    with_noise = plain_loss_sum(task, task.module, batch, seed=1)
     assert torch.equal(with_noise, theirs) == (kind != "eagle")
 
 
@@ -78,9 +79,8 @@ def test_our_optimizer_is_deepspeeds(precision: str, folder: Path) -> None:
     before = [weights.detach().clone() for weights in other.module.parameters()]
     for step in range(6):
         batch = collate(store, [step, step + 1, step + 2]).to(torch.device("cpu"), dtype)
-        rows = task.rows(batch)
         for made, update in ((task, deepspeeds), (other, ours)):
-            loss = made.loss_sums(update, batch, rows, noise_seed=1)["loss"] / len(rows)
+            loss = tiny_run.losses_of(made, batch, 1, update)["loss"] / len(task.rows(batch))
             update.backward(loss)
             update.step()
         if step % 2 == 0:

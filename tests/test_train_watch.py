@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.trace import Trace
-from train.core.losses import divergence_sum
+from train.core.losses import Pairs, divergence_sum
 from train.core.task import Task, make_task
-from train.data.packing import collate
+from train.data.packing import Position, collate
 from train.preflight.estimate import meta_ends
 from train.run import loop, summary
 from train.run.files import TIMED, read_metrics
@@ -101,13 +101,13 @@ def test_no_room_for_a_prompt_beside_the_answer(settings: dict[str, Any]) -> Non
 def test_time_for_tau_is_not_the_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of `minutes` that trains less because it measured tau, or a schedule that jumps when it does."""
     run = tiny_run.train_here("eagle", {**settings, **TAU, "minutes": 5.0})
-    before = run._clock
+    before = run.limits._began
     moments = iter([100.0, 160.0])
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(moments, 160.0))
     assert run.tau is not None
     monkeypatch.setattr(run.tau, "figures", lambda weights: {"heldout_tau": 1.0})
     run._measure_tau(loop.tqdm(disable=True))
-    assert run._clock == before + 60.0
+    assert run.limits._began == before + 60.0
 
 
 def let_tau_fail(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -185,13 +185,12 @@ def test_buckets_make_up_the_whole(settings: dict[str, Any], kind: str, monkeypa
     monkeypatch.setattr("train.watch.positions.BUCKETS", ((0, 2), (2, 5), (5, None)))
     values = {**settings, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
     run = tiny_run.train_here(kind, values)
-    packed = collate(run.inputs.heldout, [0, 1, 2], run.config.taps)
-    rows = run.task.rows(packed)
-    pairs = run.task.pairs(run.engine.module, packed, rows)
-    parts = run.task.heldout(run.engine.module, packed, *pairs) | by_position(run.task, packed, rows, *pairs)
-    whole = run.task.loss_sums(run.engine.module, packed, rows, noise_seed=None)["loss"]
+    packed = tiny_run.with_rows(run.task, collate(run.inputs.heldout, [0, 1, 2], run.config.taps))
+    pairs = run.task.pairs(run.engine.module, packed)
+    parts = run.task.heldout(run.engine.module, packed, pairs) | by_position(run.task, packed, pairs)
+    whole = run.task.losses(pairs)["loss"]
     names = [bucket_name(*bucket) for bucket in ((0, 2), (2, 5), (5, None))]
-    assert sum(int(parts[f"loss_at_{name}"].count) for name in names) == len(rows)
+    assert sum(int(parts[f"loss_at_{name}"].count) for name in names) == len(packed.rows)
     assert sum(float(parts[f"loss_at_{name}"].total) for name in names) == pytest.approx(whole.item(), rel=1e-5)
     agree = sum(int(parts[f"top1_at_{name}"].total) for name in names)
     # 0-alpha counts the same tokens.
@@ -234,7 +233,7 @@ def test_flops_of_the_loss(tiny_model: Any) -> None:
     head = torch.nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False).requires_grad_(False)
     rows = torch.randn(10, tiny.HIDDEN_SIZE, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        divergence_sum(rows, torch.randn(10, tiny.HIDDEN_SIZE), head, chunk_rows=4).backward()
+        divergence_sum(Pairs(rows[None], torch.randn(10, tiny.HIDDEN_SIZE)), head, chunk_rows=4).backward()
     config = tiny_model("llama").config
     cost = training_cost(task_of("eagle", config))
     assert counter.get_total_flops() == cost.row * 10 == 3 * 2 * 10 * tiny.HIDDEN_SIZE * tiny.VOCAB_SIZE
@@ -269,7 +268,7 @@ def test_mfu_and_memory_are_logged(settings: dict[str, Any]) -> None:
     other = out.with_name("peak")
     run = tiny_run.train_here("eagle", {**settings, "peak_tflops": 1e-6, "out": str(other)})
     row = next(row for row in read_metrics(other) if "loss" in row)
-    data = next(run.data.steps(loop.Position()))
+    data = next(run.data.steps(Position()))
     trained = sum(len(run.task.rows(batch)) for batch in data.batches)
     flops = run.meter.cost.of([span.length for batch in data.batches for span in batch.spans], trained)
     tokens = sum(batch.tokens for batch in data.batches)
@@ -366,5 +365,5 @@ def test_chunks_of_the_default_size(settings: dict[str, Any]) -> None:
     """Figures by position that need a key which most configs leave out."""
     del settings["loss_chunk_rows"]
     run = tiny_run.train_here("eagle", {**settings, "steps": 2})
-    assert run.task.chunk_rows >= 64
+    assert run.task.heads.rows_at_once(run.task.heads.target) >= 64
     assert any("heldout_top1_at_0-15" in row for row in read_metrics(Path(settings["out"])))

@@ -8,29 +8,12 @@ the first 1 to n of them, the share of held-out steps at which any is right, bes
 everything.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from pydantic import Field
-
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
-from drafters.config import Config, DraftSize, load_config
-from train.cli import check as check_run
-from train.draft_model import DraftModelConfig
-
-
-class BoostConfig(Config):
-    """A list of draft models and what they have in common."""
-
-    run: Path = Field(description="config of train/draft_model.py; its draft_model, boost, seed and out are set here")
-    draft_models: list[str] = Field(min_length=2, description="what each begins as; the same one may stand there twice")
-    out: Path = Field(description="folder of the trainings: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
-    keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
-    seeds: bool = Field(True, description="train as many on everything, to compare with")
+from drafters.config import load_config
+from train.configs import BoostConfig, DraftModelConfig
+from train.preflight.command import check as check_run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,10 +29,10 @@ def main(argv: list[str] | None = None) -> None:
     if run.features == "online":
         raise ValueError(f"{config.run}: features is online, and what is covered is told by a feature store; give one")
 
-    from train.boost_run import run as train_all
+    from train.run.boosting import boost
 
     with keeping(lambda: f"the trainings are kept in {config.out}; to go on: {command()}"):
-        train_all(config, run)
+        boost(config, run)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from data_prep.store.manifest import MANIFEST
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Count, write, and print how many of the counted tokens lists of several lengths cover."""
     parser = CommandLine("train.draft_vocab", __doc__)
     parser.add_argument("folder", type=Path, help="a trained drafter, or a draft model; it is changed in place")
@@ -32,10 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not (Path(parsed.data) / MANIFEST).is_file() and not is_text(parsed.data):
         check_source(parsed.data)
 
-    from train.draft_vocab_run import run
+    from train.data.draft_vocab import add_frequent_tokens
 
     with keeping(lambda: f"the checkpoint is as it was, or finished; to start again: {command()}"):
-        return run(parsed)
+        add_frequent_tokens(parsed)
 
 
 if __name__ == "__main__":

@@ -12,52 +12,14 @@ again.
 
 import argparse
 import json
-from pathlib import Path
-from typing import Literal
 
-from pydantic import Field, field_validator
-
-from data_prep.dialogues.reader import check_source, source_digest
+from data_prep.dialogues.reader import check_source
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.common.provenance import changes
-from drafters.config import Config, validate
-
-FACTS, SCRIPT = "start.json", "run.sh"
-METHODS = ("eagle", "kangaroo")
-
-
-class StartConfig(Config):
-    """What a start is told."""
-
-    target: str
-    data: str | None = None
-    out: Path
-    method: Literal["eagle", "kangaroo"] = "eagle"
-    minutes: float = Field(120, gt=0, allow_inf_nan=False, description="of all steps together")
-    hub: str | None = Field(None, description="repository that the drafter is pushed to")
-
-    @field_validator("hub")
-    @classmethod
-    def _is_a_repository(cls, name: str | None) -> str | None:
-        if name is not None:
-            from huggingface_hub.utils import validate_repo_id
-
-            validate_repo_id(name)
-            if "/" not in name:
-                raise ValueError("give it as user/name")
-        return name
-
-    def settings(self) -> dict[str, object]:
-        """What may not change between a start and the same one again."""
-        named = self.model_dump(mode="json", exclude={"out"})
-        return named | {"data_digest": None if self.data is None else source_digest(self.data)}
-
-    @property
-    def asked(self) -> str:
-        """The file of the questions that the target asks itself."""
-        return str(self.out / "asked" / "questions.jsonl")
+from drafters.config import validate
+from train.configs import START_FACTS, START_METHODS, START_SCRIPT, StartConfig
 
 
 def written_before(config: StartConfig) -> bool:
@@ -67,7 +29,7 @@ def written_before(config: StartConfig) -> bool:
         ValueError: it holds another one, or something else.
     """
     check_folder(config.out, "--out")
-    file = config.out / FACTS
+    file = config.out / START_FACTS
     if not file.is_file():
         if config.out.is_dir() and any(config.out.iterdir()):
             raise ValueError(f"--out {config.out} holds files that no start has written; give a new folder")
@@ -78,7 +40,7 @@ def written_before(config: StartConfig) -> bool:
         raise ValueError(f"{file} is not what this program writes; give another --out") from None
     if changed := changes(before, config.settings()):
         raise ValueError(f"--out {config.out} holds another start: {'; '.join(changed)}; give another --out")
-    return (config.out / SCRIPT).is_file()
+    return (config.out / START_SCRIPT).is_file()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -89,7 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--data", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset; without it the target asks itself"
     )
     parser.add_argument("--out", required=True, help="folder of all that is made")
-    parser.add_argument("--method", choices=METHODS, default="eagle")
+    parser.add_argument("--method", choices=START_METHODS, default="eagle")
     parser.add_argument("--minutes", type=float, default=120.0, help="of all steps together (default 120)")
     parser.add_argument("--hub", metavar="USER/NAME", help="push the drafter to this repository at the end")
     parser.add_argument("--run", action="store_true", help="run the script, too")
@@ -106,13 +68,13 @@ def main(arguments: list[str] | None = None) -> None:
         check_source(config.data)
     before = written_before(config)
 
-    from train.start_run import run_script, write
+    from train.plan.write import run_script, write
 
     if not before:
         with keeping(lambda: f"nothing was begun. To start again: {command()}"):
             write(config, parsed.command, parsed.run)
     else:
-        print(f"{config.out} holds this start already: its configs and {SCRIPT} stay as they are")
+        print(f"{config.out} holds this start already: its configs and {START_SCRIPT} stay as they are")
     if parsed.run:
         run_script(config)
 

@@ -21,9 +21,9 @@ import yaml
 from drafters.cli.program import CommandLine, command, keeping, leave, positive, run_program
 from drafters.common.files import check_file
 from drafters.config import from_overrides, load_config
-from train.cli import check
+from train.configs import schema_of, trained_methods
 from train.core.config import TrainConfig
-from train.core.task import task_class, trained_methods
+from train.preflight.command import check
 
 SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
 METHOD, TAP = "eagle", 2  # where nothing else is said
@@ -76,9 +76,9 @@ def parse_shape(text: str) -> dict[str, int]:
 def read_config(arguments: argparse.Namespace) -> TrainConfig:
     """The run's config; for ``--shape``, one with the paper's numbers and the overrides."""
     if arguments.config:
-        schema = task_class(arguments.method or _method_of(Path(arguments.config))).schema
+        schema = schema_of(arguments.method or _method_of(Path(arguments.config)))
         return load_config(schema, arguments.config, arguments.overrides)
-    schema = task_class(arguments.method or METHOD).schema
+    schema = schema_of(arguments.method or METHOD)
     values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
     values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
     needed = {name for name, field in schema.model_fields.items() if field.is_required()}
@@ -102,7 +102,7 @@ def _method_of(config: Path) -> str:
     """The method of a run's config: the one of whose own keys it has the most."""
     keys = yaml.safe_load(config.read_text()) if config.is_file() else None
     found = set(keys) if isinstance(keys, dict) else set()
-    own = {name: task_class(name).schema.model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}
+    own = {name: schema_of(name).model_fields.keys() - TrainConfig.model_fields for name in trained_methods()}
     return max(own, key=lambda name: (len(own[name] & found), name == METHOD))
 
 
@@ -117,10 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     if shape is None:
         check(config)
 
-    from train.throughput_run import run
+    from train.bench.report import measure
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
-        run(config, shape, arguments)
+        measure(config, shape, arguments)
     return 0
 
 

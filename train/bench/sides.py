@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from train.bench.reference import pad, plain_batches, plain_loss_sum, write_samp
 from train.core.config import TrainConfig
 from train.core.engine import Engine, start
 from train.core.optimizer import MasterAdamW, exact_buffers
-from train.core.runtime import ALONE
+from train.core.runtime import ALONE, dtype_of
 from train.core.task import Task, make_task
 from train.data.packing import Batch, Position, TrainData, collate, epoch_batches, split_evenly
 from train.data.shard_check import ShardCheck
@@ -111,15 +111,15 @@ class Bench:
         return done
 
     def _step(self, name: str, micro_batches: list[Batch]) -> int:
-        rows = [self.task.rows(batch) for batch in micro_batches]
-        trained = sum(len(part) for part in rows)
+        batches = [replace(batch, rows=self.task.rows(batch)) for batch in micro_batches]
+        trained = sum(len(batch.rows) for batch in batches)
         scale = len(micro_batches) / max(1, trained)
-        for batch, part in zip(micro_batches, rows, strict=True):
-            batch, part = batch.to(self.device, self.task.config.dtype), part.to(self.device)
+        for batch in batches:
+            batch = batch.to(self.device, dtype_of(self.task.config))
             if name != "plain":
-                loss = self.task.loss_sums(self.engine, batch, part, noise_seed=0)["loss"]
+                loss = self.task.losses(self.task.pairs(self.engine, batch, seed=0))["loss"]
             else:
-                loss = plain_loss_sum(self.task, self.engine, batch, part, noise_seed=0)
+                loss = plain_loss_sum(self.task, self.engine, batch, seed=0)
             self.engine.backward(loss * scale)
             self.engine.step()
         return trained
@@ -183,10 +183,10 @@ def from_shape(
     lengths = draw_lengths(arguments.dialogue_lengths, config.seed)
     plan = _plan(config, lengths, arguments.steps)
     with torch.device(device):
-        task = make_task(config, meta_ends(config_of_shape(shape), str(device), config.dtype))
+        task = make_task(config, meta_ends(config_of_shape(shape), str(device), dtype_of(config)))
     with exact_buffers(task.module):
-        task.module.to(device, config.dtype)
-    store: Any = RandomStore(lengths, shape, config.dtype, config.taps)
+        task.module.to(device, dtype_of(config))
+    store: Any = RandomStore(lengths, shape, dtype_of(config), config.taps)
     ready: dict[str, list[list[Batch]]] = {"ours": [], "plain": []}
     for batch in plan:
         shares = split_evenly(batch, lengths, config.gradient_accumulation)

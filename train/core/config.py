@@ -3,15 +3,12 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from drafters.common.choices import Dtype
 from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, Width
-
-if TYPE_CHECKING:  # it takes seconds, and a mistyped key should not wait for it
-    import torch
 
 
 class OnlineData(Config):
@@ -127,12 +124,9 @@ class TrainConfig(Config):
         return value
 
     @property
-    def dtype(self) -> "torch.dtype":
-        """What the drafter computes in, on the device that this process trains on."""
-        from drafters.model.files import resolve_dtype
-        from train.core.runtime import rank_device
-
-        return resolve_dtype("bfloat16" if self.precision == "bf16" else self.precision, rank_device())
+    def computes_in(self) -> str:
+        """The precision that the drafter computes in; `train.core.runtime.dtype_of` is its dtype on this machine."""
+        return self.precision
 
     def last_step(self, steps_in: Callable[[int], int]) -> int | None:
         """The step after which ``steps`` or ``epochs`` end the run, whichever comes first; None: only the clock does.
@@ -147,6 +141,11 @@ class TrainConfig(Config):
     def taps(self) -> tuple[int, ...]:
         """The layers after which the drafter reads hidden states, beside the features: 2 is after the second."""
         return ()
+
+    @property
+    def solves_weights(self) -> bool:
+        """Whether some new weights are solved for from the training data."""
+        return False
 
     @property
     def measured_by(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from drafters.common.wording import size_text
 from train.core.config import TrainConfig
 from train.core.muon import SHAPE, Muon, matrix_groups
 from train.core.optimizer import exact_buffers
-from train.core.runtime import Ranks, describe_process, local_ranks, take_device, threads_of_rank
+from train.core.runtime import Ranks, describe_process, dtype_of, local_ranks, take_device, threads_of_rank
 
 # Ranks wait for the first one while it measures tau, exports or saves. (Where one dies, the launcher ends the others.)
 PATIENCE = timedelta(hours=2)
@@ -92,7 +92,7 @@ def deepspeed_config(config: TrainConfig) -> dict[str, Any]:
     Gradients are summed over micro-batches and ranks in float32. With weights of 16 bits DeepSpeed does that from
     stage 1 on only; stage 0 therefore runs as stage 1, which splits nothing on one rank.
     """
-    bf16, fp16 = config.dtype == torch.bfloat16, config.dtype == torch.float16
+    bf16, fp16 = dtype_of(config) == torch.bfloat16, dtype_of(config) == torch.float16
     zero: dict[str, Any] = {
         "stage": max(1, config.zero_stage) if bf16 or fp16 else config.zero_stage,
         "reduce_bucket_size": 50_000_000,  # numbers; DeepSpeed's default keeps 2 GB, more than a drafter's gradients
@@ -173,7 +173,7 @@ class Engine:
         self.module: nn.Module = module
         self.device: torch.device = self._engine.device
         self._stage: int = self._engine.zero_optimization_stage()
-        self._float16 = config.dtype == torch.float16
+        self._float16 = dtype_of(config) == torch.float16
         if len(groups) > 1 and self._stage in (1, 2):  # or DeepSpeed looks for all when only the first has been updated
             self.make_moments(0)
 

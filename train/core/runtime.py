@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data_prep.common.ranks import slurm_step
 from drafters.common.threads import cpu_cores
+from drafters.model.files import resolve_dtype
 from train.core.config import TrainConfig
 
 
@@ -161,3 +162,8 @@ def rank_device() -> torch.device:
     """Where this rank trains, once it has taken its device."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    """The dtype that the drafter computes in on this rank's device."""
+    return resolve_dtype("bfloat16" if config.computes_in == "bf16" else config.computes_in, rank_device())

@@ -1,4 +1,4 @@
-"""Which tokens are frequent in answers: those that a drafter need draft with, and learn to tell apart."""
+"""The most frequent tokens of answers: the vocabulary that a drafter drafts with, and that its loss is over."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ def find_frequent(task: Task, train: Source) -> None:
     answers = ((dialogue.input_ids, dialogue.loss_mask) for dialogue in map(train.__getitem__, range(len(train))))
     counts = count_answers(answers, vocab)
     task.draft_ids = None if draft is None else most_frequent(counts, draft, "draft_vocab")
-    task.loss_ids = None if loss is None else most_frequent(counts, loss, "loss_vocab")
+    task.heads.ids = None if loss is None else most_frequent(counts, loss, "loss_vocab")
 
 
 def count_answers(dialogues: Iterable[tuple[Tensor, Tensor]], vocab: int) -> Tensor:

@@ -37,6 +37,9 @@ READERS = 4
 OPEN_BATCHES = 32  # that a dialogue may still be put into: more fill hardly better
 
 
+NONE = torch.empty(0, dtype=torch.int64)
+
+
 class Span(NamedTuple):
     """Where a dialogue of the store lies in a packed batch."""
 
@@ -58,6 +61,7 @@ class Batch:
         position_ids: int64 ``[R, L]``, from 0 in each dialogue.
         segments: int64 ``[R, L]``, which dialogue of the row a token belongs to; -1 for padding.
         spans: where each dialogue lies.
+        rows: int64 ``[n]``, flat indices into ``[R * L]`` of the trained positions, once a task has chosen them.
     """
 
     input_ids: Tensor
@@ -67,6 +71,7 @@ class Batch:
     position_ids: Tensor
     segments: Tensor
     spans: list[Span]
+    rows: Tensor = NONE
 
     @property
     def tokens(self) -> int:

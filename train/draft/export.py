@@ -13,7 +13,7 @@ from train.core.lora import copy_weights
 from train.draft.module import DraftModule, draft_module
 
 if TYPE_CHECKING:
-    from train.draft_model import DraftModelConfig
+    from train.configs import DraftModelConfig
 
 CONFIGS = ("config.json", "adapter_config.json")  # without which a folder does not load
 

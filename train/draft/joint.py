@@ -17,7 +17,7 @@ from train.core.attention import NAME, Dialogues
 from train.draft.module import DraftModule, causal_module, load_weights
 
 if TYPE_CHECKING:
-    from train.medusa import MedusaConfig
+    from train.configs import MedusaConfig
 
 TARGET, HEADS = "target.", "heads."  # how the names of the module's weights begin
 

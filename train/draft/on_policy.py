@@ -19,9 +19,9 @@ from drafters.loop.call import eos_ids
 from drafters.loop.generate import generate
 from drafters.methods import make_drafter
 from drafters.model.target import TargetModel
+from train.configs import OnPolicy
 from train.data.online import OnlineFeatures
 from train.data.packing import Batch, Position, StepData, TrainData, collate
-from train.draft.options import OnPolicy
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from data_prep.common.disk import source_bytes
 from data_prep.store.quantise import token_bytes
 from drafters.common.wording import size_text
 from drafters.config import validate
+from train.configs import schema_of
 from train.core.config import TrainConfig
-from train.core.task import task_class
 from train.plan import configs
 from train.plan.facts import Data, Machine, Model, Rates
 from train.plan.rates import CERTIFIED
@@ -123,7 +123,7 @@ class Planner:
         found = configs.training(
             self.method, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
         )
-        return validate(task_class(self.method).schema, found[0], f"{self.method}.yaml"), found
+        return validate(schema_of(self.method), found[0], f"{self.method}.yaml"), found
 
     def training_rate(self, config: TrainConfig) -> float:
         """Tokens/s of training, by a few steps on random numbers."""

@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import check_room
+from data_prep.common.ranks import find_rank
 from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
@@ -23,7 +24,8 @@ from drafters.methods import method_names
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
 from train.core.config import TrainConfig
-from train.core.runtime import rank_device
+from train.core.runtime import dtype_of, rank_device
+from train.core.weights import init_from
 from train.data.packing import Source
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
@@ -34,11 +36,18 @@ from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
 
 
+def print_report(config: TrainConfig, arguments: Namespace) -> int:
+    """--dry-run: print the report; return 1 if the run could not start."""
+    report = dry_run(config, arguments)
+    if find_rank(None, None).index == 0:
+        print(report.text())
+    return 1 if report.problems else 0
+
+
 def dry_run(config: TrainConfig, given: Namespace) -> Report:
     """Check a run and estimate what it takes; nothing is written, and no process group is started.
 
-    ``given``: the command line (``train.cli.parse_arguments``), which also says what is to be assumed of what is
-    not here.
+    ``given``: the command line (``train.preflight.command.parse_arguments``), with assumptions on what is missing.
     """
     report = Report()
     if given.device is not None and config.precision == "auto":
@@ -119,7 +128,7 @@ class Estimates:
         if config.drafter in method_names():  # and no draft model, which any engine serves
             report.add("served by", served_text(config.drafter, self.task.drafter_config(), self.target))
         if (start := config.init_from) is not None:
-            report.check("init_from", lambda: self.task.init_from(start), f"{start}, whose weights fit")
+            report.check("init_from", lambda: init_from(self.task, start), f"{start}, whose weights fit")
         if self.workload:
             report.add("steps", self.workload.describe_steps(config))
         size = f"at most {micro.dialogues} dialogues of {micro.length:,} tokens"
@@ -144,7 +153,7 @@ class Estimates:
             width = resolve_dtype(config.data.target_dtype, rank_device()).itemsize
             parts["target, for features"] = estimate.target_parameters(target)[0] * width
         elif config.tau_every and config.tau_device is None:
-            parts["target, for tau"] = estimate.target_parameters(target)[0] * config.dtype.itemsize
+            parts["target, for tau"] = estimate.target_parameters(target)[0] * dtype_of(config).itemsize
         total, report.memory = sum(parts.values()), parts
         report.add("memory of a rank", f"{size_text(total)}, and the CUDA context (about half a GB)")
         for name, size in parts.items():

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from drafters.model.files import meta_model, resolve_device
 from train.core.attention import as_if_on
 from train.core.config import TrainConfig
 from train.core.engine import checkpoint_activations, deepspeed_config
-from train.core.losses import default_chunk_rows, two_chunks_only
+from train.core.losses import Pairs, default_chunk_rows, two_chunks_only
 from train.core.optimizer import exact_buffers
+from train.core.runtime import dtype_of
 from train.core.task import Task, make_task
 from train.data.packing import Batch, Span
 
@@ -61,7 +62,7 @@ def random_batch(config: TrainConfig, size: MicroBatch, target: PretrainedConfig
     answers = torch.arange(size.length) >= min(round((1 - trained) * size.length), size.length - 1)
 
     def states() -> Tensor:
-        return torch.randn(*shape, target.hidden_size, dtype=config.dtype)
+        return torch.randn(*shape, target.hidden_size, dtype=dtype_of(config))
 
     return Batch(
         input_ids=torch.randint(target.vocab_size, shape),
@@ -114,7 +115,7 @@ def memory_parts(config: TrainConfig, task: Task, ranks: int) -> dict[str, int]:
     count, largest, frozen = sum(trained), max(trained), parameters(task.module) - sum(trained)
     settings = deepspeed_config(config)["zero_optimization"]
     stage = int(settings["stage"])
-    width = config.dtype.itemsize
+    width = dtype_of(config).itemsize
     part = count // ranks if stage >= 1 else count
     gradients = {
         0: width * count,
@@ -142,29 +143,29 @@ def pass_memory(
     of it. ``checkpointing``: the module's activations are computed again in the backward pass. ``on_gpu``: attention is
     the fused kernel, which keeps no scores, and a chunk of the loss is a GPU's where the config leaves its size open.
     """
-    dtype = config.dtype
+    dtype = dtype_of(config)
     with _fake(dtype), as_if_on("cuda" if on_gpu else "cpu"), two_chunks_only():
         ends = meta_ends(target, device="cpu", dtype=dtype)
         task = _with_loss_ids(make_task(config, ends))
-        rows_at_once = config.loss_chunk_rows or default_chunk_rows(task.loss_head, on_gpu)
-        task.config = config.model_copy(update={"loss_chunk_rows": rows_at_once})
+        task.heads.limit = config.loss_chunk_rows or default_chunk_rows(task.heads.sliced, on_gpu)
         for weights in task.module.parameters():
             if weights.requires_grad:
                 weights.register_post_accumulate_grad_hook(_drop_gradient)
         with PeakMemory() as memory:
             packed = random_batch(config, batch, target)
             given = memory.now
-            rows = torch.arange(batch.tokens)
+            packed = replace(packed, rows=torch.arange(batch.tokens))
             if checkpointing:
                 checkpoint_activations(task.module)
-            task.loss_sums(task.module, packed, rows)["loss"].backward()
+            task.losses(task.pairs(task.module, packed, seed=0))["loss"].backward()
             whole = memory.peak
         with PeakMemory() as memory:
             known = torch.empty(batch.tokens, target.hidden_size, dtype=dtype)
-            shape = (task.unroll, *known.shape) if task.unroll > 1 else task.ideal(known).shape
+            width = task.heads.own[0].in_features if task.heads.own else target.hidden_size
+            shape = (task.predictions, batch.tokens, width)
             predicted = torch.empty(shape, dtype=dtype, requires_grad=True)
             before = memory.now
-            losses = task.losses(predicted, known)
+            losses = task.losses(Pairs(predicted, known))
             loss = memory.peak - before
             del losses
     return {"batch": given, "loss": loss, "pass": whole}
@@ -173,7 +174,7 @@ def pass_memory(
 def _with_loss_ids(task: Task) -> Task:
     """``task`` with as many tokens in the loss as its config says; which they are makes no difference."""
     if task.config.loss_vocab is not None:
-        task.loss_ids = torch.arange(min(task.config.loss_vocab, task.ends.lm_head.out_features))
+        task.heads.ids = torch.arange(min(task.config.loss_vocab, task.ends.lm_head.out_features))
     return task
 
 
@@ -228,18 +229,18 @@ def measured_rate(config: TrainConfig, target: PretrainedConfig, size: MicroBatc
     Without DeepSpeed, the reading of data and the exchange between ranks.
     """
     device = resolve_device()
-    task = _with_loss_ids(make_task(config, meta_ends(target, device=str(device), dtype=config.dtype)))
+    task = _with_loss_ids(make_task(config, meta_ends(target, device=str(device), dtype=dtype_of(config))))
     with exact_buffers(task.module):
-        module = task.module.to(device, config.dtype)
+        module = task.module.to(device, dtype_of(config))
     optimizer = torch.optim.AdamW([weights for weights in module.parameters() if weights.requires_grad], lr=1e-6)
-    batch = random_batch(config, size, target, trained).to(device, config.dtype)
-    rows = task.rows(batch)
+    batch = random_batch(config, size, target, trained).to(device, dtype_of(config))
+    batch = replace(batch, rows=task.rows(batch))
     began = 0.0
     for step in range(MEASURED_STEPS + 1):
         if step == 1:
             began = _now(device)
-        loss = task.loss_sums(module, batch, rows, noise_seed=step)["loss"]
-        (loss / len(rows)).backward()
+        loss = task.losses(task.pairs(module, batch, seed=step))["loss"]
+        (loss / len(batch.rows)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return MEASURED_STEPS * size.tokens / (_now(device) - began)

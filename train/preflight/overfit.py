@@ -9,7 +9,8 @@ import argparse
 import math
 import shutil
 import sys
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from drafters.config import validate
 from drafters.model.target import TargetModel
 from train.core import engine, runtime
 from train.core.config import TrainConfig
+from train.core.lm_heads import LMHeads
 from train.core.task import make_task
 from train.data.packing import Batch, collate, complete
 from train.run.inputs import Inputs, open_inputs
@@ -215,12 +217,14 @@ def excess_loss(run: TrainRun, batches: list[Batch]) -> float:
     task, module = run.task, run.engine.module
     module.eval()
     above = count = 0.0
+    equal = copy(task)  # a drafter equal to the target also has its LM head
+    equal.heads = LMHeads(run.config, task.ends.lm_head)
+    equal.heads.ids = task.heads.ids
     for packed in batches:
-        rows = task.rows(packed).to(run.engine.device)
-        batch = packed.to(run.engine.device, run.config.dtype)
-        predicted, target = task.pairs(module, batch, rows)
-        above += float(task.losses(predicted, target)["loss"] - task.floor(target))
-        count += len(rows)
+        batch = replace(packed, rows=task.rows(packed)).to(run.engine.device, runtime.dtype_of(run.config))
+        pairs = task.pairs(module, batch)
+        above += float(task.losses(pairs)["loss"] - equal.losses(pairs.perfect())["loss"])
+        count += len(batch.rows)
     module.train()
     return above / count
 
@@ -236,12 +240,13 @@ def acceptance(run: TrainRun, batches: list[Batch]) -> dict[str, float]:
     module.eval()
     shared: dict[str, list[float]] = {kind: [] for kind in DESCRIPTION}
     for packed in batches:
-        batch = packed.to(run.engine.device, run.config.dtype)
-        predicted = task.predict(module, batch)[0]
+        batch = packed.to(run.engine.device, runtime.dtype_of(run.config))
         place = answer_positions(batch.loss_mask, batch.segments)[0]
         last = batch.loss_mask[0] & ~batch.shifted(batch.loss_mask, 1)[0] & (place > 0)
         t = place[task.earliest :].ge(0).nonzero()[:, 0] + task.earliest
-        overlap = task.overlap(predicted[t - task.ahead], batch.features[0, t - 1])
+        pairs = task.pairs(module, replace(batch, rows=t - task.ahead))
+        pairs = task.judged(replace(pairs, targets=batch.features[0, t - 1]))
+        overlap = task.heads.compare(pairs)[0].mean(0)
         for kind, chosen in (("first", place == 0), ("last", last), ("others", (place > 0) & ~last)):
             shared[kind] += overlap[chosen[t]].tolist()
     module.train()

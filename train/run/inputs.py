@@ -14,6 +14,7 @@ from drafters.hub.checkpoint import TargetIdentity
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
+from train.core.runtime import dtype_of
 from train.data.online import OnlineFeatures, load_target, open_online
 from train.data.packing import Source
 from train.run.files import begun_on
@@ -63,10 +64,10 @@ def open_inputs(config: TrainConfig, device: str = "cpu") -> Inputs:
     if isinstance(config.features, str):
         texts = open_online(config, begun_on(config.out))
         check_batch_tokens(config, texts[0])
-        return Inputs(load_frozen_ends(config.target, dtype=config.dtype, revision=config.revision), *texts)
+        return Inputs(load_frozen_ends(config.target, dtype=dtype_of(config), revision=config.revision), *texts)
     check_splits(config.features)
     train, heldout = (FeatureStore.open(config.features / split) for split in ("train", "heldout"))
-    ends = load_frozen_ends(config.target, dtype=config.dtype, device=device, revision=config.revision)
+    ends = load_frozen_ends(config.target, dtype=dtype_of(config), device=device, revision=config.revision)
     target = target_identity(config, ends)
     for split, manifest in (("train", train.manifest), ("heldout", heldout.manifest)):
         check_store(config, split, manifest, target)

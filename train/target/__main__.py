@@ -15,7 +15,7 @@ from drafters.cli.program import CommandLine, keeping, run_program
 from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.config import load_config
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 
 
 def main(argv: list[str] | None = None) -> None:

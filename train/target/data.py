@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.messages import Message, uses_tools
 from data_prep.dialogues.reader import ReadCounts, read_dialogues
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 from train.target.files import DataPosition, replace_folder
 
 END, PAD = "<|end|>", "<|endoftext|>"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from train.target.config import TargetConfig
+from train.configs import TargetConfig
 
 
 def build_model(config: TargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

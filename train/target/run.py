@@ -16,9 +16,9 @@ from data_prep.common.progress import Bar
 from drafters.cli.program import command
 from drafters.common.files import replace_json
 from drafters.common.precision import cpu_has_bf16
+from train.configs import TargetConfig
 from train.core.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
-from train.target.config import TargetConfig
 from train.target.data import batches, encode, get_tokenizer, pack_rows, read_messages
 from train.target.export import export, sample_continuations, write_card
 from train.target.files import TargetProgress, checkpoints, load_target_state, save_target_state

@@ -9,7 +9,7 @@ import torch
 
 from drafters.common.provenance import peak_memory_bytes
 from train.core.task import Task
-from train.data.packing import StepData
+from train.data.packing import Batch, StepData
 from train.watch.flops import TrainingCost, peak_tflops
 
 
@@ -21,7 +21,7 @@ class Meter:
     """
 
     def __init__(self, task: Task, cost: TrainingCost, device: torch.device) -> None:
-        self.task, self.cost, self.device = task, cost, device
+        self.cost, self.device = cost, device
         self.peak = task.config.peak_tflops or peak_tflops(device)
         self._began, self._tokens_before = 0.0, 0
         self._clear()
@@ -34,12 +34,12 @@ class Meter:
                 self._began = time.monotonic()
                 data = next(steps)
                 self._waited += time.monotonic() - self._began
-                rows = sum(len(self.task.rows(batch)) for batch in data.batches)
-                self._flops += self.cost.of([span.length for batch in data.batches for span in batch.spans], rows)
                 yield data
 
-    def step_done(self) -> None:
-        """The step that ``watch`` gave last has ended."""
+    def step_done(self, batches: list[Batch]) -> None:
+        """Count the step that ``watch`` gave last, which trained on ``batches``."""
+        rows = sum(len(batch.rows) for batch in batches)
+        self._flops += self.cost.of([span.length for batch in batches for span in batch.spans], rows)
         self._seconds += time.monotonic() - self._began
 
     def figures(self, tokens: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from drafters.loop.trace import Trace
 from drafters.model.files import collect_memory
 from drafters.model.target import TargetModel
 from train.core.config import TrainConfig
+from train.core.runtime import dtype_of
 from train.core.task import Task
 from train.data.packing import Source
 
@@ -120,7 +121,7 @@ class HeldoutTau:
         if self._target is None:
             disable_progress_bar()  # transformers' own: there is one already, the training's
             config = self.config
-            self._target = TargetModel.from_pretrained(config.target, config.dtype, self.device, config.revision)
+            self._target = TargetModel.from_pretrained(config.target, dtype_of(config), self.device, config.revision)
         return self._target
 
     def _release(self, keep: bool) -> None:

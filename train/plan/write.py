@@ -1,4 +1,4 @@
-"""What train.start does: look, measure, plan, write; and run the script."""
+"""The steps of train.start: inspect, measure, plan, write the files; run the script."""
 
 import os
 import shlex
@@ -13,13 +13,13 @@ from drafters.common.files import replace_json, replace_text
 from drafters.common.provenance import cpu_name
 from drafters.common.wording import size_text
 from drafters.model.ends import load_frozen_ends
+from train.configs import START_FACTS, START_SCRIPT, StartConfig
 from train.plan import configs
 from train.plan.asked import Sample
 from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_machine, look_at_model
 from train.plan.rates import measure, some_prompts
 from train.plan.script import script, show
 from train.plan.steps import Plan, Planner
-from train.start import FACTS, SCRIPT, StartConfig
 
 
 def write(config: StartConfig, command: list[str], run: bool) -> None:
@@ -50,8 +50,8 @@ def write(config: StartConfig, command: list[str], run: bool) -> None:
         plan.notes.append(f"no Hub token is here: `hf auth login` before the last step, which pushes to {config.hub}")
     save(config, plan, rates, command)
     show(plan, console)
-    what = "it runs now" if run else f"run it: bash {shlex.quote(str(config.out / SCRIPT))}"
-    console.print(f"{config.out / SCRIPT} and {len(plan.files)} configs are written; {what}", soft_wrap=True)
+    what = "it runs now" if run else f"run it: bash {shlex.quote(str(config.out / START_SCRIPT))}"
+    console.print(f"{config.out / START_SCRIPT} and {len(plan.files)} configs are written; {what}", soft_wrap=True)
 
 
 def timed(config: StartConfig, model: Model, machine: Machine, data: Data | None) -> tuple[Rates, Data]:
@@ -70,13 +70,13 @@ def save(config: StartConfig, plan: Plan, rates: Rates, command: list[str]) -> N
     """All files of a start, the script last: with it, the start is whole."""
     (config.out / "configs").mkdir(parents=True, exist_ok=True)
     facts = {"settings": config.settings(), "rates": vars(rates)}
-    replace_json(config.out / FACTS, facts)
+    replace_json(config.out / START_FACTS, facts)
     for file, (values, reasons) in plan.files.items():
         user = next(line for step in plan.steps for line in step.commands if f"configs/{file}" in line)
         title = f"{file.removesuffix('.yaml')}, by train.start"
         replace_text(config.out / "configs" / file, configs.page(title, user.split(" $(")[0], values, reasons))
-    replace_text(config.out / SCRIPT, script(plan, command))
-    (config.out / SCRIPT).chmod(0o755)
+    replace_text(config.out / START_SCRIPT, script(plan, command))
+    (config.out / START_SCRIPT).chmod(0o755)
 
 
 def shape(model: Model) -> str:
@@ -104,4 +104,4 @@ def place(machine: Machine) -> str:
 def run_script(config: StartConfig) -> None:
     """Become the script: Ctrl-C reaches the step that runs, and nothing of this program stays in memory."""
     sys.stdout.flush()
-    os.execvp("bash", ["bash", str(Path(config.out) / SCRIPT)])
+    os.execvp("bash", ["bash", str(Path(config.out) / START_SCRIPT)])

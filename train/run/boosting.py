@@ -1,4 +1,4 @@
-"""The work of train.boost, once its config is checked."""
+"""The steps of train.boost: train each draft model in a process of its own, then measure what they cover."""
 
 import json
 import subprocess
@@ -13,18 +13,18 @@ from drafters.cli.program import Failure
 from drafters.common.files import replace_json
 from drafters.common.provenance import measured_on
 from drafters.model.files import resolve_device
-from train.boost import BoostConfig
-from train.core.losses import default_chunk_rows
+from train.configs import BoostConfig, DraftModelConfig
+from train.core.lm_heads import LMHeads
+from train.core.runtime import dtype_of
 from train.data.packing import Source, collate
 from train.draft.coverage import covered_rows, load_draft_models, right_rows
-from train.draft_model import DraftModelConfig
 from train.run.files import StateFolder
 from train.run.inputs import open_inputs
 
-SCRIPT = Path(__file__).with_name("draft_model.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "draft_model.py"
 
 
-def run(config: BoostConfig, run: DraftModelConfig) -> None:
+def boost(config: BoostConfig, run: DraftModelConfig) -> None:
     """Train what is not trained yet, then print and write the coverage."""
     first = config.out / "1"
     lists = {"boosted": [first], "seeds": [first]}
@@ -67,19 +67,16 @@ def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int)
     """By list, for its first 1 to n draft models: the share of held-out rows that any of them covers."""
     inputs, device = open_inputs(run), resolve_device()
     inputs.ends.to(device)
+    heads = LMHeads(run, inputs.ends.lm_head)
     names = list(dict.fromkeys(name for names in lists.values() for name in names))
-    models = dict(zip(names, load_draft_models(names, run.dtype, device), strict=True))
+    models = dict(zip(names, load_draft_models(names, dtype_of(run), device), strict=True))
     totals = {name: [0] * len(names) for name, names in lists.items()}
     rows = 0
     for index in held_out(inputs.heldout, run.heldout_tokens):
         batch = collate(inputs.heldout, [index])
         answers = batch.shifted(batch.loss_mask, 1)
         rows += int(answers.sum())
-        size = default_chunk_rows(inputs.ends.lm_head)
-        covered = {
-            name: covered_rows(right_rows(model, batch, inputs.ends, size), batch, length)
-            for name, model in models.items()
-        }
+        covered = {name: covered_rows(right_rows(model, batch, heads), batch, length) for name, model in models.items()}
         for name, members in lists.items():
             union = torch.zeros_like(answers)
             for place, member in enumerate(members):

@@ -1,4 +1,4 @@
-"""The work of train.draft_vocab."""
+"""The steps of train.draft_vocab: count tokens of answers, write the most frequent into a checkpoint, report."""
 
 import argparse
 import json
@@ -23,8 +23,8 @@ LINES = 4096  # of a text, tokenized in one call
 WHOLE = 1 << 30  # tokens of a dialogue: none is cut
 
 
-def run(options: argparse.Namespace) -> int:
-    """Count, write and report. Returns 0."""
+def add_frequent_tokens(options: argparse.Namespace) -> None:
+    """Count, write and report."""
     folder: Path = options.folder
     trained = is_drafter(folder)
     if trained:
@@ -42,7 +42,6 @@ def run(options: argparse.Namespace) -> int:
         covered = counts[ids[:size].long()].sum() / counts.sum()
         print(f"  draft_vocab={size:<7} covers {covered:.2%} of the {int(counts.sum()):,} tokens there")
     print(f"It drafts with {len(ids):,} now." if trained else "Its methods use them with the option draft_vocab.")
-    return 0
 
 
 def is_drafter(folder: Path) -> bool:

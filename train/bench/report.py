@@ -1,4 +1,4 @@
-"""The work of train.throughput, once its arguments are checked."""
+"""The steps of train.throughput: measure both sides, compare, print, write the JSON."""
 
 import argparse
 import statistics
@@ -15,7 +15,7 @@ from train.core.config import TrainConfig
 from train.watch.flops import peak_tflops
 
 
-def run(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.Namespace) -> None:
+def measure(config: TrainConfig, shape: dict[str, int] | None, arguments: argparse.Namespace) -> None:
     """Measure on the run's store, or on random features of a shape; print, and write the JSON."""
     with tempfile.TemporaryDirectory() as folder:
         given = config, arguments

@@ -1,0 +1,374 @@
+"""The YAML schemas of the programs in train/, without torch: a mistyped key is answered within a second.
+
+Keys of every drafter's training are in train/core/config.py.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from huggingface_hub.utils import validate_repo_id
+from pydantic import Field, field_validator, model_validator
+
+from data_prep.dialogues.reader import source_digest
+from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
+from drafters.config import Amount, Config, DraftSize, Layers, Length, Seed, Size, Vocabulary, Width
+from drafters.methods import method_names
+from train.core.config import Lora, TrainConfig
+
+
+def trained_methods() -> list[str]:
+    """The methods that can be trained: those with a program ``train/<method>.py``."""
+    folders = import_module("train").__path__
+    return [name for name in method_names() if any((Path(folder) / f"{name}.py").is_file() for folder in folders)]
+
+
+def schema_of(method: str) -> type[TrainConfig]:
+    """The schema of a method's training: one of this file, or one that ``train/<method>.py`` defines itself."""
+    own = next((schema for schema in TrainConfig.__subclasses__() if schema.drafter == method), None)
+    if own is None:
+        import_module(f"train.{method}")
+        own = next(schema for schema in TrainConfig.__subclasses__() if schema.drafter == method)
+    return own
+
+
+class EagleConfig(TrainConfig):
+    """The keys of an EAGLE run beside those of every run."""
+
+    drafter: ClassVar[str] = "eagle"
+    older: ClassVar[dict[str, Any]] = {"layer": "target"}
+
+    inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
+    fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
+    layer: Literal["auto"] | HeadLayer = Field(
+        "auto", description="the head's decoder layer; auto: the target's where engines serve it, else llama"
+    )
+    classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
+    start: Literal["random", "regression"] = Field("random", description="of fc's weights: docs/training.md")
+    noise: Literal["paper", "code", "none"] = "paper"
+    mask_alignment: Literal["shifted", "paper-code"] = "shifted"
+    unroll: int = Field(1, ge=1, le=8, description="predictions in a row of each trained position; the paper's: 1")
+    unroll_weight: float = Field(1.0, gt=0, description="of the loss of each further prediction over the one before")
+
+    @property
+    def solves_weights(self) -> bool:
+        return self.start == "regression"
+
+    @model_validator(mode="after")
+    def _has_what_to_feed_back(self) -> Self:
+        if self.inputs == "token" and self.unroll > 1:
+            raise ValueError(
+                f"unroll: {self.unroll} feeds predicted features back, and inputs: token has none; set unroll=1, or "
+                f"inputs={SHIFTED}"
+            )
+        if self.fc_bias and self.inputs not in (SHIFTED, UNSHIFTED):
+            raise ValueError(f"fc_bias: true, and a head with inputs: {self.inputs} has no fc; set fc_bias=false")
+        if self.start == "regression" and self.inputs not in (SHIFTED, UNSHIFTED):
+            raise ValueError(
+                f"start: regression fits fc, and a head with inputs: {self.inputs} has none; set start=random"
+            )
+        if self.start == "regression" and self.init_from is not None:
+            raise ValueError(
+                f"start: regression fits new weights, and init_from: {self.init_from} gives trained ones; "
+                "set start=random"
+            )
+        return self
+
+
+class KangarooConfig(TrainConfig):
+    """The keys of a Kangaroo run beside those of every run."""
+
+    drafter: ClassVar[str] = "kangaroo"
+
+    exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
+    ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
+    own_lm_head: bool = Field(False, description="an LM head of its own, which begins as the target's; Table 2, too")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.exit_layer,)
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.own_lm_head
+
+    @model_validator(mode="after")
+    def _keeps_its_lm_head_whole(self) -> Self:
+        if self.own_lm_head and self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the adapter's own LM head; set 0, 1 or 2")
+        return self
+
+
+class Joint(Config):
+    """``joint:``: tune the target together with the heads (Medusa-2). What is trained then is another target."""
+
+    lora: Lora | None = Field(
+        Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
+        description="beside its layers, by peft; null: all of them, and the norm",
+    )
+    lambda_0: float = Field(0.2, gt=0, description="what the heads' losses count beside the target's own")
+    rate: float = Field(0.25, gt=0, description="the target's learning rate, times learning_rate, which is the heads'")
+    heads_first: Amount = Field(0, ge=0, description="steps in which the target stays as it is; then it warms up, too")
+
+
+class MedusaConfig(TrainConfig):
+    """The keys of a Medusa run beside those of every run.
+
+    ``labels: target`` learns the target's own distribution of the token that a head predicts, ``tokens`` the token that
+    the text has, as published. The former says more a token, and is what drafts are verified by, also on text that the
+    target did not write. Held-out figures are against the target's distribution either way.
+    """
+
+    drafter: ClassVar[str] = "medusa"
+
+    heads: int = Field(4, ge=1, le=64, description="K: head k predicts the token k + 1 ahead")
+    layers: int = Field(1, ge=1, le=64, description="residual blocks of a head")
+    own_lm_heads: bool = Field(False, description="as published: an LM head each, which begins as the target's")
+    labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
+    head_decay: float = Field(0.8, gt=0, le=1, description="head k's loss counts lambda_k = head_decay^k")
+    joint: Joint | None = None
+
+    @property
+    def tuned_folder(self) -> Path:
+        """Where ``joint`` leaves the target that it tuned."""
+        return self.out / "target"
+
+    @property
+    def measured_target(self) -> dict[str, Any]:
+        return super().measured_target if self.joint is None else {"path": str(self.tuned_folder)}
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.own_lm_heads
+
+    @property
+    def computes_in(self) -> str:
+        return "float32" if self.own_lm_heads else self.precision
+
+    @model_validator(mode="after")
+    def _has_such_a_loss(self) -> Self:
+        if self.labels == "tokens" and (self.classification_loss != "cross_entropy" or self.top_k_weight):
+            raise ValueError(
+                f"classification_loss: {self.classification_loss} and top_k_weight: {self.top_k_weight:g} compare "
+                "distributions, and labels: tokens has none; set labels=target, or classification_loss=cross_entropy "
+                "top_k_weight=0"
+            )
+        if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
+            # The loss multiplies with them outside of the module's forward, where ZeRO takes no gradients up.
+            raise ValueError(
+                f"own_lm_heads are trained with precision: float32 and zero_stage: 0 alone, not {self.precision} and "
+                f"{self.zero_stage}; set precision=float32 zero_stage=0 or own_lm_heads=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_a_joint_training(self) -> Self:
+        if self.joint is None:
+            return self
+        refused = {
+            "own_lm_heads": "the heads draft through the target's",
+            "lora": "what is tuned by LoRA is the target: joint.lora",
+            "loss_vocab": "the target has to keep its whole vocabulary",
+            "top_k_weight": "the target is trained by cross-entropy",
+        }
+        for key, why in refused.items():
+            if value := getattr(self, key):
+                raise ValueError(f"{key} is {value}, and with joint {why}; leave one of the two out")
+        if self.classification_loss != "cross_entropy":
+            what = f"classification_loss is {self.classification_loss}, and with joint"
+            raise ValueError(f"{what} the target is trained by cross-entropy; set that, or leave joint out")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, and with joint the target's layers are called one by one; set 0, 1 or 2")
+        return self
+
+
+class OnPolicy(Config):
+    """``on_policy:``: answers that the draft model samples itself, in the place of the dialogues' own."""
+
+    share: float = Field(0.5, gt=0, le=1, description="of the dialogues whose answer is replaced")
+    every: Amount = Field(1, ge=1, description="steps whose answers are sampled at once, by the weights at the first")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    max_new_tokens: Length = Field(256, ge=1, description="of an answer, which is no longer than the one it replaces")
+    batch: Size = Field(32, ge=1, description="answers sampled side by side")
+
+
+class Boost(Config):
+    """``boost:``: train only where draft models that are trained already miss what the target says (SpecInfer)."""
+
+    after: list[str] = Field(min_length=1, description="folders or Hub names of the draft models before this one")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
+    keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
+
+
+class DraftModelConfig(TrainConfig):
+    """The keys of a draft model's run beside those of every run."""
+
+    drafter: ClassVar[str] = "draft_model"
+
+    draft_model: str = Field(
+        description="folder or Hub name of the causal LM that is trained; of the target's tokenizer"
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "lk_alpha", "lk_lambda", "tokens"] = (
+        Field(
+            "forward_kl",
+            description="from the target's distribution; tokens: the cross-entropy of the text's own (BiLD)",
+        )
+    )
+    beta: float = Field(0.5, gt=0, lt=1, description="of jsd: the target's share in the mixture")
+    freeze_ends: bool = Field(
+        False, description="leave its embedding and LM head as they are: for one of the target's own layers"
+    )
+    on_policy: OnPolicy | None = None
+    boost: Boost | None = None
+
+    @property
+    def measured_by(self) -> dict[str, Any]:
+        return {"drafter": "speculative", "draft_model": str(self.out)}
+
+    @property
+    def trains_lm_head(self) -> bool:
+        return self.lora is None and not self.freeze_ends
+
+    @property
+    def provenance_file(self) -> str:
+        return "training.json"
+
+    @property
+    def lora_base(self) -> str | None:
+        return self.draft_model
+
+    @property
+    def other_models(self) -> dict[str, str]:
+        earlier = self.boost.after if self.boost else []
+        return {"draft_model": self.draft_model} | {f"boost.after[{n}]": name for n, name in enumerate(earlier)}
+
+    @model_validator(mode="after")
+    def _fits_a_draft_model(self) -> Self:
+        if self.draft_vocab is not None:
+            raise ValueError(
+                f"draft_vocab is {self.draft_vocab}, and a draft model keeps its whole LM head; leave it out, and list "
+                "tokens in what was trained: python -m train.draft_vocab"
+            )
+        if self.loss_vocab is not None and self.trains_lm_head:
+            raise ValueError(
+                f"loss_vocab is {self.loss_vocab}, and the draft model's LM head is trained, of which each token has "
+                "to learn; leave it out, or set freeze_ends=true"
+            )
+        if self.init_from is not None:
+            raise ValueError(f"init_from is {self.init_from}, and a draft model starts as draft_model says; set that")
+        for key in ("classification_loss", "top_k_weight"):
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is {value}, and a draft model learns by its divergence; set that instead")
+        if self.on_policy and self.features != "online":
+            raise ValueError(
+                f"on_policy needs the target beside the training, and features is {str(self.features)!r}: set "
+                "features=online with data.train and data.heldout"
+            )
+        if self.on_policy and self.save_every % self.on_policy.every:
+            every = self.on_policy.every  # else a resumed run would go on with other answers
+            raise ValueError(f"save_every is {self.save_every}, and on_policy.every {every}; save every {every} or so")
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3, which would split the draft model's LM head; set 0, 1 or 2")
+        return self
+
+
+class BoostConfig(Config):
+    """A list of draft models and what they have in common."""
+
+    run: Path = Field(description="config of train/draft_model.py; its draft_model, boost, seed and out are set here")
+    draft_models: list[str] = Field(min_length=2, description="what each begins as; the same one may stand there twice")
+    out: Path = Field(description="folder of the trainings: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
+    keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
+    seeds: bool = Field(True, description="train as many on everything, to compare with")
+
+
+START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
+START_METHODS = ("eagle", "kangaroo")
+
+
+class StartConfig(Config):
+    """What a start is told."""
+
+    target: str
+    data: str | None = None
+    out: Path
+    method: Literal["eagle", "kangaroo"] = "eagle"
+    minutes: float = Field(120, gt=0, allow_inf_nan=False, description="of all steps together")
+    hub: str | None = Field(None, description="repository that the drafter is pushed to")
+
+    @field_validator("hub")
+    @classmethod
+    def _is_a_repository(cls, name: str | None) -> str | None:
+        if name is not None:
+            validate_repo_id(name)
+            if "/" not in name:
+                raise ValueError("give it as user/name")
+        return name
+
+    def settings(self) -> dict[str, object]:
+        """What may not change between a start and the same one again."""
+        named = self.model_dump(mode="json", exclude={"out"})
+        return named | {"data_digest": None if self.data is None else source_digest(self.data)}
+
+    @property
+    def asked(self) -> str:
+        """The file of the questions that the target asks itself."""
+        return str(self.out / "asked" / "questions.jsonl")
+
+
+class ModelShape(Config):
+    """Shape of the model, a Llama."""
+
+    vocab_size: Vocabulary = Field(default=4096, ge=300)
+    hidden_size: Width = Field(default=256, ge=8)
+    layers: Layers = Field(default=12, ge=1)
+    heads: Width = Field(default=8, ge=1)
+    kv_heads: Width = Field(default=4, ge=1)
+    head_dim: Width = Field(default=32, ge=2, multiple_of=2)
+    intermediate_size: Width = Field(default=480, ge=8)
+    max_positions: Length = Field(default=2048, ge=16)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class TargetConfig(Config):
+    """One training run, complete."""
+
+    name: str
+    corpus: Path = Path("runs/stdlib")
+    tokenizer: str | None = None  # the target's folder, for a draft model; default: one made for the corpus
+    run_dir: Path
+    final_dir: Path
+    model: ModelShape = Field(default_factory=ModelShape)
+    max_bytes: int = Field(default=16_000_000, description="largest allowed size of the weights in bf16")
+    steps: Amount = Field(ge=1)
+    warmup_steps: Amount = Field(default=100, ge=0)
+    decay_fraction: float = Field(default=0.2, ge=0, le=1)
+    seq_len: Length = Field(default=512, ge=8)
+    batch_rows: Size = Field(default=8, ge=1)
+    micro_rows: Size = Field(default=1, ge=1, description="rows of one worker's forward")
+    muon_lr: float = Field(default=0.02, gt=0)
+    embed_lr: float = Field(default=3e-3, gt=0)
+    norm_lr: float = Field(default=3e-3, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    precision: Literal["auto", "float32", "autocast", "bf16"] = "auto"
+    threads: Size = Field(default=2, ge=1, description="workers, each with its own rows and one core")
+    seed: Seed = 0
+    eval_every: Amount = Field(default=200, ge=1)
+    eval_tokens: Amount = Field(default=40_000, ge=1)
+    save_minutes: float = Field(default=5, ge=0)
+    export_minutes: float = Field(default=10, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch_rows % self.micro_rows:
+            raise ValueError(f"batch_rows ({self.batch_rows}) must be a multiple of micro_rows ({self.micro_rows})")
+        if self.seq_len > self.model.max_positions:
+            raise ValueError(f"seq_len ({self.seq_len}) exceeds model.max_positions ({self.model.max_positions})")
+        return self
