@@ -14,13 +14,18 @@ from data_prep.dialogues.reader import source_digest
 from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
 from drafters.config import Amount, Config, DraftSize, Layers, Length, Seed, Size, Vocabulary, Width
 from drafters.methods import method_names
-from train.core.config import Lora, TrainConfig
+from train.core.config import Lora, Recipe, TrainConfig
 
 
 def trained_methods() -> list[str]:
     """The methods that can be trained: those with a program ``train/<method>.py``."""
     folders = import_module("train").__path__
     return [name for name in method_names() if any((Path(folder) / f"{name}.py").is_file() for folder in folders)]
+
+
+def started_methods() -> list[str]:
+    """The methods that train.start knows a recipe for."""
+    return [name for name in trained_methods() if schema_of(name).recipe]
 
 
 def schema_of(method: str) -> type[TrainConfig]:
@@ -37,6 +42,13 @@ class EagleConfig(TrainConfig):
 
     drafter: ClassVar[str] = "eagle"
     older: ClassVar[dict[str, Any]] = {"layer": "target"}
+    recipe: ClassVar[Recipe | None] = Recipe(
+        keys=lambda target, small: {"start": ("regression", "fc is solved for: docs/training.md")} if small else {},
+        learning_rate=3.0e-5,
+        compared={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
+        hybrid="hybrid of lookup and EAGLE",
+        certified={"tree": "chain", "depth": 3},
+    )
 
     inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
     fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
@@ -75,10 +87,20 @@ class EagleConfig(TrainConfig):
         return self
 
 
+EXIT_LAYER = "a tenth of the layers, at most three, as in the paper and docs/smollm2.md"
+
+
 class KangarooConfig(TrainConfig):
     """The keys of a Kangaroo run beside those of every run."""
 
     drafter: ClassVar[str] = "kangaroo"
+    recipe: ClassVar[Recipe | None] = Recipe(
+        keys=lambda target, small: {"exit_layer": (max(1, min(3, target.num_hidden_layers // 10)), EXIT_LAYER)},
+        learning_rate=5.0e-5,
+        compared={"Kangaroo": {}},
+        knobs={"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]},
+        first={"max_draft_tokens": 4},
+    )
 
     exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
     ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
@@ -284,16 +306,15 @@ class BoostConfig(Config):
 
 
 START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
-START_METHODS = ("eagle", "kangaroo")
 
 
 class StartConfig(Config):
-    """What a start is told."""
+    """The command line of train.start."""
 
     target: str
     data: str | None = None
     out: Path
-    method: Literal["eagle", "kangaroo"] = "eagle"
+    method: str = "eagle"
     minutes: float = Field(120, gt=0, allow_inf_nan=False, description="of all steps together")
     hub: str | None = Field(None, description="repository that the drafter is pushed to")
 
@@ -307,7 +328,7 @@ class StartConfig(Config):
         return name
 
     def settings(self) -> dict[str, object]:
-        """What may not change between a start and the same one again."""
+        """The settings that a repeated start must not change."""
         named = self.model_dump(mode="json", exclude={"out"})
         return named | {"data_digest": None if self.data is None else source_digest(self.data)}
 

@@ -19,7 +19,7 @@ from drafters.common.files import check_folder
 from drafters.common.paths import check_model
 from drafters.common.provenance import changes
 from drafters.config import validate
-from train.configs import START_FACTS, START_METHODS, START_SCRIPT, StartConfig
+from train.configs import START_FACTS, START_SCRIPT, StartConfig, started_methods
 
 
 def written_before(config: StartConfig) -> bool:
@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--data", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset; without it the target asks itself"
     )
     parser.add_argument("--out", required=True, help="folder of all that is made")
-    parser.add_argument("--method", choices=START_METHODS, default="eagle")
+    parser.add_argument("--method", choices=started_methods(), default="eagle")
     parser.add_argument("--minutes", type=float, default=120.0, help="of all steps together (default 120)")
     parser.add_argument("--hub", metavar="USER/NAME", help="push the drafter to this repository at the end")
     parser.add_argument("--run", action="store_true", help="run the script, too")

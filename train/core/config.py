@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -33,6 +34,28 @@ class Lora(Config):
     targets: str | list[str] = Field("all-linear", description="modules by name, as peft takes them")
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How train.start trains and measures a method.
+
+    Attributes:
+        keys: from the target's config, and whether the target is small: the method's own keys, each with its reason.
+        learning_rate: of the paper, for large targets.
+        compared: options of the drafts in the report, by label.
+        hybrid: label of a row that combines the drafter with lookup; "": no such row.
+        certified: options of the draft in the lossless test.
+        knobs, first: options that eval.tune searches before the report, and their first values; empty: no search.
+    """
+
+    keys: Callable[[Any, bool], dict[str, tuple[Any, str]]]
+    learning_rate: float
+    compared: dict[str, dict[str, Any]]
+    hybrid: str = ""
+    certified: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, list[Any]] = field(default_factory=dict)
+    first: dict[str, Any] = field(default_factory=dict)
+
+
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -41,7 +64,8 @@ class TrainConfig(Config):
     """What every drafter's training run has in common. All paths are relative to the working directory."""
 
     drafter: ClassVar[str]  # what it trains; also the name of its script in train/
-    older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before it existed, unless its default now
+    older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before the key existed, if not its default
+    recipe: ClassVar[Recipe | None] = None  # of train.start, which trains the methods that have one
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")

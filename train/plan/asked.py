@@ -38,7 +38,7 @@ class Sample:
 
     def _ask(self, target: TargetModel, rows: int) -> list[list[int]]:
         chat, name = self.model.chat, self.model.name
-        values, _ = magpie(self.model, self.machine, min(rows, QUESTIONS // 2), "-", QUESTIONS, None)
+        values, _ = magpie(self.model, min(rows, QUESTIONS // 2), "-", QUESTIONS, None)
         config = validate(MagpieConfig, values, "the sample")
         try:
             prompt, mark = chat.question_prompt()

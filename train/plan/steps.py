@@ -86,6 +86,9 @@ class Planner:
         self.out, self.plan = str(settings.out), Plan()
         self.files = configs.own_files(data, self.out)
         self.entry = configs.drafting(self.method, model, machine, self.out)
+        self.schema = schema_of(self.method)
+        assert self.schema.recipe is not None
+        self.recipe = self.schema.recipe
         self.heldout = max(8, min(200, data.dialogues // 10))
         self.gpus = max(1, machine.gpus)
         self.measured = "measured" if self.gpus == 1 else f"by what one of {self.gpus} GPUs was measured at"
@@ -120,10 +123,9 @@ class Planner:
 
     def training(self, minutes: float, online: bool) -> tuple[TrainConfig, tuple[dict[str, Any], dict[str, str]]]:
         """The training's config, checked; raises ValueError where no such head fits the model."""
-        found = configs.training(
-            self.method, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
-        )
-        return validate(schema_of(self.method), found[0], f"{self.method}.yaml"), found
+        given = self.method, self.recipe, self.model, self.machine, self.out, self.files, online, max(minutes, 0.01)
+        found = configs.training(*given)
+        return validate(self.schema, found[0], f"{self.method}.yaml"), found
 
     def training_rate(self, config: TrainConfig) -> float:
         """Tokens/s of training, by a few steps on random numbers."""
@@ -142,7 +144,7 @@ class Planner:
             ValueError: too few minutes for any of it.
         """
         rates, data, total = self.rates, self.data, 60 * self.minutes
-        entries = configs.methods(self.method, self.entry)
+        entries = configs.methods(self.recipe, self.entry)
         new = min(96, self.model.answer)
         self.prompts = _within(REPORT * total * rates.one / (len(entries) * new), *PROMPTS)
         self.prompts = min(self.prompts, self.heldout // 2)
@@ -155,8 +157,9 @@ class Planner:
         certified = 2 * self.begun * greedy + self.texts * sampled  # greedy ones in both precisions
         self.certificate_seconds = 2 * rates.start + certified / exact if exact else 0.0
         self.tune_seconds = 0.0
-        if self.method == "kangaroo":
-            self.tune_seconds = rates.start + (4 + 3 + 2) * self.prompts * new / rates.one
+        if self.recipe.knobs:
+            tried = sum(map(len, self.recipe.knobs.values())) + 2
+            self.tune_seconds = rates.start + tried * self.prompts * new / rates.one
         fixed = (
             self.report_seconds
             + self.certificate_seconds
@@ -215,7 +218,7 @@ class Planner:
         self.heldout = min(self.heldout, max(8, count // 11))
         self.prompts, self.begun = min(self.prompts, self.heldout // 2), min(self.begun, self.heldout // 2)
         seconds = count * self.data.asking
-        found = configs.magpie(self.model, self.machine, self.rates.rows, self.data.source, count, seconds / 40)
+        found = configs.magpie(self.model, self.rates.rows, self.data.source, count, seconds / 40)
         line = self.on_all("-m data_prep.magpie", *self.config("magpie.yaml", found))
         how = f"{1 / self.data.asking:,.1f} questions/s {self.measured}; {count:,}, half as much time again allowed"
         memory = self.rates.weights + self.rates.rows * configs.ASKED * self.model.cache_bytes
@@ -240,7 +243,7 @@ class Planner:
             rows //= 2
         # Where there is time for all dialogues, the limit is for a machine that has become slower.
         minutes = max(2 * shares.answering, 1.0) if whole else shares.answering
-        found = configs.regenerate(self.model, self.machine, rows, self.out, minutes)
+        found = configs.regenerate(self.model, rows, self.out, minutes)
         config = self.config("regenerate.yaml", found)
         held = [f"source={self.out}/split/heldout.jsonl", f"out={self.out}/answers/heldout.jsonl"]
         held.append(f"minutes={max(0.1 * minutes, 0.5):.2f}")
@@ -262,7 +265,7 @@ class Planner:
         return {"limit": max(1, int(share * self.data.dialogues))} if self.data.own and share < 1 else {}
 
     def features(self, taps: list[int], int8: bool, size: float) -> None:
-        found = configs.features(self.model, self.machine, self.out, self.files, int8, taps)
+        found = configs.features(self.model, self.out, self.files, int8, taps)
         found[0].update(self.limit())
         line = self.on_all("-m data_prep.features", *self.config("features.yaml", found))
         seconds = self.rates.start + self.shares.tokens / self.rates.prefill
@@ -307,16 +310,16 @@ class Planner:
         model, out, entry = self.model, self.out, self.entry
         prompts, folder = self.files["heldout"], f"{out}/{self.method}"
         self.plan.report = f"{out}/speed/report.md; the drafter: {folder}"
-        rows = configs.methods(self.method, entry)
+        rows = configs.methods(self.recipe, entry)
         choose = []
-        if self.method == "kangaroo":
-            found = configs.tune(model, self.machine, out, self.files["train"], entry, self.prompts)
+        if self.recipe.knobs:
+            found = configs.tune(self.recipe, model, out, self.files["train"], entry, self.prompts)
             line = self.python("-m eval.tune", *self.config("tune.yaml", found))
-            how = "eta, then the most tokens of a draft, on dialogues of the training"
+            how = f"{', then '.join(self.recipe.knobs)}, on dialogues of the training"
             self.add("tune", "tune", [line], self.tune_seconds, how)
             best = shlex.quote(f"{out}/tune/best.yaml")
             choose = [f"\"drafters=$(echo '- drafter: prompt_lookup'; cat {best})\""]
-        found = configs.speed(model, self.machine, out, prompts, self.prompts, rows)
+        found = configs.speed(model, out, prompts, self.prompts, rows)
         line = self.python("-m eval.speed", *self.config("speed.yaml", found))
         how = f"{self.rates.one:,.0f} tokens/s measured; {len(rows)} methods on {self.prompts} held-out prompts"
         self.add("speed", "speed", [" ".join([line, *choose])], self.report_seconds, how)
@@ -335,7 +338,7 @@ class Planner:
 
     def certify(self, prompts: str) -> None:
         """The certificate: of a chain, which is always drafted."""
-        found = configs.lossless(self.model, self.out, prompts, self.entry, self.begun, self.texts)
+        found = configs.lossless(self.recipe, self.model, self.out, prompts, self.entry, self.begun, self.texts)
         out = self.out
         line = self.python("-m eval.lossless", *self.config("lossless.yaml", found))
         how = f"{self.rates.exact:,.0f} tokens/s in float32 measured; {self.texts} sampled texts, {self.begun} greedy"
