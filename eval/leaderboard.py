@@ -8,9 +8,9 @@ leaderboard.md and leaderboard.html into --out.
 
 from pathlib import Path
 
-from drafters.files import check_folder
-from drafters.program import CommandLine, run_program
-from drafters.reports import REPORT
+from drafters.cli.program import CommandLine, run_program
+from drafters.common.files import check_folder
+from drafters.hub.reports import REPORT
 
 RESULTS, OUT = Path("docs/results"), Path("docs")
 
