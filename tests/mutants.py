@@ -33,7 +33,7 @@ SECONDS = 120  # time limit of one mutant's tests; the slowest take 20 s
 
 
 def read_list() -> list[dict[str, str]]:
-    """Return the entries of mutants.yaml, each with the ``group`` that it stands in."""
+    """Return the entries of mutants.yaml, each with its ``group``."""
     groups = yaml.safe_load((ROOT / "tests" / "mutants.yaml").read_text())
     return [{"group": group, **entry} for group, entries in groups.items() for entry in entries]
 
