@@ -8,12 +8,11 @@ own answers: data_prep.regenerate writes them. The file has 8 bytes a token.
 
 from pathlib import Path
 
-from drafters.files import check_file
-from drafters.paths import is_missing_folder
-from drafters.program import CommandLine, command, keeping, run_program
-
-from .dialogues.reader import check_source
-from .disk import check_room, source_bytes
+from data_prep.common.disk import check_room, source_bytes
+from data_prep.dialogues.reader import check_source
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_file
+from drafters.common.paths import is_missing_folder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_source(parsed.source)
     check_room(parsed.out.parent, 3 * source_bytes(parsed.source), f"--out {parsed.out}", "give one on another disk")
 
-    from .datastore_run import run
+    from data_prep.datastore_run import run
 
     with keeping(lambda: f"to start again: {command()}"):
         return run(parsed)

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from data_prep.datastore import is_text
+from data_prep.dialogues.encoding import encode_split, load_tokenizer
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from drafters.common.text_files import read_text
 from drafters.drafting.datastore import Datastore, save_datastore
 from drafters.drafting.draft_model import vocabulary_facts
 from drafters.model.files import load_bare_tokenizer, load_config_only
-from drafters.text_files import read_text
-
-from .datastore import is_text
-from .dialogues.encoding import encode_split, load_tokenizer
-from .dialogues.loss_mask import ChatTokenizer
 
 WHOLE = 1 << 30  # tokens of a dialogue: none is cut
 

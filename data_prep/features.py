@@ -16,13 +16,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from data_prep.common.ranks import TargetKeys, add_rank_arguments, find_rank
+from data_prep.dialogues.reader import check_source
+from drafters.cli.program import CommandLine, keeping, run_program
+from drafters.common.files import check_folder
+from drafters.common.paths import check_model
 from drafters.config import Amount, Config, Layers, Length, load_config
-from drafters.files import check_folder
-from drafters.paths import check_model
-from drafters.program import CommandLine, keeping, run_program
-
-from .dialogues.reader import check_source
-from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 READ_BY_TRAINING = ("train", "heldout")
 StoreDtype = Literal["bfloat16", "float16", "float32", "int8", "float8"]
@@ -113,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     rank = find_rank(parsed.rank, parsed.ranks)
     check(config)
 
-    from .features_run import kept, run, verify_stores
+    from data_prep.features_run import kept, run, verify_stores
 
     with keeping(lambda: kept(config)):
         if not parsed.verify:

@@ -12,32 +12,31 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from drafters.eagle import EagleHead
-from drafters.files import existing_folder
-from drafters.kangaroo import KangarooAdapter
+from data_prep.answers.ownership import WORDS, begun_on, whose
+from data_prep.common.disk import check_room, free_bytes
+from data_prep.common.progress import Bar
+from data_prep.common.ranks import Rank, dtype_here, load_target, say_dtype
+from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.reader import source_digest
+from data_prep.extraction.process import VLLM
+from data_prep.features import FeaturesConfig
+from data_prep.heldout_answers import HELDOUT, answers_file, with_own_answers
+from data_prep.regenerate_run import answered
+from data_prep.store.dump import Background, Buffers, Computed, Tokens, run_shard
+from data_prep.store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import StoreWriter
+from drafters.cli.program import command
+from drafters.common.files import existing_folder
+from drafters.common.provenance import git_commit, library_versions
+from drafters.common.wording import size_text
+from drafters.methods.eagle import EagleHead
+from drafters.methods.kangaroo import KangarooAdapter
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.layers import default_layer
 from drafters.model.target import TargetModel
-from drafters.program import command
-from drafters.provenance import git_commit, library_versions
-from drafters.wording import size_text
-
-from .answers.ownership import WORDS, begun_on, whose
-from .dialogues.encoding import EncodedSplit, encode_split, load_tokenizer, template_hash, tokenizer_hash
-from .dialogues.loss_mask import ChatTokenizer
-from .dialogues.reader import source_digest
-from .disk import check_room, free_bytes
-from .extraction.process import VLLM
-from .features import FeaturesConfig
-from .heldout_answers import HELDOUT, answers_file, with_own_answers
-from .progress import Bar
-from .ranks import Rank, dtype_here, load_target, say_dtype
-from .regenerate_run import answered
-from .store.dump import Background, Buffers, Computed, Tokens, run_shard
-from .store.manifest import MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
-from .store.reader import FeatureStore
-from .store.writer import StoreWriter
 
 
 @dataclass

@@ -18,12 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from drafters.choices import StoredDtype
-from drafters.files import check_new_folder, keep_mode, replace_json, sync_folder
-from drafters.program import CommandLine, command, keeping, run_program
-from drafters.provenance import library_versions
-
-from .disk import check_room
+from data_prep.common.disk import check_room
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.choices import StoredDtype
+from drafters.common.files import check_new_folder, keep_mode, replace_json, sync_folder
+from drafters.common.provenance import library_versions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

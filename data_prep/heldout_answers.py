@@ -13,17 +13,16 @@ from pathlib import Path
 
 import torch
 
+from data_prep import regenerate_run
+from data_prep.common.ranks import Rank, TargetKeys
+from data_prep.dialogues.reader import source_digest
+from data_prep.features import FeaturesConfig
+from data_prep.regenerate import RegenerateConfig
+from data_prep.regenerate import check as check_regeneration
+from data_prep.store.lock import LOCK, folder_lock, is_locked
+from data_prep.store.manifest import MANIFEST, StoreManifest, read_manifest
 from drafters.model.files import load_config_only
 from drafters.model.target import TargetModel
-
-from . import regenerate_run
-from .dialogues.reader import source_digest
-from .features import FeaturesConfig
-from .ranks import Rank, TargetKeys
-from .regenerate import RegenerateConfig
-from .regenerate import check as check_regeneration
-from .store.lock import LOCK, folder_lock, is_locked
-from .store.manifest import MANIFEST, StoreManifest, read_manifest
 
 HELDOUT = "heldout"
 # Dialogues are answered together by batch_tokens, the key for the memory: 16 at its default.

@@ -9,9 +9,8 @@ byte. The last line is the verdict; the exit status is 1 if anything is not as i
 
 from pathlib import Path
 
-from drafters.program import CommandLine, command, keeping, positive, run_program
-
-from .store.manifest import MANIFEST, read_manifest
+from data_prep.store.manifest import MANIFEST, read_manifest
+from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse(arguments)
     stores = find_stores(parsed.store)
 
-    from .inspect_run import run
+    from data_prep.inspect_run import run
 
     with keeping(lambda: f"nothing was changed; to start again: {command()}"):
         return run(stores, parsed)

@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from data_prep.answers.ownership import WORDS
+from data_prep.common.progress import Bar
+from data_prep.dialogues.encoding import tokenizer_hash
+from data_prep.store.manifest import StoreManifest, read_manifest
+from data_prep.store.reader import FeatureStore, StoredDialogue, broken_shards, size_problem
 from drafters.model.files import load_bare_tokenizer
-
-from .answers.ownership import WORDS
-from .dialogues.encoding import tokenizer_hash
-from .progress import Bar
-from .store.manifest import StoreManifest, read_manifest
-from .store.reader import FeatureStore, StoredDialogue, broken_shards, size_problem
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 TRAINED = "bold green"  # colour of the tokens that the loss counts

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from pydantic import Field
 
+from data_prep.answers.ownership import check_own
+from data_prep.common.ranks import TargetKeys, add_rank_arguments, find_rank
+from drafters.cli.program import CommandLine, keeping, run_program
+from drafters.common.files import check_file
+from drafters.common.paths import check_model
 from drafters.config import Amount, Length, Seed, Size, Vocabulary, load_config
-from drafters.files import check_file
-from drafters.paths import check_model
-from drafters.program import CommandLine, keeping, run_program
-
-from .answers.ownership import check_own
-from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 # A run may go on with other values of these: they do not change which distribution is drawn from.
 FREE_ON_RESUME = {"out", "count", "minutes", "device", "device_map", "batch"}
@@ -52,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     config, rank = load_config(MagpieConfig, parsed.config, parsed.overrides), find_rank(parsed.rank, parsed.ranks)
     check(config, rank.count)
 
-    from .magpie_run import kept, run
+    from data_prep.magpie_run import kept, run
 
     with keeping(lambda: kept(config)):
         run(config, rank)

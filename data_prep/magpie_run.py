@@ -6,24 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.answers.finished import finish, is_finished, merging, report_finished, target_identity
+from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
+from data_prep.answers.ownership import begun_on, unfinished
+from data_prep.answers.target import enough_memory, text_ends
+from data_prep.answers.writing import derived_seed
+from data_prep.common.progress import Bar
+from data_prep.common.ranks import Rank, dtype_here, load_target
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.reader import DroppedError
+from data_prep.magpie import FREE_ON_RESUME, MagpieConfig
+from data_prep.split import same_question, unanswered_record
 from drafters import generate_many, make_drafter
 from drafters.base import Drafter
+from drafters.cli.program import command
+from drafters.common.provenance import git_commit, library_versions
 from drafters.model.target import TargetModel
-from drafters.program import command
-from drafters.provenance import git_commit, library_versions
-
-from .answers.finished import finish, is_finished, merging, report_finished, target_identity
-from .answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
-from .answers.ownership import begun_on, unfinished
-from .answers.target import enough_memory, text_ends
-from .answers.writing import derived_seed
-from .dialogues.encoding import load_tokenizer
-from .dialogues.loss_mask import ChatTokenizer
-from .dialogues.reader import DroppedError
-from .magpie import FREE_ON_RESUME, MagpieConfig
-from .progress import Bar
-from .ranks import Rank, dtype_here, load_target
-from .split import same_question, unanswered_record
 
 KEPT_TOGETHER = 8  # a line of the journal for at least so many questions
 NOTHING_NEW = (

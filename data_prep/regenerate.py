@@ -14,17 +14,16 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from data_prep.answers.endpoint import EndpointConfig
+from data_prep.answers.ownership import check_own
+from data_prep.answers.writing import Writing
+from data_prep.common.ranks import TargetKeys, add_rank_arguments, find_rank
+from data_prep.dialogues.reader import check_source
+from drafters.cli.program import CommandLine, keeping, run_program
+from drafters.common.files import check_file
+from drafters.common.paths import check_model
 from drafters.config import Amount, Config, Size, load_config
-from drafters.files import check_file
 from drafters.methods import check_method
-from drafters.paths import check_model
-from drafters.program import CommandLine, keeping, run_program
-
-from .answers.endpoint import EndpointConfig
-from .answers.ownership import check_own
-from .answers.writing import Writing
-from .dialogues.reader import check_source
-from .ranks import TargetKeys, add_rank_arguments, find_rank
 
 # A run may go on with other values of these: they decide how fast it is, and not which distribution is drawn from. (Of
 # the source, its digest counts.)
@@ -76,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     config, rank = load_config(RegenerateConfig, parsed.config, parsed.overrides), find_rank(parsed.rank, parsed.ranks)
     check(config)
 
-    from .regenerate_run import kept, run
+    from data_prep.regenerate_run import kept, run
 
     with keeping(lambda: kept(config)):
         run(config, rank)

@@ -7,27 +7,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_prep.answers.endpoint import NO_THINKING, EndpointAnswers
+from data_prep.answers.finished import finish, is_finished, merging, report_finished, target_identity
+from data_prep.answers.journal import (
+    ONLY_REASONING,
+    AnsweredBatch,
+    AnswerJournal,
+    Conversation,
+    Turn,
+    read_journals,
+    replay,
+)
+from data_prep.answers.ownership import begun_on, unfinished
+from data_prep.answers.target import TargetAnswers
+from data_prep.common.disk import check_room, source_bytes
+from data_prep.common.progress import Bar
+from data_prep.common.ranks import Rank, dtype_here, load_target
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.reader import ReadCounts, read_dialogues, source_digest
+from data_prep.regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig
+from data_prep.split import record
 from drafters import drafter_class, make_drafter
 from drafters.base import LearnedDrafter
-from drafters.checkpoint import drafter_type
+from drafters.cli.program import command
+from drafters.common.provenance import git_commit, library_versions
+from drafters.hub.checkpoint import drafter_type
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.target import TargetModel
-from drafters.program import command
-from drafters.provenance import git_commit, library_versions
-
-from .answers.endpoint import NO_THINKING, EndpointAnswers
-from .answers.finished import finish, is_finished, merging, report_finished, target_identity
-from .answers.journal import ONLY_REASONING, AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
-from .answers.ownership import begun_on, unfinished
-from .answers.target import TargetAnswers
-from .dialogues.encoding import load_tokenizer
-from .dialogues.loss_mask import ChatTokenizer
-from .dialogues.reader import ReadCounts, read_dialogues, source_digest
-from .disk import check_room, source_bytes
-from .progress import Bar
-from .ranks import Rank, dtype_here, load_target
-from .regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig
-from .split import record
 
 
 def run(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] | None = None) -> None:

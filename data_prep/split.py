@@ -11,12 +11,11 @@ import json
 import random
 from pathlib import Path
 
-from drafters.files import check_folder, replace_json, replace_text
-from drafters.program import CommandLine, command, keeping, positive, run_program
-from drafters.provenance import changes
-
-from .dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
-from .disk import check_room, source_bytes
+from data_prep.common.disk import check_room, source_bytes
+from data_prep.dialogues.reader import Dialogue, ReadCounts, check_source, read_dialogues, source_digest
+from drafters.cli.program import CommandLine, command, keeping, positive, run_program
+from drafters.common.files import check_folder, replace_json, replace_text
+from drafters.common.provenance import changes
 
 FACTS = "split.json"
 FROM = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}

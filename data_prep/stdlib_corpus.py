@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafters.files import check_folder, replace_json, replace_text
-from drafters.program import CommandLine, command, keeping, run_program
-
-from .disk import check_room
+from data_prep.common.disk import check_room
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder, replace_json, replace_text
 
 SKIPPED_FOLDERS = {
     "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data",

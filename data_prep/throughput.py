@@ -9,11 +9,10 @@ folder beside the config's ``out``, on the same disk, and deleted. ``limit=`` bo
 
 from pathlib import Path
 
+from data_prep.features import FeaturesConfig, check
+from drafters.cli.program import CommandLine, command, keeping, positive, run_program
+from drafters.common.files import check_file
 from drafters.config import load_config
-from drafters.files import check_file
-from drafters.program import CommandLine, command, keeping, positive, run_program
-
-from .features import FeaturesConfig, check
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     if parsed.out is not None:
         check_file(parsed.out, "--out")
 
-    from .throughput_run import run
+    from data_prep.throughput_run import run
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         run(config, split, parsed.rounds, parsed.out)

@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from drafters.files import existing_folder, replace_json
+from data_prep.common.ranks import Rank, load_target
+from data_prep.dialogues.encoding import load_tokenizer
+from data_prep.extraction.process import VLLM
+from data_prep.features import FeaturesConfig
+from data_prep.features_run import Work, check_disk, encode, make_headers, start_vllm, write_store
+from data_prep.store.dump import Tokens, forward, make_batches
+from data_prep.store.manifest import plan_shards
+from drafters.common.files import existing_folder, replace_json
+from drafters.common.provenance import environment, load_average, peak_memory_bytes
 from drafters.model.target import TargetModel
-from drafters.provenance import environment, load_average, peak_memory_bytes
-
-from .dialogues.encoding import load_tokenizer
-from .extraction.process import VLLM
-from .features import FeaturesConfig
-from .features_run import Work, check_disk, encode, make_headers, start_vllm, write_store
-from .ranks import Rank, load_target
-from .store.dump import Tokens, forward, make_batches
-from .store.manifest import plan_shards
 
 
 def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> None:

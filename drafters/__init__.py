@@ -8,22 +8,22 @@
 
 from typing import TYPE_CHECKING
 
-from .methods import drafter_class, load_drafter, make_drafter
+from drafters.methods import drafter_class, load_drafter, make_drafter
 
 if TYPE_CHECKING:
-    from .base import Drafter, LearnedDrafter
-    from .decoding.loop import GenerateResult, generate
-    from .decoding.refill import Continued, generate_many
-    from .decoding.sampling import Sampling
-    from .model.ends import FrozenEnds, load_frozen_ends
-    from .model.target import FeatureOutput, TargetModel
+    from drafters.base import Drafter, LearnedDrafter
+    from drafters.loop.generate import GenerateResult, generate
+    from drafters.loop.refill import Continued, generate_many
+    from drafters.loop.sampling import Sampling
+    from drafters.model.ends import FrozenEnds, load_frozen_ends
+    from drafters.model.target import FeatureOutput, TargetModel
 else:
     # torch takes seconds to import. A program that only reads its config, to find a mistyped key, must not wait for it.
     _NAMES = {
         "base": ("Drafter", "LearnedDrafter"),
-        "decoding.loop": ("GenerateResult", "generate"),
-        "decoding.refill": ("Continued", "generate_many"),
-        "decoding.sampling": ("Sampling",),
+        "loop.generate": ("GenerateResult", "generate"),
+        "loop.refill": ("Continued", "generate_many"),
+        "loop.sampling": ("Sampling",),
         "model.ends": ("FrozenEnds", "load_frozen_ends"),
         "model.target": ("FeatureOutput", "TargetModel"),
     }

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from . import checkpoint, head_adapter, publishing
-from .config import Config, validate
-from .decoding.acceptance import Rule, Verdict, rule_for
-from .decoding.call import check_loaded
-from .decoding.draft_tree import DraftTree
-from .decoding.sampling import Sampling
-from .for_transformers import ForTransformers
-from .model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
-from .model.target import FeatureOutput, TargetModel
+from drafters.config import Config, validate
+from drafters.for_transformers import ForTransformers
+from drafters.hub import checkpoint, publishing
+from drafters.loop.acceptance import Rule, Verdict, rule_for
+from drafters.loop.call import check_loaded
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.model import head_adapter
+from drafters.model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
+from drafters.model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
-    from .decoding.loop import DecodeState
-    from .drafting.auto import Chooser
+    from drafters.loop.generate import DecodeState
+    from drafters.policy.shape import Chooser
 
 
 class Promised(NamedTuple):

@@ -16,12 +16,12 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict
 
-from drafters.choices import Dtype, Quantization
+from drafters.cli.program import CommandLine, positive, run_program
+from drafters.common.choices import Dtype, Quantization
+from drafters.common.paths import check_model
+from drafters.common.wording import shortened
 from drafters.config import Config, from_overrides
 from drafters.methods import check_method, method_names
-from drafters.paths import check_model
-from drafters.program import CommandLine, positive, run_program
-from drafters.wording import shortened
 
 NONE = "none"
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.drafter == NONE and given.compare:
         raise ValueError("--compare decodes without a drafter, too, and --drafter none is that: leave one of them out")
 
-    from drafters.chat_run import run
+    from drafters.cli.chat import run
 
     run(given, method, options)
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafters.text_files import read_text
-from drafters.wording import shortened
+from drafters.common.text_files import read_text
+from drafters.common.wording import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 

@@ -9,10 +9,10 @@ loads by `load_drafter`, trains further (init_from), and is published like any o
 
 from pathlib import Path
 
+from drafters.cli.program import CommandLine, command, keeping, positive, run_program
+from drafters.common.files import check_new_folder
+from drafters.common.paths import check_model
 from drafters.export import read_config
-from drafters.files import check_new_folder
-from drafters.paths import check_model
-from drafters.program import CommandLine, command, keeping, positive, run_program
 
 LOADS_AS_IT_IS = "load_drafter reads it as it is"
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_model(given.target, "--target", given.target_revision)
     if Path(given.source).is_dir():
         read_config(Path(given.source), given.source, LOADS_AS_IT_IS)
-    from drafters.convert_run import convert
+    from drafters.layouts.convert import convert
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         for notice in convert(

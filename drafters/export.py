@@ -11,11 +11,11 @@ a head says nothing where a name, a shape or a key of config.json is wrong: --ch
 from pathlib import Path
 from typing import Any
 
-from drafters.files import check_new_folder
-from drafters.paths import check_model, readable
-from drafters.program import CommandLine, command, keeping, run_program
-from drafters.text_files import strict_json
-from drafters.wording import shortened
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_new_folder
+from drafters.common.paths import check_model, readable
+from drafters.common.text_files import strict_json
+from drafters.common.wording import shortened
 
 READERS = ("official", "vllm", "sglang")
 EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm --out FOLDER"
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not given.check.is_dir():
             raise ValueError(f"--check: there is no folder {given.check}")
         read_config(given.check, str(given.check), EXPORT_FIRST)
-        from drafters.export_run import check
+        from drafters.layouts.export import check
 
         print(f"OK: {check(given.check, given.to, given.target)}")
         return
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_new_folder(given.out, "--out")
     check_model(given.checkpoint, "checkpoint")
     check_model(given.adapter, "--adapter")
-    from drafters.export_run import export
+    from drafters.layouts.export import export
 
     with keeping(lambda: f"nothing was written; to start again: {command()}"):
         for notice in export(given.checkpoint, given.to, given.out, given.target, given.adapter):

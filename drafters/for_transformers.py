@@ -44,14 +44,14 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from .decoding.loop import GenerateResult, generate
-from .decoding.sampling import COLDEST, Sampling
-from .decoding.trace import Trace
-from .methods import load_drafter
-from .model.target import TargetModel
+from drafters.loop.generate import GenerateResult, generate
+from drafters.loop.sampling import COLDEST, Sampling
+from drafters.loop.trace import Trace
+from drafters.methods import load_drafter
+from drafters.model.target import TargetModel
 
 if TYPE_CHECKING:
-    from .base import Drafter
+    from drafters.base import Drafter
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what Sampling does, in its order
 # Of these a row's scores hang on that row alone, whatever else is in the batch.

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from .config import validate
-from .decoding.loop import DecodeState
-from .drafting.retrieval import Retrieval
-from .methods import drafter_class
-from .model.target import FeatureOutput, TargetModel
+from drafters.config import validate
+from drafters.drafting.retrieval import Retrieval
+from drafters.loop.generate import DecodeState
+from drafters.methods import drafter_class
+from drafters.model.target import FeatureOutput, TargetModel
 
 LENGTHS = {
     "prompt_lookup": "gamma",

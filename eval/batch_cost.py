@@ -12,10 +12,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder
 from drafters.config import Config, Length, Seed, Size, load_config
-from drafters.files import check_folder
-from drafters.program import CommandLine, command, keeping, run_program
-from eval.entries import DISTINCT, Odd, check_entries
+from eval.measure.entries import DISTINCT, Odd, check_entries
 from eval.speed import BatchSize, TargetEntry
 
 

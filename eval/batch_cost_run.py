@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from data_prep.progress import Bar
+from data_prep.common.progress import Bar
 from drafters import TargetModel
-from drafters.energy import EnergyMeter
-from drafters.model.kv_cache import KVCache
-from drafters.provenance import environment, load_average, peak_memory_bytes
-from drafters.threads import set_threads
+from drafters.common.energy import EnergyMeter
+from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.threads import set_threads
+from drafters.model.cache import KVCache
 from eval.batch_cost import BatchCostConfig
 from eval.report.files import write_page
 from eval.report.page import machine_line, number, run_again, software_line, table, target_line

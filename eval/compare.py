@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters import reports
-from drafters.files import check_folder
-from drafters.program import CommandLine, run_program
-from drafters.reports import REPORT
-from drafters.wording import shortened
+from drafters.cli.program import CommandLine, run_program
+from drafters.common.files import check_folder
+from drafters.common.wording import shortened
+from drafters.hub import reports
+from drafters.hub.reports import REPORT
 
 PROMPTS, JOURNAL = "prompts.csv", "measurements.jsonl"
 BASELINE = "autoregressive"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from drafters.wording import shortened
+from drafters.common.wording import shortened
 from eval.compare import ALPHA, BASELINE, JOURNAL, MACHINE, PROMPTS, Key, Read, check_comparable, keys
 from eval.figures.paired import Figure, change, holm
 from eval.measure.journal import run_from_line

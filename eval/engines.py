@@ -12,10 +12,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.paths import is_missing_folder
+from drafters.common.wording import shortened
 from drafters.config import Config, DraftSize, Length
-from drafters.paths import is_missing_folder
-from drafters.program import CommandLine, command, keeping, run_program
-from drafters.wording import shortened
 from eval.speed import SpeedConfig, add_suite, load
 from eval.speed import check as check_speed
 

@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 
 from drafters import TargetModel
-from drafters.export_run import export
+from drafters.common.wording import dtype_name
+from drafters.layouts.export import export
 from drafters.model.files import resolve_device, resolve_dtype
-from drafters.wording import dtype_name
 from eval.engines import EngineEntry, EnginesConfig
 from eval.measure.runner import Limits, Method
 from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method
-from eval.prompts import PromptSet
+from eval.prompts.prompts import PromptSet
 from eval.speed_run import run as run_speed
 
 SPARE = 16  # positions that an engine may want beyond the last draft

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drafters.files import check_folder, replace_json, replace_text
-from drafters.program import CommandLine, command, keeping, run_program
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder, replace_json, replace_text
 from eval.report.gpu import Ending, Goal, Section, page
 
 ROOT = Path(__file__).resolve().parents[1]

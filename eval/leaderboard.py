@@ -9,9 +9,9 @@ add an entry: measure with eval.speed into a folder of --results, put the summar
 
 from pathlib import Path
 
-from drafters.files import check_folder
-from drafters.program import CommandLine, run_program
-from drafters.reports import REPORT
+from drafters.cli.program import CommandLine, run_program
+from drafters.common.files import check_folder
+from drafters.hub.reports import REPORT
 
 RESULTS, OUT = Path("docs/results"), Path("docs")
 

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from drafters.files import replace_text
-from drafters.reports import CERTIFICATE, REPORT, Certificate, Summary, read
-from eval.entries import CHECKPOINTS, DRAFT_MODELS, named_in
+from drafters.common.files import replace_text
+from drafters.hub.reports import CERTIFICATE, REPORT, Certificate, Summary, read
+from eval.measure.entries import CHECKPOINTS, DRAFT_MODELS, named_in
 from eval.report.charts import kind
 from eval.report.html import markdown, render
 from eval.report.page import length_of_answers, speedup_with_interval, table

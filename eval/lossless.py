@@ -17,13 +17,13 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from drafters.choices import Dtype
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.choices import Dtype
+from drafters.common.files import check_folder
 from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, from_overrides, load_config
-from drafters.files import check_folder
 from drafters.methods import method_names
-from drafters.program import CommandLine, command, keeping, run_program
-from eval.entries import DrafterEntry, check_entries
-from eval.prompts import PromptsConfig, check_prompt_files
+from eval.measure.entries import DrafterEntry, check_entries
+from eval.prompts.prompts import PromptsConfig, check_prompt_files
 from eval.speed import TargetEntry
 
 TRAINED = "config.json"  # of a checkpoint's folder

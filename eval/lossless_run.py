@@ -7,21 +7,21 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 
-from data_prep.progress import Bar
+from data_prep.common.progress import Bar
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
-from drafters.decoding.acceptance import FEW_ROWS
-from drafters.decoding.call import eos_ids
+from drafters.common.provenance import environment, load_average
+from drafters.common.threads import set_threads
+from drafters.common.wording import dtype_name
+from drafters.loop.acceptance import FEW_ROWS
+from drafters.loop.call import eos_ids
 from drafters.model.files import resolve_dtype
-from drafters.provenance import environment, load_average
-from drafters.threads import set_threads
-from drafters.wording import dtype_name
-from eval.entries import DrafterEntry, paths_of
 from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
 from eval.lossless import LosslessConfig
+from eval.measure.entries import DrafterEntry, paths_of
 from eval.measure.identity import conditions
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.watched import Watched
-from eval.prompts import load_prompts
+from eval.prompts.prompts import load_prompts
 from eval.report.files import write_page
 from eval.report.lossless import LOSSLESS, LOSSY, NOT_LOSSLESS, UNDECIDED, markdown, verdict_line
 from eval.speed_run import load_models, tokenizer_of

@@ -8,8 +8,8 @@ beside the journal: after a kill while they were written, or for the pages of a 
 
 from pathlib import Path
 
-from drafters.files import check_folder
-from drafters.program import CommandLine, run_program
+from drafters.cli.program import CommandLine, run_program
+from drafters.common.files import check_folder
 
 JOURNAL = "measurements.jsonl"
 

@@ -5,8 +5,8 @@
 Plain decoding reads every weight once a token: no decoding of one row can be faster than those bytes at the measured
 bandwidth (reading's or copying's, the larger). Beside that floor stand plain decoding here, stock ``generate``, the
 cost of verifying several rows, and the steps of EAGLE and Kangaroo. Untrained heads are never accepted, so acceptance
-is REPLAYED from a profile (drafters/replay.py), and every figure that depends on it says so. Methods alternate within
-the run; medians count.
+is REPLAYED from a profile (drafters/methods/replay.py), and every figure that depends on it says so. Methods alternate
+within the run; medians count.
 
 Writes docs/results/<machine>/roofline-<shape>.json and .md.
 """
@@ -16,11 +16,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from drafters.choices import Dtype, Engine, Quantization
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.choices import Dtype, Engine, Quantization
+from drafters.common.files import check_folder
 from drafters.config import Config, Layers, Length, Seed, Size, from_overrides
-from drafters.files import check_folder
-from drafters.program import CommandLine, command, keeping, run_program
-from eval.entries import Odd
+from eval.measure.entries import Odd
 from eval.rooflines.shapes import check_shape
 
 # EAGLE, Table 1 (Vicuna-7B, MT-bench, greedy): n-alpha of a chain. Its tree has tau 3.94 there.

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 
 from drafters import TargetModel
-from drafters.files import check_folder
-from drafters.provenance import environment, load_average, peak_memory_bytes
-from drafters.threads import cpu_cores, set_threads
-from drafters.wording import size_text
+from drafters.common.files import check_folder
+from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.threads import cpu_cores, set_threads
+from drafters.common.wording import size_text
 from eval.report.files import write_page
 from eval.report.page import machine_line, software_line, table, target_line
 from eval.roofline import RooflineConfig

@@ -11,8 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drafters.program import CommandLine, run_program
-from drafters.reports import REPORT, read
+from drafters.cli.program import CommandLine, run_program
+from drafters.hub.reports import REPORT, read
 
 # Two-sided 95% quantiles of Student's t, from one degree of freedom on.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]

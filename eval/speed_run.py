@@ -10,24 +10,24 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.answers.target import end_of_turn
+from data_prep.common.progress import Bar
+from data_prep.common.ranks import Rank, say_dtype
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.progress import Bar
-from data_prep.ranks import Rank, say_dtype
 from drafters import TargetModel, make_drafter
-from drafters.decoding.call import eos_ids
-from drafters.decoding.loop import until
+from drafters.cli.program import keeping
+from drafters.common.energy import EnergyMeter
+from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.threads import fewest_threads, set_threads
+from drafters.common.wording import dtype_name, shortened
 from drafters.drafting.draft_model import load_draft_model
-from drafters.energy import EnergyMeter
+from drafters.loop.call import eos_ids
+from drafters.loop.generate import until
 from drafters.model.text_tokens import TextTokens
-from drafters.program import keeping
-from drafters.provenance import environment, load_average, peak_memory_bytes
-from drafters.threads import fewest_threads, set_threads
-from drafters.wording import dtype_name, shortened
-from eval.entries import STOCK, StockEntry
 from eval.figures.accuracy import accuracy
 from eval.figures.coverage import add_coverage
 from eval.figures.quantisation import quantisation_cost
+from eval.measure.entries import STOCK, StockEntry
 from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import ALONE, RunJournal
 from eval.measure.lineup import Lineup, Models, check_options
@@ -35,7 +35,7 @@ from eval.measure.programs import confinement
 from eval.measure.runner import Limits, Method, Run, drafter_method, measure
 from eval.measure.stock import stock_method
 from eval.measure.turns import ANSWERS, with_later_turns
-from eval.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt, shown_sizes
+from eval.prompts.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt, shown_sizes
 from eval.report.build import build, ending
 from eval.report.files import write_pages, write_report
 from eval.report.judged import judge

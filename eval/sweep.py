@@ -16,12 +16,12 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder
+from drafters.common.wording import shortened
 from drafters.config import load_config, validate
-from drafters.files import check_folder
-from drafters.program import CommandLine, command, keeping, run_program
-from drafters.wording import shortened
 from eval import speed
-from eval.entries import Values, set_key
+from eval.measure.entries import Values, set_key
 
 
 class SweepConfig(speed.SpeedConfig):

@@ -4,10 +4,10 @@ from typing import Any
 
 from rich.console import Console
 
-from drafters.reports import REPORT, read
+from drafters.hub.reports import REPORT, read
 from eval import speed_run
 from eval.measure.lineup import Models, check_options
-from eval.prompt_files import files_sha256
+from eval.prompts.files import files_sha256
 from eval.report import sweep as sweep_report
 from eval.report.files import PictureError
 from eval.speed import SpeedConfig

@@ -19,11 +19,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder
 from drafters.config import Size, load_config, validate
-from drafters.files import check_folder
-from drafters.program import CommandLine, command, keeping, run_program
 from eval import speed
-from eval.entries import Values
+from eval.measure.entries import Values
 
 
 class TuneConfig(speed.SpeedConfig):

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from drafters.files import replace_json, replace_text
-from drafters.reports import read
+from drafters.common.files import replace_json, replace_text
+from drafters.hub.reports import read
 from eval import speed_run
 from eval.measure.lineup import Lineup, Models, check_options
 from eval.measure.runner import MeasurementError

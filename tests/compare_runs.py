@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from drafters.files import replace_json
-from drafters.provenance import machine
+from drafters.common.files import replace_json
+from drafters.common.provenance import machine
 
 CONFIG: dict[str, Any] = {
     "target": {"path": "checkpoints/stdlib-target"},
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 }
 SLOWER = """
 import time
-from drafters.prompt_lookup import PromptLookupDrafter as One
+from drafters.methods.prompt_lookup import PromptLookupDrafter as One
 last, begin, propose = [0.0], One.begin, One.propose
 
 def slowed(self, state):

@@ -21,8 +21,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
-from drafters.decoding import cost, loop
-from drafters.decoding.loop import DecodeState
+from drafters.loop import generate as loop
+from drafters.loop.generate import DecodeState
+from drafters.policy import costs as cost
 
 Make = Callable[[TargetModel], Drafter]
 Build = Callable[[str], PreTrainedModel]

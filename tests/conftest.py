@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from drafters.decoding import cost
-from drafters.model import cpu_kernels
+from drafters.cpu import kernels as cpu_kernels
 from drafters.model.ends import FrozenEnds, load_frozen_ends
+from drafters.policy import costs as cost
 
 tiny_run.without_pictures()
 nursery.start(tiny_run.import_deepspeed)

@@ -15,9 +15,9 @@ from rigged import eagle, kangaroo, medusa, perturbed, quiet_depths
 from simulated_cuda import SimulatedCuda, simulated_cuda
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.decoding import loop
 from drafters.drafting.datastore import Datastore, save_datastore
 from drafters.drafting.draft_model import vocabulary_facts
+from drafters.loop import generate as loop
 
 RATES = [0.8, 0.6, 0.4]
 NEAR = 0.05  # of a draft model: some of its drafts are accepted, not all

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
-from drafters.decoding.sampling import Sampling
+from drafters.loop.sampling import Sampling
 
 VOCAB = 5
 PROMPT = [1, 3]

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from drafters.decoding.draft_tree import DraftTree
 from drafters.drafting.merged_tree import MergedTree, Trials
+from drafters.loop.tree import DraftTree
 
 VOCAB, GAMMA = 3, 2
 NEW = GAMMA + 1

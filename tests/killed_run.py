@@ -16,9 +16,9 @@ from typing import Any
 
 import tiny_run
 
-from train.loop import TrainRun
 from train.run import files as run_files
 from train.run import state
+from train.run.loop import TrainRun
 
 
 def die(*_: Any, **__: Any) -> None:

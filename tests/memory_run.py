@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters import TargetModel
-from train import loop
+from train.run import loop
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from drafters.program import Failure
+from drafters.cli.program import Failure
 
 
 def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from drafters.config import load_config
 from train.cli import parse_arguments
+from train.core.task import task_class, trained_methods
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
-from train.task import task_class, trained_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = trained_methods()

@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import FeatureOutput, TargetModel
-from drafters.choices import HeadInputs
-from drafters.decoding.cost import CostsByLength
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.kept_costs import Costs, Curve
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
-from drafters.drafting.auto import Chooser, Shape
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
-from drafters.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from drafters.common.choices import HeadInputs
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.rows import CHAIN, Rows
+from drafters.policy.costs import CostsByLength
+from drafters.policy.kept_costs import Costs, Curve
+from drafters.policy.shape import Chooser, Shape
 
 EXIT_LAYER = 2
 

@@ -26,10 +26,10 @@ from test_for_transformers import sampled_deviation
 from transformers import AutoTokenizer, PreTrainedModel
 
 from drafters import Drafter, TargetModel, load_drafter, make_drafter
-from drafters.decoding import by_text
-from drafters.provenance import machine
-from eval.prompt_files import detect_format, read_prompts
-from eval.prompts import render
+from drafters.common.provenance import machine
+from drafters.loop import processors as by_text
+from eval.prompts.files import detect_format, read_prompts
+from eval.prompts.prompts import render
 
 PENALTY, NEW, SHIPPED = 1.2, 64, "checkpoints/stdlib-target"
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters.decoding import acceptance
-from drafters.decoding.acceptance import verify_greedy, verify_sampled
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.sampling import Sampling, draw_without_replacement
+from drafters.loop import acceptance
+from drafters.loop.acceptance import verify_greedy, verify_sampled
+from drafters.loop.sampling import Sampling, draw_without_replacement
+from drafters.loop.tree import ROOT, DraftTree
 
 VOCAB, ROWS = 4, 200_000
 LIMIT = 0.006  # total variation of the joint; right is about 0.003 at this many rows, wrong rules below start at 0.05

@@ -10,8 +10,8 @@ import pytest
 from eval.figures import accuracy as module
 from eval.figures.accuracy import accuracy, last_number, program, same_number
 from eval.measure.programs import NAMESPACES, confinement, namespaces, passes
-from eval.prompt_files import Record
-from eval.prompts import Prompt
+from eval.prompts.files import Record
+from eval.prompts.prompts import Prompt
 
 FIELDS = {
     "prompt": 'import math\n\n\ndef root(x):\n    """The square root."""\n',

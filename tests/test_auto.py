@@ -16,15 +16,15 @@ from rigged import AUTO_COSTS, Cycling, auto_eagle, goes_by, medusa, perturbed
 from test_eagle import from_scratch
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.decoding import cost
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.kept_costs import Costs, Curve
-from drafters.decoding.loop import DecodeState, step
-from drafters.decoding.refill import Refilled
-from drafters.decoding.sampling import Sampling
-from drafters.drafting import auto
-from drafters.drafting.auto import Chooser, Rates, Shape, best_shape, likeliest, promise
-from drafters.eagle import EagleOptions
+from drafters.loop.generate import DecodeState, step
+from drafters.loop.refill import Refilled
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.eagle import EagleOptions
+from drafters.policy import costs as cost
+from drafters.policy import shape as auto
+from drafters.policy.kept_costs import Costs, Curve
+from drafters.policy.shape import Chooser, Rates, Shape, best_shape, likeliest, promise
 from eval.figures import metrics
 from eval.measure.runner import Limits, Run, drafter_method
 
@@ -452,7 +452,7 @@ def test_rests_are_told_of_wherever_a_text_ends() -> None:
     assert promised is not None and promised.steps >= 80
     inner = unpaid("speculative", target)
     whole = make_drafter("cascade", target, draft_model=target, inner=inner, gamma=3)
-    with mock.patch("drafters.cascade.step", side_effect=step) as stepped:
+    with mock.patch("drafters.methods.cascade.step", side_effect=step) as stepped:
         for seed in range(3):
             generate(target, whole, [prompt(8, seed)], max_new_tokens=30, eos_token_id=NO_EOS)
     promised = inner.promised()

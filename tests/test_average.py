@@ -1,4 +1,4 @@
-"""train/average.py: the averaged weights are judged and exported, the others trained, and a state holds both."""
+"""train/core/average.py: the averaged weights are judged and exported, the others trained, and a state holds both."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 from drafters import TargetModel
 from drafters.config import validate
-from train.average import WeightAverage
+from train.core.average import WeightAverage
 from train.eagle import EagleConfig
 from train.run.files import read_metrics, run_folder_bytes
 

@@ -9,10 +9,10 @@ from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from rigged import eagle, medusa, perturbed
 
 from drafters import Drafter, GenerateResult, TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.loop import DecodeState
 from drafters.drafting.retrieval import NOTHING, Found, Retrieval
-from drafters.speculative import SpeculativeDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.speculative import SpeculativeDrafter
 
 
 class Branching(Retrieval):

@@ -9,7 +9,7 @@ from test_mjsd import state_of
 
 from drafters import Sampling
 from drafters.drafting.beam_search import _candidates, beam_search, is_end, trace_back, until_end
-from drafters.mjsd import MJSDDrafter
+from drafters.methods.mjsd import MJSDDrafter
 
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 1.0, 0.0, -1.0, -3.0])
 

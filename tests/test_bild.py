@@ -6,9 +6,9 @@ import torch
 from rigged import perturbed
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.bild import BiLDDrafter, Rollback
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree
+from drafters.methods.bild import BiLDDrafter, Rollback
 
 TestItself = conformance.suite(
     lambda target: BiLDDrafter.from_options(target, draft_model=target, gamma=4, fallback=0.0, rollback=50.0),

@@ -16,9 +16,9 @@ from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.model.ends import FrozenEnds
 from train import boost, boost_run
+from train.core.task import make_task
 from train.data.packing import Batch, collate
 from train.draft.coverage import covered_rows, right_rows
-from train.task import make_task
 
 DRAFT = {"num_hidden_layers": 1, "hidden_size": 16, "tie_word_embeddings": True}
 

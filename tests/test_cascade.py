@@ -12,15 +12,15 @@ from distribution import LIMIT, VOCAB, WARPS, deviation, toy
 from rigged import eagle, perturbed
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.autoregressive import AutoregressiveDrafter
-from drafters.cascade import CascadeDrafter
-from drafters.decoding.acceptance import Verdict, verify_sampled
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
-from drafters.mjsd import MJSDDrafter
-from drafters.spectr import SpecTrDrafter
-from drafters.speculative import SpeculativeDrafter
+from drafters.loop.acceptance import Verdict, verify_sampled
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.autoregressive import AutoregressiveDrafter
+from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.mjsd import MJSDDrafter
+from drafters.methods.spectr import SpecTrDrafter
+from drafters.methods.speculative import SpeculativeDrafter
 
 
 def cascade(target: TargetModel, noise: float, inner_noise: float, gamma: int = 4, inner_gamma: int = 2) -> Drafter:

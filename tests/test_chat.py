@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import drafters.chat
-from drafters.chat_run import Answer
-from drafters.decoding.sampling import Sampling
-from drafters.speculative import SpeculativeDrafter
+from drafters.cli.chat import Answer
+from drafters.loop.sampling import Sampling
+from drafters.methods.speculative import SpeculativeDrafter
 
 Talk = Callable[..., str]
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from drafters import checkpoint
-from drafters.checkpoint import check_target, load_checkpoint, load_state, make_config, save_checkpoint
+from drafters.hub import checkpoint
+from drafters.hub.checkpoint import check_target, load_checkpoint, load_state, make_config, save_checkpoint
 
 
 @dataclass

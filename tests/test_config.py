@@ -277,7 +277,7 @@ def test_every_size_has_an_upper_bound() -> None:
 def test_large_seeds_and_recorded_numbers_are_harmless() -> None:
     """Catches a generator that takes long, or all memory, for a large seed. Recorded numbers: tests/test_store.py."""
     for largest in (10**9, (1 << 32) - 1):
-        torch.Generator().manual_seed((largest * 1_000_003 + 10**8) * 4_096 + 4_095)  # train.runtime.seed_step
+        torch.Generator().manual_seed((largest * 1_000_003 + 10**8) * 4_096 + 4_095)  # train.core.runtime.seed_step
         random.Random(largest)
         np.random.default_rng(largest)
 

@@ -2,6 +2,6 @@
 
 import conformance
 
-from drafters.autoregressive import AutoregressiveDrafter
+from drafters.methods.autoregressive import AutoregressiveDrafter
 
 TestAutoregressive = conformance.suite(AutoregressiveDrafter.from_options, accepts="none", longest_draft=0)

@@ -4,9 +4,9 @@ import conformance
 from rigged import perturbed
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
-from drafters.cascade import CascadeDrafter
-from drafters.decoding.loop import DecodeState
-from drafters.lookahead import LookaheadDrafter
+from drafters.loop.generate import DecodeState
+from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.lookahead import LookaheadDrafter
 
 
 class Primed(LookaheadDrafter):

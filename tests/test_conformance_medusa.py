@@ -4,7 +4,7 @@ import conformance
 from rigged import Cycling, medusa
 
 from drafters import TargetModel
-from drafters.medusa import MedusaDrafter
+from drafters.methods.medusa import MedusaDrafter
 
 
 def changing(target: TargetModel) -> MedusaDrafter:

@@ -5,7 +5,7 @@ from rigged import perturbed
 from tiny import build
 
 from drafters import TargetModel
-from drafters.speculative import SpeculativeDrafter
+from drafters.methods.speculative import SpeculativeDrafter
 
 
 def stranger(target: TargetModel) -> SpeculativeDrafter:

@@ -13,10 +13,16 @@ import tiny_run
 
 from drafters.config import load_config
 from eval.speed import SpeedConfig
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
-FILES = ("drafters/bigram.py", "tests/test_bigram.py", "drafters/step.py", "train/step.py", "tests/test_step.py")
+FILES = (
+    "drafters/methods/bigram.py",
+    "tests/test_bigram.py",
+    "drafters/methods/step.py",
+    "train/step.py",
+    "tests/test_step.py",
+)
 # What nobody has told of the new method: the checks before a run, and the benchmark of training.
 PROGRAMS = """
 import tiny_run
@@ -53,10 +59,11 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = []
     for name in FILES:
         file = folder / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(example(name))
-    for package in ("drafters", "train"):
-        paths.append(f"import {package}\n{package}.__path__.append({str(folder / package)!r})\n")
+    for package in ("drafters.methods", "train"):
+        place = folder / package.replace(".", "/")
+        paths.append(f"import {package}\n{package}.__path__.append({str(place)!r})\n")
     (folder / "tests" / "conftest.py").write_text("".join(paths))
     (folder / "tests" / "test_programs_of_examples.py").write_text(PROGRAMS)
     return folder
@@ -78,10 +85,10 @@ def test_a_new_methods_config_is_read_without_torch(copied: Path) -> None:
     code = f"""
 import sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "numpy", "deepspeed"))
-import drafters, train
-drafters.__path__.append({str(copied / "drafters")!r})
+import drafters.methods, train
+drafters.methods.__path__.append({str(copied / "drafters" / "methods")!r})
 train.__path__.append({str(copied / "train")!r})
-from train.task import task_class, trained_methods
+from train.core.task import task_class, trained_methods
 assert "step" in trained_methods()
 assert task_class("step").schema.drafter == "step"
 """

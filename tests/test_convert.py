@@ -16,11 +16,11 @@ from test_export import EXIT, exported, save_head, save_target, written
 from torch import Tensor, nn
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters.checkpoint import load_checkpoint
 from drafters.convert import main
-from drafters.convert_run import convert
-from drafters.eagle import EagleDrafter, EagleHead
-from drafters.export_run import export
+from drafters.hub.checkpoint import load_checkpoint
+from drafters.layouts.convert import convert
+from drafters.layouts.export import export
+from drafters.methods.eagle import EagleDrafter, EagleHead
 
 PROMPT = [5, 6, 7, 8, 9]
 

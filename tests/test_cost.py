@@ -13,13 +13,14 @@ from rigged import auto_eagle, perturbed
 from torch import Tensor
 
 from drafters import make_drafter
-from drafters.decoding import cost, kept_costs
-from drafters.decoding.cost import CostsByLength
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.kept_costs import Costs, Curve
-from drafters.decoding.sampling import Sampling
-from drafters.drafting.paying import Paying
-from drafters.model.kv_cache import KVCache
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.model.cache import KVCache
+from drafters.policy import costs as cost
+from drafters.policy import kept_costs
+from drafters.policy.costs import CostsByLength
+from drafters.policy.growth import Paying
+from drafters.policy.kept_costs import Costs, Curve
 
 GREEDY = Sampling()
 

@@ -11,7 +11,7 @@ from conformance import NO_EOS, prompt, rows_of
 from torch import Tensor
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model import cpu_kernels
+from drafters.cpu import kernels as cpu_kernels
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.model import cpu_layer
-from drafters.model.cpu_layer import Stack
+from drafters.cpu import layer as cpu_layer
+from drafters.cpu.layer import Stack
+from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.draft_head import quantize_layers
 from drafters.model.fused import FusedLayer
 from drafters.model.layers import AttentionLayer, layer_kind

@@ -10,13 +10,13 @@ from test_cpu_layer import model_of
 from torch import Tensor
 
 from drafters import TargetModel, generate
-from drafters.choices import UNSHIFTED
-from drafters.decoding import cost
-from drafters.decoding.kept_costs import Costs, Curve
+from drafters.common.choices import UNSHIFTED
 from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.rows import CHAIN, Rows
+from drafters.policy import costs as cost
+from drafters.policy.kept_costs import Costs, Curve
 
 pytestmark = needs_tiles
 RANKS = 5

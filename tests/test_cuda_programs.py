@@ -17,13 +17,13 @@ from torch import nn
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from train import loop
-from train.config import TrainConfig
-from train.inputs import open_inputs
-from train.loop import TrainRun
-from train.optimizer import MasterAdamW
-from train.runtime import Ranks
-from train.task import make_task
+from train.core.config import TrainConfig
+from train.core.optimizer import MasterAdamW
+from train.core.runtime import Ranks
+from train.core.task import make_task
+from train.run import loop
+from train.run.inputs import open_inputs
+from train.run.loop import TrainRun
 
 KINDS = ("eagle", "kangaroo")
 STEPS = 3
@@ -106,7 +106,9 @@ def test_a_training_step(kind: str, target: TargetModel, features: Path, tmp_pat
     others = [
         where
         for where in in_steps
-        if where.startswith(("train/task.py", "train/eagle.py", "train/kangaroo.py", "train/losses", "train/attention"))
+        if where.startswith(
+            ("train/core/task.py", "train/eagle.py", "train/kangaroo.py", "train/losses", "train/attention")
+        )
     ]
     assert reads == STEPS and not others, in_steps
     uploads = gpu.places("upload")

@@ -13,7 +13,7 @@ from host_reads import ALLOWED, page
 from simulated_cuda import simulated_cuda
 
 from drafters import drafter_class
-from drafters.decoding import acceptance
+from drafters.loop import acceptance
 from drafters.methods import method_names
 
 RUNS = [(method, temperature) for method in METHODS for temperature in (0.0, 1.0)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from drafters import config as configs
-from drafters.program import CommandLine
+from drafters.cli.program import CommandLine
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -104,7 +104,9 @@ def test_the_command_is_understood(page: str, line: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(CommandLine, "parse", parsed)
     monkeypatch.setattr(configs, "validate", validated)
     with pytest.raises(Taken):
-        program = importlib.import_module("train.target.__main__" if module == "train.target" else module)
+        program = importlib.import_module(
+            f"{module}.__main__" if module in ("drafters.hub", "train.target") else module
+        )
         if hasattr(program, "main"):
             program.main(arguments)
         else:  # train/<method>.py: all share one command line

@@ -11,8 +11,8 @@ import torch
 from chat_formats import CHAT_VOCAB, dialogue
 from safetensors.torch import load_file
 
-from drafters.decoding.call import eos_ids
-from train.loop import TrainRun
+from drafters.loop.call import eos_ids
+from train.run.loop import TrainRun
 
 EVERY, ANSWER = 2, 6
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafters.decoding.draft_tree import ROOT, DraftTree, tree_mask
-from drafters.decoding.sampling import Sampling
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import ROOT, DraftTree, tree_mask
 from drafters.model.rows import Rows
 
 CPU = torch.device("cpu")

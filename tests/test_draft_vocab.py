@@ -14,12 +14,12 @@ from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, make_drafter
 from drafters.config import Config
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE
 from train import draft_vocab
+from train.core.task import make_task
 from train.data.frequency import count_answers, most_frequent
 from train.run.files import read_metrics
-from train.task import make_task
 from train.watch.flops import training_cost
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 
 OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")
 

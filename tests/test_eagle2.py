@@ -17,10 +17,10 @@ from rigged import eagle
 from transformers import AutoTokenizer
 
 from drafters import TargetModel, generate, load_drafter
-from drafters.decoding.acceptance import Verdict
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.eagle import EagleDrafter, EagleHead
+from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.eagle import EagleDrafter, EagleHead
 from drafters.model.target import FeatureOutput
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"

@@ -14,7 +14,7 @@ import pytest
 import tiny_run
 import yaml
 
-from train.runtime import free_port
+from train.core.runtime import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,7 +99,7 @@ def test_while_torch_is_imported(name: str, tmp_path: Path, work: Path, monkeypa
 
 MEASURING = """
 from pathlib import Path
-from drafters.program import run_program
+from drafters.cli.program import run_program
 from eval import roofline
 from eval.rooflines import parts
 
@@ -126,7 +126,7 @@ def test_while_it_measures(tmp_path: Path, work: Path) -> None:
 
 PROGRAM = """
 import os, signal, sys, threading, time
-from drafters.program import keeping, run_program
+from drafters.cli.program import keeping, run_program
 
 def main():
     with keeping(lambda: "three shards are kept"):

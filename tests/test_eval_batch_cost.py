@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import eval.batch_cost
 from drafters import TargetModel
-from drafters.energy import EnergyMeter
+from drafters.common.energy import EnergyMeter
 from eval.batch_cost import BatchCostConfig
 from eval.batch_cost_run import Block, measure, row_of
 

@@ -20,10 +20,10 @@ import eval.speed
 import eval.sweep
 import eval.tune
 from drafters.base import Promised
-from drafters.decoding.trace import Step, Trace
+from drafters.loop.trace import Step, Trace
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
-from eval.prompts import PromptsConfig, PromptSet, in_whole_batches
+from eval.prompts.prompts import PromptsConfig, PromptSet, in_whole_batches
 from eval.report.rows import _about_row
 
 

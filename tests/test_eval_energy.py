@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.energy import EnergyMeter, NvmlEnergy, NvmlPower, Rapl, UnavailableError, gpu_counter, integrate
+from drafters.common.energy import EnergyMeter, NvmlEnergy, NvmlPower, Rapl, UnavailableError, gpu_counter, integrate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

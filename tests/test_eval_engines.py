@@ -19,8 +19,8 @@ from test_eval_prompts import sharegpt, tiny_tokenizer, write
 
 import eval.engine_workers
 import eval.engines
-from drafters.checkpoint import make_config, save_checkpoint
-from drafters.eagle import EagleHead
+from drafters.hub.checkpoint import make_config, save_checkpoint
+from drafters.methods.eagle import EagleHead
 from drafters.vllm_proposer import Proposer
 from eval.engine_workers.vllm_worker import speculation
 from eval.engines import PYTHONS, EngineEntry

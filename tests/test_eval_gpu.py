@@ -28,7 +28,7 @@ from eval.gpu import GOALS, PARTS
 from eval.report.gpu import Ending, Goal, Section, judge
 from eval.report.gpu import page as page_of
 from train.cli import parse_arguments
-from train.task import task_class
+from train.core.task import task_class
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "2-core-cpu"
 EXAMPLES = {

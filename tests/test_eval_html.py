@@ -19,10 +19,10 @@ from tiny import build
 import eval.pages
 import eval.speed
 from data_prep.dialogues.encoding import load_tokenizer
-from drafters.decoding.trace import Step, Trace
+from drafters.loop.trace import Step, Trace
 from eval.measure import journal
 from eval.measure.runner import Outcome, Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 from eval.report import files
 from eval.report.build import build as build_report
 from eval.report.build import ending

@@ -7,12 +7,12 @@ from test_eval_metrics import placed
 from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel, make_drafter
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
 from eval.figures.coverage import add_coverage
 from eval.measure.inside import draft_vocabulary, trained_with
 from eval.measure.runner import Outcome
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 
 
 def test_of_a_head_within_a_hybrid() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import eval.entries
+import eval.measure.entries
 import eval.measure.lineup
 from drafters import Drafter, TargetModel
-from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import Config
-from eval.entries import DrafterEntry, check_entries
+from drafters.methods.autoregressive import AutoregressiveDrafter
+from eval.measure.entries import DrafterEntry, check_entries
 from eval.measure.lineup import Lineup, Models
 from eval.speed import SpeedConfig
 
@@ -119,8 +119,8 @@ def test_what_is_missing_is_named_before_anything_is_loaded(
     entry: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a mistyped path in a nested option, found only when a large target stands in memory already."""
-    plain = eval.entries.check_method
-    monkeypatch.setattr(eval.entries, "check_method", lambda name: None if name == "many" else plain(name))
+    plain = eval.measure.entries.check_method
+    monkeypatch.setattr(eval.measure.entries, "check_method", lambda name: None if name == "many" else plain(name))
     with pytest.raises(ValueError, match=message):
         check_entries(entries(entry), {"target.path": "owner/target"})
 

@@ -12,8 +12,7 @@ from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
 from drafters.base import Promised
-from drafters.decoding.trace import Step, Trace
-from eval.entries import STOCK
+from drafters.loop.trace import Step, Trace
 from eval.figures.divergence import TOLERANCE, Partings, find_divergences, tail
 from eval.figures.metrics import (
     acceptance,
@@ -25,9 +24,10 @@ from eval.figures.metrics import (
     typical_run,
 )
 from eval.figures.perplexity import OutputPerplexity
+from eval.measure.entries import STOCK
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, Run, measure, method_order
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 from eval.report.judged import judge
 from eval.report.rows import make_rows
 

@@ -19,11 +19,11 @@ from test_eval_prompts import sharegpt, write, write_target
 from transformers import PreTrainedModel
 
 import eval.speed
-from drafters.ouroboros import OuroborosDrafter
-from drafters.speculative import SpeculativeDrafter
+from drafters.methods.ouroboros import OuroborosDrafter
+from drafters.methods.speculative import SpeculativeDrafter
 from eval.measure import identity, journal
 from eval.measure.runner import Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 
 METHODS = ["autoregressive", "draft model", "Ouroboros", "stock generate"]
 PROMPTS = 3
@@ -288,7 +288,7 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     if other == "host":
         monkeypatch.setattr("platform.node", lambda: "another")
     elif other == "commit":
-        monkeypatch.setattr("drafters.provenance.code_state", lambda: ("0" * 40, False))
+        monkeypatch.setattr("drafters.common.provenance.code_state", lambda: ("0" * 40, False))
     elif other == "code":
         (tmp_path / "package" / "new.py").write_text("x = 1")
     elif other == "files":

@@ -19,14 +19,14 @@ import eval.measure.lineup
 import eval.speed
 import eval.speed_run
 from drafters import Drafter, TargetModel
-from drafters.autoregressive import AutoregressiveDrafter
-from drafters.decoding.acceptance import Rule, Verdict
-from drafters.decoding.call import eos_ids
-from drafters.decoding.sampling import Sampling
-from drafters.energy import EnergyMeter
-from drafters.provenance import environment
-from drafters.speculative import SpeculativeDrafter
-from eval.entries import STOCK, StockEntry
+from drafters.common.energy import EnergyMeter
+from drafters.common.provenance import environment
+from drafters.loop.acceptance import Rule, Verdict
+from drafters.loop.call import eos_ids
+from drafters.loop.sampling import Sampling
+from drafters.methods.autoregressive import AutoregressiveDrafter
+from drafters.methods.speculative import SpeculativeDrafter
+from eval.measure.entries import STOCK, StockEntry
 from eval.measure.lineup import Models
 from eval.report.rows import statements, warnings
 from eval.speed import TargetEntry
@@ -205,7 +205,7 @@ def test_energy_is_reported_or_its_absence_explained(
 
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=3)
     with monkeypatch.context() as patch:
-        patch.setattr("drafters.energy.Rapl", OneJoule)
+        patch.setattr("drafters.common.energy.Rapl", OneJoule)
         assert run(config, tmp_path) == 0
     report = strict((tmp_path / "out" / "report.json").read_text())
     for row in report["rows"]:
@@ -239,7 +239,7 @@ def test_lossy_methods_are_marked(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a lossy method that stands among lossless ones without its mark."""
-    monkeypatch.setattr("drafters.speculative.SpeculativeDrafter.lossless", False)
+    monkeypatch.setattr("drafters.methods.speculative.SpeculativeDrafter.lossless", False)
     config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
     assert run(config, tmp_path) == 0
     assert "draft model (lossy)" in (tmp_path / "out" / "report.md").read_text()
@@ -473,7 +473,7 @@ def test_new_code_makes_the_commit_dirty(
     git("init")
     git("add", "eval")
     git("commit", "-m", "first")
-    monkeypatch.setattr("drafters.provenance.__file__", str(tmp_path / "drafters" / "provenance.py"))
+    monkeypatch.setattr("drafters.common.provenance.__file__", str(tmp_path / "drafters" / "provenance.py"))
     target = TargetModel(tiny_model("llama"))
     assert environment(target)["dirty"] is False
     (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from drafters import TargetModel
-from drafters.decoding.call import eos_ids
+from drafters.loop.call import eos_ids
 from eval.measure.runner import Limits
 from eval.measure.stock import StockEntry, stock_method
 

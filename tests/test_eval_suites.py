@@ -13,16 +13,16 @@ from programs import status
 from test_eval_prompts import tiny_tokenizer, write, write_target
 from transformers import PreTrainedModel
 
+import eval.prompts.suites
 import eval.speed
-import eval.suites
 from drafters.config import load_config
 from drafters.methods import method_names
 from eval.measure.lineup import check_options
 from eval.measure.turns import with_later_turns
-from eval.prompt_files import PLACEHOLDER
-from eval.prompts import Prompt, PromptsConfig, PromptSet, load_prompts
+from eval.prompts.files import PLACEHOLDER
+from eval.prompts.prompts import Prompt, PromptsConfig, PromptSet, load_prompts
+from eval.prompts.suites import filled, load_suite, read_suite, suite_names
 from eval.speed import SpeedConfig
-from eval.suites import filled, load_suite, read_suite, suite_names
 
 # A record of each as it is published, its prompt, id and category, and what an answer is compared with.
 PUBLISHED: dict[str, tuple[dict[str, Any], str, str, str | None, str | None]] = {
@@ -63,7 +63,7 @@ def test_every_suite_that_ships_has_its_case() -> None:
 
 def test_the_page_of_all_drafters_has_all() -> None:
     """Catches a new method that the mission's own comparison leaves out, and an option or a file that is not there."""
-    config = load_config(SpeedConfig, eval.suites.FOLDER / "trained-vs-training-free.yaml")
+    config = load_config(SpeedConfig, eval.prompts.suites.FOLDER / "trained-vs-training-free.yaml")
     assert set(method_names()) - {entry.drafter for entry in config.entries} == {"medusa", "replay", "spectr"}
     check_options(config.entries)
     made = {"runs/stdlib/rest-corpus.safetensors"}  # by make suite
@@ -76,7 +76,7 @@ def test_a_published_record_becomes_its_prompt(name: str, tmp_path: Path, monkey
     record, prompt, id_, category, reference = PUBLISHED[name]
     suite = load_suite(name)
     if suite.file is None:
-        monkeypatch.setattr(eval.suites, "dataset_records", lambda name, subset: [record])
+        monkeypatch.setattr(eval.prompts.suites, "dataset_records", lambda name, subset: [record])
     else:
         place = tmp_path / suite.file
         place = place if place.suffix else place / "qualitative" / "test.jsonl"

@@ -20,7 +20,7 @@ PROGRAM = """
 import json, sys
 from collections import Counter
 from pathlib import Path
-from eval.suites import read_suite, source
+from eval.prompts.suites import read_suite, source
 for name in sys.argv[1:]:
     try:
         found = read_suite(name, Path("nothing-here"), Counter())

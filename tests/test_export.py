@@ -18,10 +18,10 @@ from transformers import LlamaConfig, Qwen2Config
 
 import drafters.export
 from drafters import TargetModel, load_drafter
-from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
-from drafters.eagle import EagleDrafter, EagleHead
-from drafters.export_run import check, export
-from drafters.kangaroo import KangarooAdapter
+from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.layouts.export import check, export
+from drafters.methods.eagle import EagleDrafter, EagleHead
+from drafters.methods.kangaroo import KangarooAdapter
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.layers import default_layer
 

@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
-from drafters.choices import HeadLayer
-from drafters.convert_run import convert
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.export_run import check, export, served_by
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
-from drafters.model.self_check import ROWS
-from train.attention import use_dialogue_attention
+from drafters.common.choices import HeadLayer
+from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.layouts.convert import convert
+from drafters.layouts.export import check, export, served_by
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.model.check import ROWS
+from train.core.attention import use_dialogue_attention
 from train.eagle import EagleConfig
 from train.preflight.estimate import meta_task
 

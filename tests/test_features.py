@@ -19,11 +19,12 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, DATED, byte_level, dialogue, pretend_today
 from transformers import AutoTokenizer
 
-from data_prep import disk, features, features_run
+from data_prep import features, features_run
+from data_prep.common import disk
+from data_prep.common.ranks import Rank
 from data_prep.dialogues import loss_mask
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
-from data_prep.ranks import Rank
 from data_prep.store.dump import FORWARD_COST, plan_batches
 from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore

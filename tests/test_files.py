@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drafters.files import replace_json, replace_text, replacing
+from drafters.common.files import replace_json, replace_text, replacing
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.generation import MaxLengthCriteria, StoppingCriteria
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
-from drafters.decoding import cost
-from drafters.decoding.kept_costs import Costs, Curve
 from drafters.for_transformers import FromTransformers, sampling_of
+from drafters.policy import costs as cost
+from drafters.policy.kept_costs import Costs, Curve
 
 ROOT = Path(__file__).parents[1]
 PENALTIES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from conformance import NO_EOS, prompt
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.linear import Product
 from drafters.model.rows import Placed, Rows
 

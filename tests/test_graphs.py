@@ -13,10 +13,10 @@ from conformance import NO_EOS, checked_commits, prompt, rows_of
 from rigged import eagle, kangaroo, perturbed
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.graphs import MOST_ROWS, ROWS, padded_rows, padded_rows_fit, seen_rows
 from drafters.model.rows import Rows
-from drafters.speculative import SpeculativeDrafter
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model import kv_cache, linear
+from drafters.methods.speculative import SpeculativeDrafter
+from drafters.model import cache as kv_cache
+from drafters.model import linear
+from drafters.model.cache import KVCache, Storage
 from drafters.model.draft_head import DraftHead
 from drafters.model.graphs import GraphRunner
-from drafters.model.kv_cache import KVCache, Storage
 from drafters.model.rows import CHAIN, Placed
-from drafters.speculative import SpeculativeDrafter
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.config import load_config
-from train import summary
-from train.run import picture
+from train.run import picture, summary
 from train.run.answers import OWN_SHARE, answers_line, describe_answers, remake_online
 from train.run.files import read_metrics
 

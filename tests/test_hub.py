@@ -24,18 +24,18 @@ from test_convert import eagle_weights, release, released_config
 from test_export import save_target
 from torch import nn
 
-import drafters.hub
+import drafters.hub.__main__
 from drafters import TargetModel, generate, load_drafter, load_frozen_ends
-from drafters.checkpoint import load_checkpoint, save_checkpoint
-from drafters.convert_run import convert
-from drafters.head_adapter import fingerprint, load_head
-from drafters.hub_run import serving
+from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
+from drafters.hub.model_card import Card, model_card
+from drafters.hub.publishing import GENERATE_FILES, push_to_hub
+from drafters.layouts.convert import convert
+from drafters.layouts.serving import serving
 from drafters.model.files import load_bare_tokenizer, load_config_only
+from drafters.model.head_adapter import fingerprint, load_head
 from drafters.model.loading import load_model
-from drafters.model_card import Card, model_card
-from drafters.publishing import GENERATE_FILES, push_to_hub
-from train.config import Lora
-from train.lora import save_adapter, with_lora
+from train.core.config import Lora
+from train.core.lora import save_adapter, with_lora
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -76,7 +76,7 @@ def login(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lo
 
     def switch(token: str | None = TOKEN, home: str = "home") -> None:
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr("drafters.publishing.WAIT", 0.0)
+        monkeypatch.setattr("drafters.hub.publishing.WAIT", 0.0)
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -166,7 +166,7 @@ def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path:
 def test_a_users_own_process(hub: HubServer, saved: Path, tmp_path: Path) -> None:
     """Catches the library's settings (HF_ENDPOINT, HF_HOME, HF_TOKEN) overridden or read too early by the toolkit."""
     program = (
-        "from drafters.checkpoint import load_checkpoint\nfrom drafters.publishing import push_to_hub\n"
+        "from drafters.hub.checkpoint import load_checkpoint\nfrom drafters.hub.publishing import push_to_hub\n"
         f"push_to_hub({str(saved)!r}, 'user/my-drafter')\n"
         "print(load_checkpoint('user/my-drafter')[0]['training']['steps'])"
     )
@@ -270,14 +270,14 @@ def test_a_card_from_the_shell(hub: HubServer, login: Login, saved: Path, tmp_pa
     """Catches a card that is published without what was measured, and one that is only to be looked at."""
     (tmp_path / "report.json").write_text(json.dumps(evidence()["report"]))
     arguments = [str(saved), "user/d", "--report", str(tmp_path), "--license", "mit"]
-    drafters.hub.main(["push", *arguments, "--card", str(tmp_path / "card.md")])
+    drafters.hub.__main__.main(["push", *arguments, "--card", str(tmp_path / "card.md")])
     card = (tmp_path / "card.md").read_text()
     assert "## Speed" in card and not hub.repositories
-    drafters.hub.main(["push", *arguments])
+    drafters.hub.__main__.main(["push", *arguments])
     assert files(hub, "user/d")["README.md"].decode() == card
     (saved / "README.md").write_text("My own words.")
     with pytest.raises(ValueError, match="published as it is, without the certificate, report or figures given"):
-        drafters.hub.main(["push", *arguments])
+        drafters.hub.__main__.main(["push", *arguments])
 
 
 def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,10 +287,10 @@ def test_dry_run_and_revision(hub: HubServer, login: Login, saved: Path, capsys:
     (saved / "tensorboard" / "events.out.tfevents.1.x").write_bytes(b"events")
     arguments = ["push", str(saved), "user/d", "--revision", "v2", "--dataset", "someone/chats"]
     arguments += ["--base-model", "someone/other"]
-    drafters.hub.main([*arguments, "--dry-run"])
+    drafters.hub.__main__.main([*arguments, "--dry-run"])
     listed = capsys.readouterr().out
     assert not [line for line in hub.requests if not line.startswith(("HEAD", "GET"))]
-    drafters.hub.main(arguments)
+    drafters.hub.__main__.main(arguments)
     repository = hub.repositories["user/d"]
     tree = repository.commits[repository.branches["v2"]]
     assert tree["tensorboard/events.out.tfevents.1.x"] == b"events" and repository.commits[repository.head] == {}
@@ -309,7 +309,7 @@ def test_a_push_over_a_bad_line(
     hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch, request_: str, fault: int | str
 ) -> None:
     """Catches an upload given up for what passes, and one that is committed twice because its answer was lost."""
-    monkeypatch.setattr("drafters.hub_client.PATIENCE", 0.5)
+    monkeypatch.setattr("drafters.hub.client.PATIENCE", 0.5)
     hub.faults = [(request_, fault)]
     push_to_hub(saved, "user/d")
     assert not hub.faults and len(hub.repositories["user/d"].commits) == 2
@@ -340,7 +340,7 @@ def test_what_is_pulled_drafts_the_same(
     """Catches weights that change on the way, options that are lost, and snippets of the card that do not run: ours,
     and the one for transformers, whose generate.py comes from the Hub."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("drafters.precision.cpu_has_bf16", lambda: False)  # both in the files' float32
+    monkeypatch.setattr("drafters.common.precision.cpu_has_bf16", lambda: False)  # both in the files' float32
     tiny.build("llama", vocab_size=300).save_pretrained(tmp_path / "target")
     byte_level(None, CHATML_SPECIALS, None, "<|im_end|>").save_pretrained(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
@@ -376,7 +376,7 @@ def test_options_change_an_existing_card(hub: HubServer, login: Login, saved: Pa
     words = "\n# Mine\n\nMy own words, e.g. `tokens/s`.\n"
     (saved / "README.md").write_text(f"---\ntags: [mine]\nlicense: mit\ndatasets: a/b\n---\n{words}")
     options = ["--license", "apache-2.0", "--base-model", "someone/other", "--dataset", "c/d"]
-    drafters.hub.main(["push", str(saved), "user/d", *options])
+    drafters.hub.__main__.main(["push", str(saved), "user/d", *options])
     _, header, text = files(hub, "user/d")["README.md"].decode().split("---\n")
     assert text == words
     expected = {"tags": ["mine"], "license": "apache-2.0", "base_model": "someone/other", "datasets": ["a/b", "c/d"]}
@@ -399,10 +399,10 @@ BAD_NAMES += ["user/" + "x" * 97, "user name/x", "datasets/x", "./x", "https://h
 def test_a_name_that_the_hub_refuses_is_refused_before(saved: Path, name: str) -> None:
     """Catches a dry run that passes, and a push that fails after minutes, for a name that no repository can have."""
     calls = [
-        lambda: drafters.hub.main(["push", str(saved), name, "--dry-run"]),
+        lambda: drafters.hub.__main__.main(["push", str(saved), name, "--dry-run"]),
         lambda: push_to_hub(saved, name),
-        lambda: drafters.hub.main(["push", str(saved), "user/d", "--dry-run", "--base-model", name]),
-        lambda: drafters.hub.main(["push", str(saved), "user/d", "--dry-run", "--dataset", name]),
+        lambda: drafters.hub.__main__.main(["push", str(saved), "user/d", "--dry-run", "--base-model", name]),
+        lambda: drafters.hub.__main__.main(["push", str(saved), "user/d", "--dry-run", "--dataset", name]),
     ]
     for call in calls[:2] if name == "name" else calls:  # which may be another's
         assert "is not a Hub repository name like 'user/my-drafter'" in refusal(call)
@@ -412,7 +412,7 @@ def test_names_without_a_user_are_taken_of_others(saved: Path, tmp_path: Path) -
     """Catches a base model or data set that the Hub holds under its old name, and that no card may name."""
     card = tmp_path / "card.md"
     names = ["--base-model", "gpt2", "--dataset", "gsm8k"]
-    drafters.hub.main(["push", str(saved), "user/d", "--card", str(card), *names])
+    drafters.hub.__main__.main(["push", str(saved), "user/d", "--card", str(card), *names])
     front = yaml.safe_load(card.read_text().split("---\n")[1])
     assert (front["base_model"], front["datasets"]) == ("gpt2", ["gsm8k"])
 
@@ -554,7 +554,7 @@ def test_a_hub_that_falls_silent(hub: HubServer, login: Login, saved: Path, monk
     """Catches a wait for ever in the requests behind the first, for which huggingface_hub sets no timeout."""
     push_to_hub(saved, "user/d")
     hub.silent_after = len(hub.requests) + 1
-    monkeypatch.setattr("drafters.hub_client.PATIENCE", 0.5)
+    monkeypatch.setattr("drafters.hub.client.PATIENCE", 0.5)
     began = time.monotonic()
     assert "the Hub cannot be reached" in refusal(load_checkpoint, "user/d")
     assert time.monotonic() - began < 20

@@ -19,16 +19,16 @@ from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.base import Promised
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.kept_costs import Costs, Curve
-from drafters.decoding.loop import DecodeState
-from drafters.drafting.looking import FRUITLESS
 from drafters.drafting.one_tree import held_nodes, leaves_draft, with_copies
 from drafters.drafting.retrieval import NOTHING, Found
-from drafters.drafting.weighing import Scales, Trust
-from drafters.eagle import EagleDrafter
-from drafters.hybrid import HybridDrafter, _matching
-from drafters.prompt_lookup import PromptLookupDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree
+from drafters.methods.eagle import EagleDrafter
+from drafters.methods.hybrid import HybridDrafter, _matching
+from drafters.methods.prompt_lookup import PromptLookupDrafter
+from drafters.policy.kept_costs import Costs, Curve
+from drafters.policy.looking import FRUITLESS
+from drafters.policy.weighing import Scales, Trust
 
 
 def hybrid(

@@ -12,7 +12,7 @@ from test_store_ranks import LENGTHS, work
 from transformers import AutoTokenizer
 
 from data_prep import inspect, inspect_run
-from data_prep.ranks import Rank
+from data_prep.common.ranks import Rank
 from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
 

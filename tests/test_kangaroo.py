@@ -10,9 +10,9 @@ from conformance import NO_EOS, prompt, target_of
 from rigged import EXIT_LAYER, kangaroo, quiet_depths
 
 from drafters import TargetModel, generate, load_drafter
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 
 ETA, SURER = 0.15, 0.2
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]

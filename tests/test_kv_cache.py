@@ -9,8 +9,8 @@ import torch
 from conformance import NO_EOS, checked_commits, plain_greedy, prompt, rows_of, target_of
 
 from drafters import generate
-from drafters.autoregressive import AutoregressiveDrafter
-from drafters.model.kv_cache import KVCache
+from drafters.methods.autoregressive import AutoregressiveDrafter
+from drafters.model.cache import KVCache
 
 
 def make(batch: int, capacity: int = 32) -> KVCache:

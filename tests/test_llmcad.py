@@ -10,9 +10,9 @@ from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
 from drafters import GenerateResult, TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.llmcad import LLMCadDrafter, TokenTree, next_alpha
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.llmcad import LLMCadDrafter, TokenTree, next_alpha
 
 TestChain = conformance.suite(
     lambda target: LLMCadDrafter.from_options(target, draft_model=target, nodes=4, branches=1, alpha=1e-9),

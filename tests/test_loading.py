@@ -17,9 +17,9 @@ from transformers.utils import import_utils
 
 from drafters import TargetModel, generate, load_frozen_ends, make_drafter
 from drafters.model import files, loading
+from drafters.model.cache import KVCache, cache_bytes
+from drafters.model.check import check_layers_agree, graphs_agree
 from drafters.model.graphs import GraphRunner
-from drafters.model.kv_cache import KVCache, cache_bytes
-from drafters.model.self_check import check_layers_agree, graphs_agree
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # not equal, and yet the same memory
 READERS: dict[str, Callable[[str], object]] = {

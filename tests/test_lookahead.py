@@ -10,12 +10,12 @@ from distribution import LIMIT, WARPS, deviation, toy
 from test_conformance_lookahead import Primed
 
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
-from drafters.decoding.acceptance import Verdict
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
 from drafters.drafting.phrase_pool import PhrasePool
-from drafters.lookahead import LookaheadDrafter
+from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.lookahead import LookaheadDrafter
 
 
 def state_of(target: TargetModel, tokens: list[int], eos: frozenset[int] = frozenset(), new: int = 99) -> DecodeState:

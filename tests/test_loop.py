@@ -15,10 +15,10 @@ from distribution import LIMIT, WARPS, deviation, toy
 from rigged import eagle, medusa
 
 from drafters import Drafter, TargetModel, generate
-from drafters.autoregressive import AutoregressiveDrafter
-from drafters.decoding.acceptance import Rule, verify_sampled
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
-from drafters.speculative import SpeculativeDrafter
+from drafters.loop.acceptance import Rule, verify_sampled
+from drafters.methods.autoregressive import AutoregressiveDrafter
+from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.speculative import SpeculativeDrafter
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
 

@@ -1,4 +1,4 @@
-"""train/losses.py and the tasks' losses against naive references."""
+"""train/core/losses.py and the tasks' losses against naive references."""
 
 import math
 from functools import partial
@@ -14,14 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_prep.store.reader import FeatureStore
-from drafters.eagle import EagleHead
+from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
-from train import losses
-from train.attention import use_dialogue_attention
+from train.core import losses
+from train.core.attention import use_dialogue_attention
+from train.core.losses import TopK, default_chunk_rows, divergence_sum, regression_sum
 from train.data.packing import Batch, Span, collate
 from train.eagle import EagleConfig, EagleTask, feature_noise
 from train.kangaroo import KangarooConfig, KangarooTask
-from train.losses import TopK, default_chunk_rows, divergence_sum, regression_sum
 from train.watch.alpha import chain_alpha
 
 DIALOGUES = [3, 0, 1, 2, 6]  # of the training store: lengths 23, 9, 17, 5, 7 pack into three rows

@@ -17,16 +17,17 @@ from programs import status
 from torch import Tensor
 
 from drafters import Drafter, TargetModel
-from drafters.checkpoint import make_config, save_checkpoint
 from drafters.config import Config
-from drafters.decoding import acceptance, loop
-from drafters.decoding.acceptance import Rule, Verdict, verify_greedy, verify_sampled
-from drafters.decoding.call import padding_id
-from drafters.decoding.draft_tree import ROOT, DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling, draw_without_replacement
-from drafters.eagle import EagleHead
-from drafters.model.kv_cache import KVCache
+from drafters.hub.checkpoint import make_config, save_checkpoint
+from drafters.loop import acceptance
+from drafters.loop import generate as loop
+from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
+from drafters.loop.call import padding_id
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling, draw_without_replacement
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.methods.eagle import EagleHead
+from drafters.model.cache import KVCache
 from eval import lossless, lossless_run
 from eval.figures.goodness_of_fit import count_tail, detectable, uniformity
 from eval.figures.losslessness import Sample, judge
@@ -125,7 +126,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong(old: str, new: str, rule: str = "verify_sampled") -> Rule:
-    """A rule of drafters/decoding/acceptance.py, with a mistake in its text."""
+    """A rule of drafters/loop/acceptance.py, with a mistake in its text."""
     source = Path(acceptance.__file__).read_text()
     assert source.count(old) == 1, f"the text to break stands {source.count(old)} times in acceptance.py: {old}"
     module = types.ModuleType("drafters.decoding.wrong")

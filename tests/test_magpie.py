@@ -25,10 +25,10 @@ from chat_formats import (
 
 from data_prep import magpie, magpie_run, regenerate
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
+from data_prep.common.ranks import Rank
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError, ReadCounts, parse_record, read_dialogues
 from data_prep.magpie_run import DONE, Asked
-from data_prep.ranks import Rank
 from data_prep.split import same_question
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config

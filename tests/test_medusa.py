@@ -12,13 +12,13 @@ from conformance import NO_EOS, prompt, target_of
 from rigged import medusa
 
 from drafters import TargetModel, generate, load_drafter
-from drafters.decoding.acceptance import verify_greedy
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
-from drafters.drafting.auto import accepted, likeliest
-from drafters.medusa import MedusaDrafter, MedusaHeads, MedusaOptions, Typical
+from drafters.loop.acceptance import verify_greedy
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions, Typical
 from drafters.model.draft_head import DRAFT_IDS
+from drafters.policy.shape import accepted, likeliest
 
 GREEDY, HOT = Sampling(), Sampling(0.8, top_k=20)
 

@@ -11,7 +11,7 @@ from tiny import build
 
 from drafters import Sampling, TargetModel, generate, make_drafter
 from drafters.drafting.beam_search import Paths
-from drafters.mjgd import JointMaximum, MJGDDrafter, side_by_side
+from drafters.methods.mjgd import JointMaximum, MJGDDrafter, side_by_side
 
 
 class Plain(MJGDDrafter):

@@ -10,9 +10,9 @@ from rigged import perturbed
 from tiny import build
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.mjsd import JointLikelihood, MJSDDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree
+from drafters.methods.mjsd import JointLikelihood, MJSDDrafter
 
 TestItself = conformance.suite(
     lambda target: MJSDDrafter.from_options(target, draft_model=target, gamma=4, beams=3),

@@ -7,13 +7,13 @@ from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
 from drafters import FeatureOutput, Sampling, TargetModel, generate, make_drafter
-from drafters.autoregressive import AutoregressiveDrafter
-from drafters.decoding.acceptance import Verdict
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState, last_of, padded
 from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
 from drafters.drafting.trie import Trie
-from drafters.ouroboros import OuroborosDrafter
+from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import DecodeState, last_of, padded
+from drafters.loop.tree import DraftTree
+from drafters.methods.autoregressive import AutoregressiveDrafter
+from drafters.methods.ouroboros import OuroborosDrafter
 
 SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
 

@@ -1,4 +1,4 @@
-"""drafters/paths.py and drafters/files.py: what may be opened, and who may read what was written."""
+"""drafters/common/paths.py and drafters/common/files.py: what may be opened, and who may read what was written."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, load_frozen_ends
-from drafters.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
+from drafters.common.files import save_tensors
+from drafters.common.paths import names_only
 from drafters.drafting.draft_model import load_draft_model
 from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.pool_file import load_pool, save_pool
-from drafters.eagle import EagleHead
-from drafters.files import save_tensors
-from drafters.paths import names_only
+from drafters.hub.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
+from drafters.methods.eagle import EagleHead
 
 OPENERS: dict[str, Callable[[str], object]] = {
     "target": lambda path: TargetModel.from_pretrained(path, "float32", "cpu"),

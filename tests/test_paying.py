@@ -13,14 +13,14 @@ from test_eagle import from_scratch, path_of, trained_head
 from torch import Tensor
 
 from drafters import generate
-from drafters.decoding.cost import CostsByLength
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.kept_costs import Costs, Curve
-from drafters.decoding.loop import DecodeState
 from drafters.drafting.passes import Level, TorchPasses
-from drafters.drafting.paying import FRONTIER, Confidence, Paying, _Growth
-from drafters.eagle import EagleDrafter, EagleOptions
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree
+from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.rows import Rows
+from drafters.policy.costs import CostsByLength
+from drafters.policy.growth import FRONTIER, Confidence, Paying, _Growth
+from drafters.policy.kept_costs import Costs, Curve
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from drafters import TargetModel, generate, make_drafter
 from drafters.drafting import draft_model
 from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.pool_file import load_pool, save_pool
-from drafters.lookahead import LookaheadDrafter
-from drafters.ouroboros import OuroborosDrafter
+from drafters.methods.lookahead import LookaheadDrafter
+from drafters.methods.ouroboros import OuroborosDrafter
 
 PHRASES = [(5, (1, 2, 3)), (9, (4,)), (5, (6, 7)), (0, (96, 0, 1)), (5, (1, 2, 8)), (9, (3, 3))]
 

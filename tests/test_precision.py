@@ -17,12 +17,13 @@ from data_prep.features import FeaturesConfig
 from data_prep.magpie import MagpieConfig
 from data_prep.regenerate import RegenerateConfig
 from data_prep.store.manifest import read_manifest
-from drafters import TargetModel, precision
+from drafters import TargetModel
+from drafters.common import precision
 from drafters.model.files import resolve_dtype
 from eval.roofline import RooflineConfig
 from eval.speed import TargetEntry
 from train.cli_run import settle_precision
-from train.config import OnlineData
+from train.core.config import OnlineData
 from train.eagle import EagleConfig
 from train.target.config import TargetConfig
 
@@ -64,7 +65,7 @@ def test_which_cpus_are_fast_in_bf16(
 
 def test_limits_set_for_torch_count() -> None:
     """Catches a rule that reads the processor's flags and not what torch was told to use."""
-    code = "from drafters.precision import cpu_has_bf16; print(cpu_has_bf16())"
+    code = "from drafters.common.precision import cpu_has_bf16; print(cpu_has_bf16())"
     for limit in ({"ATEN_CPU_CAPABILITY": "avx2"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
         done = subprocess.run(
             [sys.executable, "-c", code],

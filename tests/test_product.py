@@ -10,9 +10,9 @@ from conformance import NO_EOS, prompt, rows_of
 from rigged import eagle, perturbed
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.model.cpu_kernels import multiplies
+from drafters.cpu.kernels import multiplies
+from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.linear import GROUP, Int4, Int8, Product, Quantization, fit_groups
-from drafters.speculative import SpeculativeDrafter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from drafters.methods import method_names
-from train.task import task_class, trained_methods
+from train.core.task import task_class, trained_methods
 
 ROOT = Path(__file__).parents[1]
 
@@ -298,10 +298,11 @@ def test_names_of_methods_are_those_of_the_classes() -> None:
     import pkgutil
 
     import drafters
+    import drafters.methods
 
     classes = []
-    for module in pkgutil.iter_modules(drafters.__path__):
-        members = vars(importlib.import_module(f"drafters.{module.name}")).values()
+    for module in pkgutil.iter_modules(drafters.methods.__path__):
+        members = vars(importlib.import_module(f"drafters.methods.{module.name}")).values()
         if any(isinstance(v, type) and issubclass(v, drafters.Drafter) and v.name == module.name for v in members):
             classes.append(module.name)
     assert method_names() == sorted(classes)

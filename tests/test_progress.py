@@ -5,8 +5,8 @@ import io
 import pytest
 from tqdm import tqdm
 
-from data_prep import progress
-from data_prep.progress import WITHOUT_TIME_LEFT, Bar
+from data_prep.common import progress
+from data_prep.common.progress import WITHOUT_TIME_LEFT, Bar
 
 
 class Terminal(io.StringIO):

@@ -13,13 +13,14 @@ from distribution import LIMIT, WARPS, deviation, toy
 from rigged import AUTO_COSTS, perturbed
 
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
-from drafters.cascade import CascadeDrafter
-from drafters.decoding import cost, kept_costs
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
-from drafters.drafting.weighing import Weighing
-from drafters.prompt_lookup import NgramIndex, PromptLookupDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.prompt_lookup import NgramIndex, PromptLookupDrafter
+from drafters.policy import costs as cost
+from drafters.policy import kept_costs
+from drafters.policy.weighing import Weighing
 
 
 class PrimedIndex(NgramIndex):

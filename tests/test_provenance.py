@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.provenance import UNCOMMITTED, git_commit, library_versions
+from drafters.common.provenance import UNCOMMITTED, git_commit, library_versions
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from data_prep.ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map, slurm_step
+from data_prep.common.ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map, slurm_step
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from drafters.decoding import cost
-from drafters.decoding.kept_costs import Costs, Curve
+from drafters.policy import costs as cost
+from drafters.policy.kept_costs import Costs, Curve
 from eval.figures.metrics import ends_in_loop
 
 ROOT = Path(__file__).parents[1]

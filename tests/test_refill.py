@@ -12,9 +12,9 @@ from rigged import medusa
 from test_batch import METHODS, prompts_of
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.refill import Continued, Prompt, alike_in_length
+from drafters.loop.generate import DecodeState
+from drafters.loop.refill import Continued, Prompt, alike_in_length
+from drafters.loop.tree import DraftTree
 
 LIMIT = 18
 

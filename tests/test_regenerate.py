@@ -21,14 +21,14 @@ from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers, text_ends, turn_ends
 from data_prep.answers.writing import Writing
+from data_prep.common.ranks import Rank
 from data_prep.dialogues.encoding import encode_split
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
-from data_prep.ranks import Rank
 from data_prep.store import lock as store_lock
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW = 10

@@ -42,11 +42,11 @@ import train.throughput
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError
 from drafters import TargetModel
-from drafters.checkpoint import make_config, save_checkpoint
 from drafters.drafting.draft_model import vocabulary
-from drafters.eagle import EagleHead
+from drafters.hub.checkpoint import make_config, save_checkpoint
+from drafters.methods.eagle import EagleHead
 from train import cli
-from train.task import trained_methods
+from train.core.task import trained_methods
 
 CODE = """
 from pathlib import Path
@@ -252,7 +252,7 @@ CASES: dict[str, tuple[Main, Callable[[Path, Trap], dict[str, Any]]]] = {
 }
 # These load no model: text alone, shapes by their names, a tokenizer that they trained themselves, or programs above.
 WITHOUT_A_MODEL = {
-    "drafters/hub.py",
+    "drafters/hub/__main__.py",
     "data_prep/split.py",
     "data_prep/stdlib_corpus.py",
     "eval/compare.py",

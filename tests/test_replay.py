@@ -8,9 +8,9 @@ from conformance import NO_EOS, checked_commits, prompt, rows_of, target_of
 from rigged import eagle, kangaroo, perturbed
 
 from drafters import generate, make_drafter
+from drafters.methods.replay import ReplayDrafter
+from drafters.methods.speculative import SpeculativeDrafter
 from drafters.model.target import TargetModel
-from drafters.replay import ReplayDrafter
-from drafters.speculative import SpeculativeDrafter
 
 PAPER = [0.79, 0.74, 0.72, 0.73, 0.67]  # EAGLE, Table 1: n-alpha of Vicuna-7B
 

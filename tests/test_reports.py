@@ -13,10 +13,10 @@ from test_eval_compare import report
 from test_hub import CONFIG, evidence
 from torch import nn
 
-import drafters.hub
-from drafters.checkpoint import save_checkpoint
-from drafters.model_card import Card, model_card
-from drafters.reports import Certificate, Part, Report, Summary, read
+import drafters.hub.__main__
+from drafters.hub.checkpoint import save_checkpoint
+from drafters.hub.model_card import Card, model_card
+from drafters.hub.reports import Certificate, Part, Report, Summary, read
 from eval import compare, leaderboard, seeds
 from eval.compare_run import run as compare_run
 from eval.figures import paired
@@ -134,8 +134,8 @@ def test_what_is_no_report_is_named_by_every_program(
         ("report.json", compare.main, [good, bad]),
         ("report.json", compare.main, [bad, good]),
         ("report.json", seeds.main, [bad]),
-        ("report.json", drafters.hub.main, ["push", saved, "user/d", "--dry-run", "--report", bad]),
-        ("lossless.json", drafters.hub.main, ["push", saved, "user/d", "--dry-run", "--certificate", bad]),
+        ("report.json", drafters.hub.__main__.main, ["push", saved, "user/d", "--dry-run", "--report", bad]),
+        ("lossless.json", drafters.hub.__main__.main, ["push", saved, "user/d", "--dry-run", "--certificate", bad]),
         *((name, leaderboard.main, ["--results", bad, "--out", tmp_path / "out"]) for name in SCHEMAS),
     ]
     for name, main, arguments in programs:

@@ -19,14 +19,15 @@ from test_suffix import places, state_of
 
 from data_prep import datastore as program
 from drafters import Drafter, TargetModel, make_drafter
-from drafters.decoding import cost, kept_costs
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
 from drafters.drafting.draft_model import vocabulary_facts
 from drafters.drafting.retrieval import BETWEEN, Found
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
 from drafters.methods import inner_drafter
-from drafters.rest import RestDrafter
+from drafters.methods.rest import RestDrafter
+from drafters.policy import costs as cost
+from drafters.policy import kept_costs
 
 
 def written(path: Path, texts: list[list[int]], target: TargetModel) -> str:

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding import sampling
-from drafters.decoding.sampling import Sampling, draw, draw_without_replacement, residual
+from drafters.loop import sampling
+from drafters.loop.sampling import Sampling, draw, draw_without_replacement, residual
 
 
 @pytest.mark.parametrize(

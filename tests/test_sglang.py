@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_export import save_head, save_target
 
 from drafters import TargetModel
-from drafters.checkpoint import load_checkpoint
-from drafters.eagle import EagleDrafter
-from drafters.export_run import check, export
+from drafters.hub.checkpoint import load_checkpoint
+from drafters.layouts.export import check, export
+from drafters.methods.eagle import EagleDrafter
 from drafters.model.layers import default_layer
 
 ROOT = Path(__file__).parents[1]

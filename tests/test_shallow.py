@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 
 from drafters import TargetModel, generate, make_drafter
 from train import shallow
+from train.core.task import make_task
 from train.data.packing import collate
 from train.draft_model import DraftModelConfig
 from train.run.files import read_metrics
-from train.task import make_task
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
 

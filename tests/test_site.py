@@ -16,7 +16,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for page in ("index", "smollm2", "contributing", "api/drafters.decoding.loop", "api/data_prep.regenerate"):
         assert (tmp_path / f"{page}.html").is_file(), page
-    assert "ValueError" in (tmp_path / "api" / "drafters.eagle.html").read_text()
+    assert "ValueError" in (tmp_path / "api" / "drafters.methods.eagle.html").read_text()
     modules = {path for path in (ROOT / "drafters").rglob("*.py") if not path.name.startswith("_")}
     assert len(list((tmp_path / "api").glob("drafters.*.html"))) > len(modules)  # packages have one, too
     fetched = re.compile(r'<(?:script|img)[^>]* src="https?://|<link[^>]*stylesheet[^>]*href="https?://')

@@ -14,13 +14,13 @@ from rigged import perturbed
 from transformers import PreTrainedModel
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.cascade import CascadeDrafter
-from drafters.decoding.acceptance import Rule
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
 from drafters.drafting.merged_tree import MergedTree, Trials
-from drafters.specinfer import SpecInferDrafter, SpecInferOptions, run_trials, verify_stochastic
-from drafters.speculative import SpeculativeDrafter
+from drafters.loop.acceptance import Rule
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree
+from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.specinfer import SpecInferDrafter, SpecInferOptions, run_trials, verify_stochastic
+from drafters.methods.speculative import SpeculativeDrafter
 
 # The rule, over every draft of a toy vocabulary.
 
@@ -39,7 +39,7 @@ def other_models_q(tree: MergedTree) -> MergedTree:
 
 def whole_p(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each trial against the whole p, as if none had failed before it."""
-    with mock.patch("drafters.specinfer.residual", lambda p, q: p):
+    with mock.patch("drafters.methods.specinfer.residual", lambda p, q: p):
         return run_trials(tree, p)
 
 
@@ -189,7 +189,7 @@ def other_q(draft, *rest):  # noqa: ANN001, ANN002, ANN201
 
 
 def against_whole_p(draft, *rest):  # noqa: ANN001, ANN002, ANN201
-    with mock.patch("drafters.specinfer.run_trials", whole_p):
+    with mock.patch("drafters.methods.specinfer.run_trials", whole_p):
         return verify_stochastic(draft, *rest)
 
 

@@ -12,13 +12,13 @@ from enumeration import Q, accepted, bias, committed, deduplicated, sampled
 from rigged import perturbed
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.cascade import CascadeDrafter
-from drafters.decoding.acceptance import Rule
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import residual
 from drafters.drafting.merged_tree import MergedTree, Trials
-from drafters.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq
+from drafters.loop.acceptance import Rule
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import residual
+from drafters.loop.tree import DraftTree
+from drafters.methods.cascade import CascadeDrafter
+from drafters.methods.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq
 
 # rho.
 
@@ -74,7 +74,7 @@ def test_rows_have_their_own_number_of_drafts() -> None:
 
 def rho_of_one(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain speculative sampling of each draft, with the residual that K-SEQ would have."""
-    with mock.patch("drafters.spectr.solve_rho", lambda p, q, k: torch.ones_like(p[:, :1])):
+    with mock.patch("drafters.methods.spectr.solve_rho", lambda p, q, k: torch.ones_like(p[:, :1])):
         return k_seq(tree, p)
 
 
@@ -88,7 +88,7 @@ def rule_with(trials: Trials) -> Rule:
     """K-SEQ with other trials."""
 
     def rule(draft, logits, see, sampling, generator):  # noqa: ANN001, ANN202
-        with mock.patch("drafters.spectr.k_seq", trials):
+        with mock.patch("drafters.methods.spectr.k_seq", trials):
             return verify_k_seq(draft, logits, see, sampling, generator)
 
     return rule
@@ -96,7 +96,7 @@ def rule_with(trials: Trials) -> Rule:
 
 def rho_of_all(tree: MergedTree, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest rho, which needs no solving: lossless, but accepts less."""
-    with mock.patch("drafters.spectr.solve_rho", lambda p, q, k: k.to(p.dtype)):
+    with mock.patch("drafters.methods.spectr.solve_rho", lambda p, q, k: k.to(p.dtype)):
         return k_seq(tree, p)
 
 

@@ -12,10 +12,10 @@ from rigged import perturbed
 from transformers import PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.sampling import Sampling
-from drafters.speculative import SpeculativeDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods.speculative import SpeculativeDrafter
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from data_prep import disk
 from data_prep import split as program
+from data_prep.common import disk
 from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
 from data_prep.split import main, split, unanswered_record
 

@@ -28,7 +28,7 @@ from data_prep.magpie import MagpieConfig
 from data_prep.regenerate import RegenerateConfig
 from drafters import TargetModel
 from drafters.config import validate
-from drafters.decoding.refill import Refilled
+from drafters.loop.refill import Refilled
 from eval.lossless import LosslessConfig
 from eval.speed import SpeedConfig
 from eval.tune import TuneConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import disk, stdlib_corpus
+from data_prep import stdlib_corpus
+from data_prep.common import disk
 from data_prep.stdlib_corpus import build_corpus, cut_text, main, objects_of
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])

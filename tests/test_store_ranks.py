@@ -14,7 +14,7 @@ import torch
 from test_features import run, write_config
 from test_store import HIDDEN, header
 
-from data_prep.ranks import Rank
+from data_prep.common.ranks import Rank
 from data_prep.store.manifest import ShardPlan, StoreManifest, read_manifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter

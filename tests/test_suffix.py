@@ -11,11 +11,11 @@ from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 
 from drafters import FeatureOutput, generate, make_drafter
-from drafters.decoding.draft_tree import ROOT
-from drafters.decoding.loop import DecodeState
 from drafters.drafting.retrieval import BETWEEN, Found
 from drafters.drafting.suffix_automaton import SuffixAutomaton
-from drafters.suffix import SuffixDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import ROOT
+from drafters.methods.suffix import SuffixDrafter
 
 
 class Primed(SuffixDrafter):

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from drafters import TargetModel, load_frozen_ends
-from drafters.decoding.draft_tree import ROOT, DraftTree
+from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.rope import Rope
 from drafters.model.rows import Placed, Rows
 

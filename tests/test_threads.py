@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters import threads
-from drafters.threads import Look, threads_for
+from drafters.common import threads
+from drafters.common.threads import Look, threads_for
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 from conformance import NO_EOS, prompt, target_of
 
 from drafters import generate
-from drafters.autoregressive import AutoregressiveDrafter
-from drafters.decoding.trace import Step, Trace
+from drafters.loop.trace import Step, Trace
+from drafters.methods.autoregressive import AutoregressiveDrafter
 
 
 def trace_of(*steps: tuple[int, int, int]) -> Trace:

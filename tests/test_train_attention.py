@@ -1,4 +1,4 @@
-"""train/attention.py: dialogue by dialogue equals a mask over the packed row."""
+"""train/core/attention.py: dialogue by dialogue equals a mask over the packed row."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,10 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from drafters.eagle import EagleHead
-from drafters.kangaroo import KangarooAdapter
-from train import attention
-from train.attention import Dialogues, blocked_attention, dialogue_attention, fused_attention, use_dialogue_attention
+from drafters.methods.eagle import EagleHead
+from drafters.methods.kangaroo import KangarooAdapter
+from train.core import attention
+from train.core.attention import (
+    Dialogues,
+    blocked_attention,
+    dialogue_attention,
+    fused_attention,
+    use_dialogue_attention,
+)
 from train.data.packing import dialogue_mask
 
 LENGTHS = [[5, 300, 1], [128, 129], [256]]  # shorter than a block, at its borders, several blocks

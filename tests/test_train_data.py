@@ -10,7 +10,8 @@ import torch
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from train.attention import Dialogues
+from train.core.attention import Dialogues
+from train.core.runtime import Ranks
 from train.data.packing import (
     Batch,
     Position,
@@ -23,7 +24,6 @@ from train.data.packing import (
     shift,
     split_evenly,
 )
-from train.runtime import Ranks
 
 LENGTHS = tiny_run.LENGTHS["train"]
 CONFIG = tiny_run.read("eagle", tiny_run.settings("none", Path("none"), Path("none")))  # of 64 tokens a batch

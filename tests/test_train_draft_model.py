@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM
 from drafters import TargetModel, generate, make_drafter
 from drafters.config import load_config
 from drafters.drafting.draft_model import load_draft_model
-from train import losses
+from train.core import losses
+from train.core.losses import divergence_sum
+from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.export import with_weights
 from train.draft_model import DraftModelConfig
-from train.inputs import open_inputs
-from train.losses import divergence_sum
 from train.run.files import TIMED, read_metrics
-from train.task import make_task
+from train.run.inputs import open_inputs
 
 CONFIGS = tiny_run.ROOT / "configs"
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "tie_word_embeddings": True}

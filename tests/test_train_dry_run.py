@@ -21,26 +21,19 @@ from data_prep.features import FeaturesConfig
 from data_prep.store.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
-from train import losses
 from train.cli import main
-from train.config import TrainConfig
+from train.core import losses
+from train.core.config import TrainConfig
+from train.core.task import task_class
 from train.data.packing import TrainData
 from train.eagle import EagleConfig
-from train.inputs import open_inputs
 from train.kangaroo import KangarooConfig
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
-from train.preflight.estimate import (
-    MicroBatch,
-    memory_parts,
-    meta_task,
-    parameters,
-    pass_memory,
-    target_parameters,
-)
+from train.preflight.estimate import MicroBatch, memory_parts, meta_task, parameters, pass_memory, target_parameters
 from train.run.files import run_folder_bytes
-from train.task import task_class
+from train.run.inputs import open_inputs
 
 ROOT = tiny_run.ROOT
 
@@ -88,7 +81,7 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     code = """
 import sys
 from train.cli import main
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 status = main("eagle", sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)

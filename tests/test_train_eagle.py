@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.config import load_config, validate
-from drafters.eagle import EagleHead
-from drafters.kangaroo import KangarooAdapter
-from train import eagle, loop
+from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
+from drafters.methods.eagle import EagleHead
+from drafters.methods.kangaroo import KangarooAdapter
+from train import eagle
+from train.core.engine import deepspeed_config
 from train.data.packing import Span
 from train.eagle import EagleConfig, Noise
-from train.engine import deepspeed_config
-from train.loop import TrainingDiverged
+from train.run import loop
 from train.run.files import read_metrics
+from train.run.loop import TrainingDiverged
 
 CONFIGS = tiny_run.ROOT / "configs"
 

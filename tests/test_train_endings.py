@@ -11,15 +11,15 @@ import pytest
 import tiny_run
 from test_features import write_config
 
-from data_prep import disk
+from data_prep.common import disk
 from data_prep.features import main as make_features
 from drafters import TargetModel
 from drafters.config import load_config, validate
 from drafters.model.ends import load_frozen_ends
 from eval.speed import SpeedConfig
 from eval.speed import check as check_speed
-from train import engine
 from train.cli import main
+from train.core import engine
 from train.eagle import EagleConfig
 from train.kangaroo import KangarooConfig
 from train.run.endings import measure_command, what_is_kept

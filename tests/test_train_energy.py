@@ -10,11 +10,12 @@ import pytest
 import tiny_run
 import torch
 
-from drafters import TargetModel, energy
-from train.loop import TrainRun
+from drafters import TargetModel
+from drafters.common import energy
+from train.core.runtime import ALONE
 from train.run.files import read_metrics
+from train.run.loop import TrainRun
 from train.run.state import PROGRESS, checksums
-from train.runtime import ALONE
 from train.watch import energy as watched
 
 JOULES_A_STEP = 20

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drafters.config import validate
-from drafters.eagle import EagleHead
-from train import engine, loop
+from drafters.methods.eagle import EagleHead
+from train.core import engine
 from train.eagle import EagleConfig
+from train.run import loop
 from train.run.files import read_metrics
 
 STAGES = (0, 1, 2, 3)

@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
+from drafters.common.provenance import environment
 from drafters.config import load_config
-from drafters.medusa import MedusaDrafter
+from drafters.hub.model_card import model_card
+from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
-from drafters.model_card import model_card
-from drafters.provenance import environment
 from eval.report.page import target_line
+from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
 from train.medusa import JointTask, MedusaConfig
 from train.preflight.dry_run import dry_run
 from train.run.endings import farewell, finished_at
 from train.run.files import TIMED, read_metrics
-from train.task import make_task
 
 HEADS = 3
 LORA = {"r": 4, "alpha": 8}

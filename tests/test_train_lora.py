@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters.checkpoint import WEIGHTS_FILE, load_checkpoint, make_config, save_checkpoint
-from drafters.eagle import EagleHead
-from drafters.export_run import check, export
-from drafters.head_adapter import load_head
-from drafters.kangaroo import KangarooAdapter
+from drafters.hub.checkpoint import WEIGHTS_FILE, load_checkpoint, make_config, save_checkpoint
+from drafters.layouts.export import check, export
+from drafters.methods.eagle import EagleHead
+from drafters.methods.kangaroo import KangarooAdapter
 from drafters.model.draft_head import DRAFT_IDS
+from drafters.model.head_adapter import load_head
 from train.run.endings import finished_at
 from train.run.files import TIMED, read_metrics
 from train.watch.flops import training_cost

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.config import load_config
-from drafters.medusa import MedusaDrafter
+from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
+from train.core.task import make_task
 from train.data.packing import collate
 from train.medusa import MedusaConfig, MedusaTask
 from train.run.files import TIMED, read_metrics
-from train.task import make_task
 
 DIALOGUES = [3, 0, 1, 2, 6]
 HEADS = 3

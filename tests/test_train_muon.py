@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from drafters.config import validate
+from train.core.muon import ADAM_SIZE, MOMENTUM, SHAPE, Muon, matrix_groups, orthogonal
 from train.eagle import EagleConfig
-from train.muon import ADAM_SIZE, MOMENTUM, SHAPE, Muon, matrix_groups, orthogonal
 
 BASE: dict[str, Any] = {
     "target": "t",

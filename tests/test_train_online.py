@@ -22,15 +22,16 @@ from data_prep.dialogues.loss_mask import MaskedTokens
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter
 from drafters.config import load_config, validate
-from train import cli, engine
+from train import cli
+from train.core import engine
 from train.data import online
 from train.data.online import OnlineFeatures
 from train.data.packing import collate, collate_or_stand_in
 from train.eagle import EagleConfig
-from train.inputs import open_inputs
 from train.kangaroo import KangarooConfig
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
+from train.run.inputs import open_inputs
 from train.watch import tau
 
 

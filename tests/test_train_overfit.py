@@ -12,14 +12,14 @@ import torch
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.config import validate
-from train import engine
 from train.cli import main
+from train.core import engine
 from train.data.packing import shift
 from train.eagle import EagleConfig, EagleTask
-from train.inputs import open_inputs
-from train.loop import TrainingDiverged
 from train.preflight import overfit
 from train.preflight.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
+from train.run.inputs import open_inputs
+from train.run.loop import TrainingDiverged
 
 STEPS = 400
 

@@ -10,9 +10,9 @@ from test_families import HEADS, build
 from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
-from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.config import validate
-from drafters.eagle import EagleHead
+from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
 from train import regression
 from train.eagle import EagleConfig, EagleTask

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters.config import validate
-from train import loop
 from train.eagle import EagleConfig
+from train.run import loop
 from train.run.files import TIMED, Metrics, StateFolder, check_run_folder, read_metrics
 from train.run.state import SavedState, checksums
 

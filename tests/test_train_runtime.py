@@ -13,8 +13,8 @@ import tiny_run
 import torch
 
 from drafters.config import validate
-from train import engine, runtime
 from train.cli import main
+from train.core import engine, runtime
 from train.eagle import EagleConfig
 from train.run.files import read_metrics
 
@@ -230,7 +230,7 @@ def test_two_slurm_tasks_train_one_drafter(tmp_path: Path) -> None:
 ENDS = """
 import atexit, ctypes, torch
 from torch import distributed
-from drafters.program import leave
+from drafters.cli.program import leave
 
 distributed.init_process_group("gloo")
 group = distributed.new_group([0, 1])

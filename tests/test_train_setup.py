@@ -9,7 +9,7 @@ from tiny import build
 from drafters import TargetModel
 from drafters.config import validate
 from train.eagle import EagleConfig
-from train.inputs import open_inputs
+from train.run.inputs import open_inputs
 
 
 def test_a_misspelt_split_is_named(tmp_path: Path) -> None:

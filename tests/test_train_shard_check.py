@@ -15,10 +15,10 @@ from data_prep.store import reader as store_module
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
+from train.core.runtime import Ranks
 from train.data import shard_check
 from train.data.shard_check import ShardCheck
-from train.loop import TrainRun
-from train.runtime import Ranks
+from train.run.loop import TrainRun
 
 EACH = 5  # dialogues of a shard
 

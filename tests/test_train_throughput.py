@@ -12,13 +12,14 @@ import yaml
 
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds, load_frozen_ends
-from train import engine, throughput
+from train import throughput
 from train.bench import sides as formulations
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
+from train.core import engine
+from train.core.optimizer import MasterAdamW
+from train.core.task import Task, make_task
 from train.data import shard_check
 from train.data.packing import collate
-from train.optimizer import MasterAdamW
-from train.task import Task, make_task
 
 DIALOGUES = [3, 0, 1, 2, 6]
 SMALL = "hidden=32,vocab=101,heads=4,kv_heads=2,intermediate=48"
@@ -130,7 +131,7 @@ def test_a_shape_needs_neither_files_nor_deepspeed(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
-    for name in ("deepspeed", "datasets", "tensorboard", "train.inputs"):
+    for name in ("deepspeed", "datasets", "tensorboard", "train.run.inputs"):
         monkeypatch.setitem(sys.modules, name, None)
     options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
     lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]

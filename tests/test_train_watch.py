@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
-from drafters.decoding.trace import Trace
-from train import loop, summary
+from drafters.loop.trace import Trace
+from train.core.losses import divergence_sum
+from train.core.task import Task, make_task
 from train.data.packing import collate
-from train.losses import divergence_sum
 from train.preflight.estimate import meta_ends
+from train.run import loop, summary
 from train.run.files import TIMED, read_metrics
-from train.task import Task, make_task
 from train.watch import heldout
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.positions import answer_positions, bucket_name, by_position

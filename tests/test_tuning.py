@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from drafters.config import load_config
-from eval.entries import DrafterEntry
+from eval.measure.entries import DrafterEntry
 from eval.speed import SpeedConfig
 from eval.tune import TuneConfig, load_configs
 

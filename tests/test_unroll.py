@@ -1,4 +1,4 @@
-"""train/unroll.py: a head's steps on its own predictions are those of decoding, and their losses those by hand."""
+"""train/core/unroll.py: a head's steps on its own predictions are those of decoding, and their losses those by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs
-from drafters.eagle import EagleDrafter
+from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.methods.eagle import EagleDrafter
 from drafters.model.ends import FrozenEnds
+from train.core.engine import checkpoint_activations
+from train.core.unroll import unrolled
 from train.data.packing import Batch, collate
 from train.eagle import EagleConfig, EagleTask
-from train.engine import checkpoint_activations
 from train.preflight import estimate
 from train.run.files import read_metrics
-from train.unroll import unrolled
 from train.watch.flops import training_cost
 
 OTHERS: tuple[HeadInputs, ...] = (UNSHIFTED, "token", "feature")

@@ -10,9 +10,9 @@ import tiny
 from conformance import NO_EOS, prompt, target_of
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.decoding.draft_tree import DraftTree
-from drafters.decoding.loop import DecodeState
 from drafters.drafting.datastore import Datastore, save_datastore
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree
 from drafters.vllm_proposer import Proposer
 
 CONTEXT, MOST = 200, 5

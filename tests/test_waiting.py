@@ -12,12 +12,12 @@ from rigged import auto_eagle
 from test_hybrid import CHAIN, costs, hybrid, taught
 
 from drafters import Sampling, TargetModel, generate, generate_many
-from drafters.decoding.loop import DecodeState
-from drafters.decoding.waiting import CAME, LEAST, Hindsight, trials, weights
-from drafters.drafting.auto import Chooser
 from drafters.drafting.retrieval import NOTHING, Found
-from drafters.drafting.weighing import Scales
-from drafters.prompt_lookup import PromptLookupDrafter
+from drafters.loop.generate import DecodeState
+from drafters.loop.waiting import CAME, LEAST, Hindsight, trials, weights
+from drafters.methods.prompt_lookup import PromptLookupDrafter
+from drafters.policy.shape import Chooser
+from drafters.policy.weighing import Scales
 
 
 def test_a_row_counts_as_it_is_likely_to_be_the_last() -> None:

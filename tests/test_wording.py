@@ -2,7 +2,7 @@
 
 import pytest
 
-from drafters.wording import shortened, size_text, with_article
+from drafters.common.wording import shortened, size_text, with_article
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,17 @@ import yaml
 from data_prep.store.reader import StoreManifest
 from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
+from drafters.cli.program import leave
 from drafters.config import validate
-from drafters.program import leave
-from train import engine
 from train.cli import parse_arguments
-from train.config import TrainConfig
-from train.inputs import open_inputs
-from train.loop import TrainRun
+from train.core import engine
+from train.core.config import TrainConfig
+from train.core.runtime import free_port
+from train.core.task import make_task, task_class
 from train.run import picture
 from train.run.files import check_run_folder
-from train.runtime import free_port
-from train.task import make_task, task_class
+from train.run.inputs import open_inputs
+from train.run.loop import TrainRun
 
 ROOT = Path(__file__).resolve().parents[1]
 TAP = 2

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pydantic import Field
 
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder
+from drafters.common.paths import check_model
 from drafters.config import Config, DraftSize, load_config
-from drafters.files import check_folder
-from drafters.paths import check_model
-from drafters.program import CommandLine, command, keeping, run_program
 from train.cli import check as check_run
 from train.draft_model import DraftModelConfig
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from drafters.files import replace_json
+from drafters.cli.program import Failure
+from drafters.common.files import replace_json
+from drafters.common.provenance import measured_on
 from drafters.model.files import resolve_device
-from drafters.program import Failure
-from drafters.provenance import measured_on
 from train.boost import BoostConfig
+from train.core.losses import default_chunk_rows
 from train.data.packing import Source, collate
 from train.draft.coverage import covered_rows, load_draft_models, right_rows
 from train.draft_model import DraftModelConfig
-from train.inputs import open_inputs
-from train.losses import default_chunk_rows
 from train.run.files import StateFolder
+from train.run.inputs import open_inputs
 
 SCRIPT = Path(__file__).with_name("draft_model.py")
 

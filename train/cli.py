@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from data_prep.dialogues.reader import check_source
+from drafters.cli.program import keeping, leave, positive, run_program
+from drafters.common.files import check_folder
+from drafters.common.paths import check_model
 from drafters.config import load_config
-from drafters.files import check_folder
-from drafters.paths import check_model
-from drafters.program import keeping, leave, positive, run_program
-from train.config import TrainConfig
+from train.core.config import TrainConfig
+from train.core.task import task_class
 from train.run.files import check_run_folder
-from train.task import task_class
 
 
 def program(method: str) -> None:

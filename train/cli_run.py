@@ -5,16 +5,16 @@ import sys
 
 import torch
 
-from data_prep.ranks import find_rank
-from drafters.precision import warn_if_slow
-from drafters.program import command
-from train import engine, runtime
-from train.config import TrainConfig
-from train.inputs import open_inputs
-from train.loop import TrainRun
+from data_prep.common.ranks import find_rank
+from drafters.cli.program import command
+from drafters.common.precision import warn_if_slow
+from train.core import engine, runtime
+from train.core.config import TrainConfig
+from train.core.task import make_task
 from train.run.endings import farewell, finished_at, what_is_kept
 from train.run.files import check_run_disk
-from train.task import make_task
+from train.run.inputs import open_inputs
+from train.run.loop import TrainRun
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "float16", torch.float32: "float32"}
 

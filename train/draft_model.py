@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from pydantic import Field, model_validator
 
 from train.cli import program
-from train.config import TrainConfig
+from train.core.config import TrainConfig
+from train.core.task import Task
 from train.draft.options import Boost, OnPolicy
-from train.task import Task
 
-if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+if TYPE_CHECKING:  # torch is imported within functions: see train/core/task.py
     from collections.abc import Callable
 
     import torch
@@ -32,12 +32,12 @@ if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
     from transformers import PretrainedConfig
 
     from drafters.base import Drafter
-    from drafters.checkpoint import TargetIdentity
+    from drafters.hub.checkpoint import TargetIdentity
     from drafters.model.target import TargetModel
+    from train.core.engine import Engine
     from train.data.packing import Batch, Rewrite, TrainData
     from train.draft.coverage import Boosting
     from train.draft.module import DraftModule
-    from train.engine import Engine
 
 GAMMA = 4  # tokens of the drafts that tau is measured with
 
@@ -216,7 +216,7 @@ class DraftModelTask(Task):
     def divergence(self, predicted: Tensor, target: Tensor, name: str) -> Tensor:
         """Of ``predicted [n, h]`` from the target's features ``[n, H]``, or from tokens int64 ``[n]`` (``places``): the
         sum. With ``loss_vocab`` both distributions are over its tokens alone."""
-        from train import losses
+        from train.core import losses
 
         given = {"jsd": {"beta": self.config.beta}, "lk_lambda": {"eta": self.config.lk_eta}}.get(name, {})
         divergence = partial(getattr(losses, name), **given)

@@ -15,7 +15,7 @@ from pathlib import Path
 from data_prep.datastore import is_text
 from data_prep.dialogues.reader import check_source
 from data_prep.store.manifest import MANIFEST
-from drafters.program import CommandLine, command, keeping, positive, run_program
+from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 
 
 def main(arguments: list[str] | None = None) -> int:

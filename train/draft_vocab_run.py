@@ -11,12 +11,12 @@ from data_prep.datastore import is_text
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.store.manifest import MANIFEST
 from data_prep.store.reader import FeatureStore
-from drafters import checkpoint
-from drafters.files import replace_text
+from drafters.common.files import replace_text
+from drafters.common.text_files import read_text
+from drafters.hub import checkpoint
 from drafters.methods import drafter_class
 from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, DraftHeadOptions
 from drafters.model.files import load_bare_tokenizer, load_config_only
-from drafters.text_files import read_text
 from train.data.frequency import count_answers, most_frequent
 
 LINES = 4096  # of a text, tokenized in one call

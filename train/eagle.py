@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from pydantic import Field, model_validator
 
-from drafters.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
+from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
 from train.cli import program
-from train.config import TrainConfig
-from train.task import Ratio, Task
+from train.core.config import TrainConfig
+from train.core.task import Ratio, Task
 
-if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+if TYPE_CHECKING:  # torch is imported within functions: see train/core/task.py
     from collections.abc import Callable
 
     from torch import Tensor
@@ -158,7 +158,7 @@ class EagleTask(Task):
         return options | ({"fc_bias": True} if self.config.fc_bias else {})
 
     def losses(self, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
-        from train.losses import regression_sum
+        from train.core.losses import regression_sum
 
         regression = regression_sum(predicted, target)
         classification = self.classification(predicted, target)
@@ -174,7 +174,7 @@ class EagleTask(Task):
             return super().loss_sums(module, batch, rows, noise_seed)
         import torch
 
-        from train.unroll import unrolled
+        from train.core.unroll import unrolled
 
         inputs = batch if noise_seed is None else self.with_noise(batch, noise_seed)
         steps = enumerate(unrolled(module, self.ends.embed, inputs, self.unroll, self.token_shift))

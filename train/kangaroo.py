@@ -19,10 +19,10 @@ from pydantic import Field, model_validator
 
 from drafters.config import Layers
 from train.cli import program
-from train.config import TrainConfig
-from train.task import Task
+from train.core.config import TrainConfig
+from train.core.task import Task
 
-if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+if TYPE_CHECKING:  # torch is imported within functions: see train/core/task.py
     from collections.abc import Callable
 
     from torch import Tensor, nn

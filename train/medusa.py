@@ -20,17 +20,17 @@ from pydantic import Field, model_validator
 
 from drafters.config import Amount, Config
 from train.cli import program
-from train.config import Lora, TrainConfig
-from train.task import Ratio, Task
+from train.core.config import Lora, TrainConfig
+from train.core.task import Ratio, Task
 
-if TYPE_CHECKING:  # torch is imported within functions: see train/task.py
+if TYPE_CHECKING:  # torch is imported within functions: see train/core/task.py
     from collections.abc import Callable
 
     import torch
     from torch import Tensor, nn
 
     from drafters.base import Drafter
-    from drafters.checkpoint import TargetIdentity
+    from drafters.hub.checkpoint import TargetIdentity
     from drafters.model.ends import FrozenEnds
     from drafters.model.target import TargetModel
     from train.data.packing import Batch
@@ -218,7 +218,7 @@ class MedusaTask(Task):
 
     def _compared(self, predicted: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
         """``overlap_and_agreement`` of each head in ``predicted [n, K, H]``."""
-        from train.losses import overlap_and_agreement
+        from train.core.losses import overlap_and_agreement
 
         size, lm_head = self.chunk_rows, self.ends.lm_head
         heads = zip(predicted.unbind(1), self.own or [lm_head] * predicted.shape[1], strict=False)

@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafters.files import check_new_folder, replace_json, replacing_files, save_tensors
-from drafters.paths import check_model
-from drafters.program import CommandLine, command, keeping, run_program
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_new_folder, replace_json, replacing_files, save_tensors
+from drafters.common.paths import check_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,11 +67,11 @@ def shorten(target: str, revision: str | None, layers: list[int], out: Path) -> 
     Raises:
         ValueError: no such target or layers, a family that drafts cannot be made of, or quantised weights.
     """
+    from drafters.common.provenance import library_versions
     from drafters.model.ends import read_tensors
     from drafters.model.files import load_bare_tokenizer, load_config_only
     from drafters.model.layers import layer_kind
     from drafters.model.weights import LM_HEAD
-    from drafters.provenance import library_versions
 
     whole = load_config_only(target, revision)
     layer_kind(whole)  # refuses what could not be trained

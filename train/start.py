@@ -18,11 +18,11 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from data_prep.dialogues.reader import check_source, source_digest
+from drafters.cli.program import CommandLine, command, keeping, run_program
+from drafters.common.files import check_folder
+from drafters.common.paths import check_model
+from drafters.common.provenance import changes
 from drafters.config import Config, validate
-from drafters.files import check_folder
-from drafters.paths import check_model
-from drafters.program import CommandLine, command, keeping, run_program
-from drafters.provenance import changes
 
 FACTS, SCRIPT = "start.json", "run.sh"
 METHODS = ("eagle", "kangaroo")

@@ -8,22 +8,14 @@ from pathlib import Path
 from huggingface_hub import get_token
 from rich.console import Console
 
-from data_prep.disk import check_room
-from drafters.files import replace_json, replace_text
+from data_prep.common.disk import check_room
+from drafters.common.files import replace_json, replace_text
+from drafters.common.provenance import cpu_name
+from drafters.common.wording import size_text
 from drafters.model.ends import load_frozen_ends
-from drafters.provenance import cpu_name
-from drafters.wording import size_text
 from train.plan import configs
 from train.plan.asked import Sample
-from train.plan.facts import (
-    Data,
-    Machine,
-    Model,
-    Rates,
-    look_at_data,
-    look_at_machine,
-    look_at_model,
-)
+from train.plan.facts import Data, Machine, Model, Rates, look_at_data, look_at_machine, look_at_model
 from train.plan.rates import measure, some_prompts
 from train.plan.script import script, show
 from train.plan.steps import Plan, Planner

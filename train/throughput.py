@@ -18,12 +18,12 @@ from typing import Any
 
 import yaml
 
+from drafters.cli.program import CommandLine, command, keeping, leave, positive, run_program
+from drafters.common.files import check_file
 from drafters.config import from_overrides, load_config
-from drafters.files import check_file
-from drafters.program import CommandLine, command, keeping, leave, positive, run_program
 from train.cli import check
-from train.config import TrainConfig
-from train.task import task_class, trained_methods
+from train.core.config import TrainConfig
+from train.core.task import task_class, trained_methods
 
 SHAPE = {"hidden": 4096, "vocab": 128256, "heads": 32, "kv_heads": 8, "intermediate": 14336}
 METHOD, TAP = "eagle", 2  # where nothing else is said

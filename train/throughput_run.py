@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from data_prep.progress import Bar
-from drafters.files import replace_json
-from drafters.provenance import measured_on
-from drafters.wording import size_text
+from data_prep.common.progress import Bar
+from drafters.common.files import replace_json
+from drafters.common.provenance import measured_on
+from drafters.common.wording import size_text
 from train.bench.sides import Side, from_config, from_shape
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 from train.watch.flops import peak_tflops
 
 

@@ -24,12 +24,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from data_prep.answers.journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
+from data_prep.answers.writing import Writing, derived_seed
+from data_prep.dialogues.messages import REASONING_KEYS, Message, first_value
+from data_prep.dialogues.template import only_reasoning
 from drafters.config import Config, Size
-
-from ..dialogues.messages import REASONING_KEYS, Message, first_value
-from ..dialogues.template import only_reasoning
-from .journal import ONLY_REASONING, RETRIED, AnsweredBatch, Conversation, Turn
-from .writing import Writing, derived_seed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 600.0  # seconds before another attempt; doubled each time
 # Odd dialogues are refused one by one; so many mean that the server or the settings are to blame.

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.files import replace_text
+from data_prep.answers.journal import check_identity
+from data_prep.answers.ownership import DATE, sidecar, unfinished
+from data_prep.dialogues.encoding import template_hash, tokenizer_hash
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.reader import source_digest
+from data_prep.store.lock import folder_lock
+from drafters.common.files import replace_text
 from drafters.model.ends import load_frozen_ends
-
-from ..dialogues.encoding import template_hash, tokenizer_hash
-from ..dialogues.loss_mask import ChatTokenizer
-from ..dialogues.reader import source_digest
-from ..store.lock import folder_lock
-from .journal import check_identity
-from .ownership import DATE, sidecar, unfinished
 
 # Identity keys that older outputs lack. For a finished output, a missing one counts as equal to the current value.
 LATER = {"unanswered", "reader", DATE}

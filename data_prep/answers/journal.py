@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from drafters.files import replace_text
-from drafters.provenance import changes
-
-from ..dialogues.messages import Message, uses_tools
-from ..dialogues.reader import Dialogue
-from ..disk import write_error
-from ..ranks import Rank
-from ..store.lock import RankLock, folder_lock
-from .ownership import RUN_FILE
+from data_prep.answers.ownership import RUN_FILE
+from data_prep.common.disk import write_error
+from data_prep.common.ranks import Rank
+from data_prep.dialogues.messages import Message, uses_tools
+from data_prep.dialogues.reader import Dialogue
+from data_prep.store.lock import RankLock, folder_lock
+from drafters.common.files import replace_text
+from drafters.common.provenance import changes
 
 # Reasons for dropping a dialogue that may be gone at the next start, which therefore tries it again.
 RETRIED = frozenset({"refused", "bad_reply"})

@@ -5,7 +5,7 @@ import datetime
 import json
 from pathlib import Path
 
-from ..store.manifest import Answers, StoreManifest
+from data_prep.store.manifest import Answers, StoreManifest
 
 RUN_FILE = "run.json"  # of an unfinished output: what its texts depend on
 DATE = "template_date"

@@ -9,16 +9,15 @@ from functools import partial
 
 import torch
 
+from data_prep.answers.journal import ONLY_REASONING, AnsweredBatch, Conversation, Turn
+from data_prep.answers.writing import Writing, derived_seed
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.dialogues.messages import DroppedError
+from data_prep.dialogues.template import only_reasoning
 from drafters import Drafter, TargetModel, generate, generate_many
-from drafters.decoding.call import eos_ids
-from drafters.decoding.refill import Continued
-from drafters.threads import fit_threads
-
-from ..dialogues.loss_mask import ChatTokenizer
-from ..dialogues.messages import DroppedError
-from ..dialogues.template import only_reasoning
-from .journal import ONLY_REASONING, AnsweredBatch, Conversation, Turn
-from .writing import Writing, derived_seed
+from drafters.common.threads import fit_threads
+from drafters.loop.call import eos_ids
+from drafters.loop.refill import Continued
 
 SHORTEST = 256  # prompts up to so many tokens are one class
 CHARACTERS = 3  # a token has at least so many in most texts; where it has less, the prompt is put off

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.common.progress import Bar
+from data_prep.dialogues.loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
+from data_prep.dialogues.messages import Message
+from data_prep.dialogues.reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
+from drafters.common.text_files import read_text
 from drafters.model.files import load_bare_tokenizer
-from drafters.text_files import read_text
-
-from ..progress import Bar
-from .loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
-from .messages import Message
-from .reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
 
 CHUNK = 256  # dialogues tokenized in one call
 FIRST_WITHOUT_ANSWER = 32  # dialogues without a printed answer, and none with one: then it is the template

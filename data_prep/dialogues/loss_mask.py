@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from .messages import DroppedError, Message
-from .template import PLACEHOLDER, ChatTemplate
+from data_prep.dialogues.messages import DroppedError, Message
+from data_prep.dialogues.template import PLACEHOLDER, ChatTemplate
 
 NO_ANSWER = "no_answer_printed"  # reason for dropping a dialogue
 LONGEST_TOKEN = 64  # characters; far more than the tokens of a long text have on average

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .json_records import Unreadable, read_records
-from .messages import FOLLOWING, DroppedError, Message, first_value, parse_messages, parse_tools
+from data_prep.dialogues.json_records import Unreadable, read_records
+from data_prep.dialogues.messages import FOLLOWING, DroppedError, Message, first_value, parse_messages, parse_tools
 
 TURN_KEYS = ("conversations", "conversation", "messages")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz")

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from .messages import DroppedError, Message, uses_tools
+from data_prep.dialogues.messages import DroppedError, Message, uses_tools
 
 PLACEHOLDER = "\ue0f0\ue0f1the answer\ue0f2\ue0f3"  # private-use characters: no template strips or splits on them
 THOUGHT = "\ue0f4\ue0f5the thought\ue0f6\ue0f7"

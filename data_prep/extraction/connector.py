@@ -14,9 +14,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
+from data_prep.extraction.shards import Ended, Shards
 from drafters.model.ends import load_norm
-
-from .shards import Ended, Shards
 
 
 @dataclass

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from drafters.files import save_tensors
-
-from ..dialogues.encoding import EncodedSplit
-from ..store.manifest import StoreManifest
-from ..store.writer import Shard
+from data_prep.dialogues.encoding import EncodedSplit
+from data_prep.store.manifest import StoreManifest
+from data_prep.store.writer import Shard
+from drafters.common.files import save_tensors
 
 JOB, DIALOGUES, FAILED = "job.json", "dialogues.safetensors", "failed"
 

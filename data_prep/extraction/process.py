@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from ..dialogues.encoding import EncodedSplit
-from ..other_python import start
-from ..store.manifest import StoreManifest
-from .job import Job
+from data_prep.common.other_python import start
+from data_prep.dialogues.encoding import EncodedSplit
+from data_prep.extraction.job import Job
+from data_prep.store.manifest import StoreManifest
 
 WORKER = "data_prep.extraction.worker"
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ..store.dump import Background
-from ..store.quantise import SCALED, state_names, storage_dtype, to_storage
-from ..store.writer import StoreWriter
-from .job import FAILED, Job
+from data_prep.extraction.job import FAILED, Job
+from data_prep.store.dump import Background
+from data_prep.store.quantise import SCALED, state_names, storage_dtype, to_storage
+from data_prep.store.writer import StoreWriter
 
 
 @dataclass

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..store.manifest import shard_file
-from .job import FAILED, Job
+from data_prep.extraction.job import FAILED, Job
+from data_prep.store.manifest import shard_file
 
 DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process; workers of several GPUs have their own

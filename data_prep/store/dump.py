@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from data_prep.dialogues.encoding import EncodedSplit
+from data_prep.store.manifest import StoreManifest
+from data_prep.store.quantise import SCALED, state_names, storage_dtype, to_storage
+from data_prep.store.writer import Shard
+from drafters.common.threads import fit_threads
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.threads import fit_threads
-
-from ..dialogues.encoding import EncodedSplit
-from .manifest import StoreManifest
-from .quantise import SCALED, state_names, storage_dtype, to_storage
-from .writer import Shard
 
 IN_FLIGHT = 2  # shards that wait to be written or are being written while the next one is computed
 # What one more forward costs, in tokens. More batches mean less padding, fewer mean larger products: with 128 the

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ..ranks import Rank
+from data_prep.common.ranks import Rank
 
 LOCK = ".lock"
 

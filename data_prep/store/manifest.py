@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafters.paths import readable
-from drafters.wording import shortened
+from drafters.common.paths import readable
+from drafters.common.wording import shortened
 
 MANIFEST = "manifest.json"
 RECORDS = "shard-*.json"
@@ -126,7 +126,7 @@ class StoreManifest(BaseModel):
     @property
     def token_bytes(self) -> int:
         """Bytes on disk of one token: its id, its place in the mask, its feature and its taps."""
-        from .quantise import token_bytes  # torch, which most of what a manifest says does not need
+        from data_prep.store.quantise import token_bytes
 
         return token_bytes(self.hidden_size, len(self.taps), self.dtype)
 

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from drafters.paths import readable
-
-from .manifest import ShardEntry, StoreManifest, read_manifest
-from .quantise import SCALED, from_storage, state_names, storage_dtype
+from data_prep.store.manifest import ShardEntry, StoreManifest, read_manifest
+from data_prep.store.quantise import SCALED, from_storage, state_names, storage_dtype
+from drafters.common.paths import readable
 
 DTYPES_IN_FILE = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"

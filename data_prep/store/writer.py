@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-from drafters.files import replace_text, replacing, save_tensors
-
-from ..disk import write_error
-from ..ranks import Rank
-from .lock import LOCK, RankLock, folder_lock
-from .manifest import (
+from data_prep.common.disk import write_error
+from data_prep.common.ranks import Rank
+from data_prep.store.lock import LOCK, RankLock, folder_lock
+from data_prep.store.manifest import (
     MANIFEST,
     NON_FINITE,
     RECORDS,
@@ -31,8 +29,9 @@ from .manifest import (
     read_shard_records,
     shard_file,
 )
-from .quantise import to_storage
-from .reader import file_sha256, size_problem
+from data_prep.store.quantise import to_storage
+from data_prep.store.reader import file_sha256, size_problem
+from drafters.common.files import replace_text, replacing, save_tensors
 
 # Odd dialogues overflow one by one; so many mean that the dtype is too narrow, or the target broken.
 MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..decoding.sampling import Sampling, draw_without_replacement
-from ..model.draft_head import DraftHead
-from ..model.kv_cache import KVCache
-from ..model.rows import Rows
-from ..model.target import TargetModel
+from drafters.loop.sampling import Sampling, draw_without_replacement
+from drafters.model.cache import KVCache
+from drafters.model.draft_head import DraftHead
+from drafters.model.rows import Rows
+from drafters.model.target import TargetModel
 
 
 class Level(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..files import replacing, save_tensors
-from ..model.target import TargetModel
-from ..paths import readable
-from .draft_model import check_vocabulary
-from .retrieval import BETWEEN
+from drafters.common.files import replacing, save_tensors
+from drafters.common.paths import readable
+from drafters.drafting.draft_model import check_vocabulary
+from drafters.drafting.retrieval import BETWEEN
+from drafters.model.target import TargetModel
 
 CONTENT, FORMAT_VERSION = "datastore", "1"
 SORTED = 32  # tokens of each suffix that its place goes by; of equal ones, the first in the datastore is first

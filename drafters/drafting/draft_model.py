@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from pydantic import InstanceOf
 from torch import Tensor
 
-from ..base import Drafter
-from ..decoding.loop import DecodeState, padded
-from ..model.draft_head import DraftHeadOptions, draft_head
-from ..model.files import load_bare_tokenizer
-from ..model.kv_cache import KVCache
-from ..model.target import FeatureOutput, TargetModel
+from drafters.base import Drafter
+from drafters.loop.generate import DecodeState, padded
+from drafters.model.cache import KVCache
+from drafters.model.draft_head import DraftHeadOptions, draft_head
+from drafters.model.files import load_bare_tokenizer
+from drafters.model.target import FeatureOutput, TargetModel
 
 # An option of a method: where to load a draft model from, or a loaded one, so that several drafters share it.
 DraftModel = str | InstanceOf[TargetModel]

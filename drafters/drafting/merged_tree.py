@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..decoding.acceptance import Verdict
-from ..decoding.draft_tree import DraftTree, to_device
-from ..decoding.sampling import Sampling, draw
-from .trie import Trie
+from drafters.drafting.trie import Trie
+from drafters.loop.acceptance import Verdict
+from drafters.loop.sampling import Sampling, draw
+from drafters.loop.tree import DraftTree, to_device
 
 # (tree, p [U, V] at its inner rows) -> the chances [U, K] of each trial to be accepted given that those before it were
 # not (above 1: certain; 0 for padding), and what of p is left where none is, [U, V], not normalised.

@@ -1,7 +1,7 @@
 """A head's draft and a copy in one tree: the copy's nodes behind the head's, whose rows keep their numbers.
 
 A copied node is deterministic. Of a node's children those that were sampled are tried first, as their q asks; where
-none passes, the token is drawn from what is left of p, and may be a copied one's (``decoding/acceptance.py``). So what
+none passes, the token is drawn from what is left of p, and may be a copied one's (``loop/acceptance.py``). So what
 is copied changes where a token is found, never which, and may hang on what the head drew.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from ..decoding.draft_tree import ROOT, DraftTree
-from .retrieval import Found, draft_of, part_of
+from drafters.drafting.retrieval import Found, draft_of, part_of
+from drafters.loop.tree import ROOT, DraftTree
 
 Held = dict[int, int]  # of a copy's nodes those that the head drafted, too: which node of its draft each is
 

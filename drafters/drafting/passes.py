@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..decoding.draft_tree import ROOT, DraftTree
-from ..model.cpu_pass import CpuPass, Likeliest
-from ..model.draft_head import DraftHead
-from ..model.kv_cache import KVCache
-from ..model.rows import Rows
-from .tree_plan import Extend, TreePlan
+from drafters.cpu.head_pass import CpuPass, Likeliest
+from drafters.drafting.tree_plan import Extend, TreePlan
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.model.cache import KVCache
+from drafters.model.draft_head import DraftHead
+from drafters.model.rows import Rows
 
 
 class Level(NamedTuple):

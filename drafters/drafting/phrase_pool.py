@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from ..decoding.loop import until
+from drafters.loop.generate import until
 
 
 class PhrasePool:

@@ -6,11 +6,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..files import replacing
-from ..model.target import TargetModel
-from ..paths import readable
-from .draft_model import check_vocabulary, model_facts
-from .phrase_pool import PhrasePool
+from drafters.common.files import replacing
+from drafters.common.paths import readable
+from drafters.drafting.draft_model import check_vocabulary, model_facts
+from drafters.drafting.phrase_pool import PhrasePool
+from drafters.model.target import TargetModel
 
 CONTENT = "phrase pool"
 FORMAT_VERSION = "1"

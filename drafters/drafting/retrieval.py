@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from ..base import Drafter, Promised
-from ..decoding.acceptance import Verdict
-from ..decoding.draft_tree import ROOT, DraftTree
-from ..decoding.loop import DecodeState
-from ..decoding.sampling import Sampling
-from ..model.target import FeatureOutput
+from drafters.base import Drafter, Promised
+from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import ROOT, DraftTree
+from drafters.model.target import FeatureOutput
 
 if TYPE_CHECKING:
-    from .weighing import Weighing
+    from drafters.policy.weighing import Weighing
 
 BETWEEN = -1  # stands between two texts: no token, so that no match reaches over it and no draft either
 

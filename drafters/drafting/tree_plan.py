@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..decoding.draft_tree import ROOT, DraftTree, tree_mask
-from ..decoding.sampling import Sampling, draw_without_replacement
-from ..model.rows import Rows
+from drafters.loop.sampling import Sampling, draw_without_replacement
+from drafters.loop.tree import ROOT, DraftTree, tree_mask
+from drafters.model.rows import Rows
 
 # EAGLE, Figure 9: 25 nodes, 4/8/8/3/2 a level, each given by the ranks of its ancestors among their siblings.
 EAGLE_TREE = [

@@ -18,17 +18,16 @@ from huggingface_hub.errors import EntryNotFoundError
 from pydantic import Field
 from torch import Tensor, nn
 
+from drafters.common.wording import dtype_name
 from drafters.config import Amount, Config, Vocabulary
-from drafters.wording import dtype_name
-
-from .clock import model_time
-from .cpu_kernels import multiplies
-from .fused import FusedLayer
-from .linear import Product, draft_dtype
-from .runner import Part
-from .target import TargetModel
-from .text_tokens import Rows, TextTokens
-from .weights import fetch
+from drafters.cpu.kernels import multiplies
+from drafters.model.clock import model_time
+from drafters.model.fused import FusedLayer
+from drafters.model.linear import Product, draft_dtype
+from drafters.model.runner import Part
+from drafters.model.target import TargetModel
+from drafters.model.text_tokens import Rows, TextTokens
+from drafters.model.weights import fetch
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
 TEXT_ROWS = (

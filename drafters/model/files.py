@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from drafters.choices import Dtype, StoredDtype
-from drafters.hub_client import look_up
-from drafters.paths import check_loadable
-from drafters.wording import dtype_name, shortened
-
-from ..precision import fast_dtype
+from drafters.common.choices import Dtype, StoredDtype
+from drafters.common.paths import check_loadable
+from drafters.common.precision import fast_dtype
+from drafters.common.wording import dtype_name, shortened
+from drafters.hub.client import look_up
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"
 

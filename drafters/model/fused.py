@@ -16,14 +16,13 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from drafters.choices import Quantization
-
-from . import cpu_kernels
-from .cpu_layer import cpu_layer, fits
-from .kv_cache import KVCache
-from .linear import Product
-from .loading import is_only_moved
-from .rope import Angles
+from drafters.common.choices import Quantization
+from drafters.cpu import kernels as cpu_kernels
+from drafters.cpu.layer import cpu_layer, fits
+from drafters.model.cache import KVCache
+from drafters.model.linear import Product
+from drafters.model.loading import is_only_moved
+from drafters.model.rope import Angles
 
 # Families whose layers are exactly norm, attention, norm, MLP with RoPE over whole heads.
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafters.choices import Engine
-
-from .files import collect_memory
-from .kv_cache import CachePool, KVCache, Storage
-from .rope import Angles
-from .rows import BufferedRows, Placed
-from .runner import FusedRunner, Part, Taps, attention_kernels
+from drafters.common.choices import Engine
+from drafters.model.cache import CachePool, KVCache, Storage
+from drafters.model.files import collect_memory
+from drafters.model.rope import Angles
+from drafters.model.rows import BufferedRows, Placed
+from drafters.model.runner import FusedRunner, Part, Taps, attention_kernels
 
 MOST_ROWS = 64  # longer blocks are prompts: they have work enough to hide their launches
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 26, 32, 40, 48, 60, MOST_ROWS)

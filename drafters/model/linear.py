@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.choices import Quantization
-
-from .cpu_kernels import Tiles, multiplies
+from drafters.common.choices import Quantization
+from drafters.cpu.kernels import Tiles, multiplies
 
 # Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two
 # cores: 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32), so a single row is multiplied four times over.

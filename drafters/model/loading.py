@@ -8,12 +8,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..precision import warn_if_slow
-from ..wording import dtype_name, size_text
-from .adapter import BASE, adapter_config, merge_adapter
-from .files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
-from .kv_cache import SMALL, cache_bytes
-from .weights import open_weights, refuse_differences
+from drafters.common.precision import warn_if_slow
+from drafters.common.wording import dtype_name, size_text
+from drafters.model.adapter import BASE, adapter_config, merge_adapter
+from drafters.model.cache import SMALL, cache_bytes
+from drafters.model.files import free_memory, load_config_only, meta_model, not_loaded, resolve_device, resolve_dtype
+from drafters.model.weights import open_weights, refuse_differences
 
 DeviceMap = str | dict[str, Any]
 

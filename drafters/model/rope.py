@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from .files import rope_depends_on_length
-from .rows import Placed
+from drafters.model.files import rope_depends_on_length
+from drafters.model.rows import Placed
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
 

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from drafters.choices import Engine
-
-from .clock import model_time
-from .cpu_layer import CpuLayer, Stack, fits
-from .fused import FusedLayer, FusedNorm, signed, why_not
-from .kv_cache import KVCache
-from .linear import Product
-from .rope import Angles, Rope
-from .rows import CHAIN, Placed, Rows, additive
+from drafters.common.choices import Engine
+from drafters.cpu.layer import CpuLayer, Stack, fits
+from drafters.model.cache import KVCache
+from drafters.model.clock import model_time
+from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not
+from drafters.model.linear import Product
+from drafters.model.rope import Angles, Rope
+from drafters.model.rows import CHAIN, Placed, Rows, additive
 
 # (hidden states [B, R, H], angles, mask or bias, cache, its layer) -> hidden states
 Layer = Callable[[Tensor, Any, Tensor | None, Any, int], Tensor]

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from drafters.choices import Engine, Quantization
-
-from .clock import model_time
-from .cpu_kernels import multiplies
-from .cpu_layer import LONGEST, TOGETHER
-from .files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
-from .graphs import GraphRunner
-from .kv_cache import KVCache
-from .linear import Product
-from .loading import DeviceMap, layer_devices, load_model
-from .rows import CHAIN, Rows
-from .runner import Part, PartLayer, Runner, fused_or_eager, identity
-from .self_check import check_layers_agree, graphs_agree
+from drafters.common.choices import Engine, Quantization
+from drafters.cpu.kernels import multiplies
+from drafters.cpu.layer import LONGEST, TOGETHER
+from drafters.model.cache import KVCache
+from drafters.model.check import check_layers_agree, graphs_agree
+from drafters.model.clock import model_time
+from drafters.model.files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
+from drafters.model.graphs import GraphRunner
+from drafters.model.linear import Product
+from drafters.model.loading import DeviceMap, layer_devices, load_model
+from drafters.model.rows import CHAIN, Rows
+from drafters.model.runner import Part, PartLayer, Runner, fused_or_eager, identity
 
 
 @dataclass

@@ -21,10 +21,9 @@ from transformers import PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging
 
-from drafters.paths import readable
-from drafters.wording import shortened
-
-from .files import meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
+from drafters.common.paths import readable
+from drafters.common.wording import shortened
+from drafters.model.files import meta_model, model_fingerprint, not_loaded, refuse_integers, weight_map
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DISTRIBUTED = "shard-*-model-*-of-*.safetensors"  # transformers 5.23 and newer read these before any other file

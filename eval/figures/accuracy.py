@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from eval.measure.programs import passes
-from eval.prompts import Prompt
-from eval.suites import filled, load_suite, suite_name
+from eval.prompts.prompts import Prompt
+from eval.prompts.suites import filled, load_suite, suite_name
 
 SHOWN: dict[str, str] = {
     "number": "right number",

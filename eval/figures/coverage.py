@@ -5,7 +5,7 @@ from typing import Any
 
 from drafters.model.text_tokens import TextTokens
 from eval.measure.runner import Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 
 
 def add_coverage(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.decoding.trace import Trace
+from drafters.loop.trace import Trace
 from eval.measure.journal import TIME_FIELDS
 from eval.measure.runner import Run
 

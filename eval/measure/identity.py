@@ -15,8 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 import data_prep
 import drafters
 import eval
+from drafters.common.provenance import machine
 from drafters.model.files import resolve_device
-from drafters.provenance import machine
 
 Identity = dict[str, Any]
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
-from data_prep.ranks import Rank
+from data_prep.common.ranks import Rank
 from drafters.base import Promised
-from drafters.decoding.trace import Step, Trace
-from drafters.files import naming, replacing
-from drafters.program import command
+from drafters.cli.program import command
+from drafters.common.files import naming, replacing
+from drafters.loop.trace import Step, Trace
 from eval.measure.identity import differing, digest
 from eval.measure.runner import Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 
 JOURNAL, UNFINISHED, LOCK = "measurements.jsonl", "measurements.unfinished.*.jsonl", ".measurements.lock"
 ALONE = Rank()

@@ -16,12 +16,12 @@ from typing import Any
 
 from drafters import Drafter, TargetModel, generate
 from drafters.base import Promised
-from drafters.decoding.sampling import Sampling
-from drafters.decoding.trace import Trace
-from drafters.energy import EnergyMeter, Reading
-from drafters.program import Failure
-from drafters.threads import fit_threads
-from eval.prompts import Prompt
+from drafters.cli.program import Failure
+from drafters.common.energy import EnergyMeter, Reading
+from drafters.common.threads import fit_threads
+from drafters.loop.sampling import Sampling
+from drafters.loop.trace import Trace
+from eval.prompts.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,8 +13,8 @@ import torch
 from transformers import GenerationConfig
 
 from drafters import TargetModel
-from drafters.decoding.loop import until
-from eval.entries import StockEntry
+from drafters.loop.generate import until
+from eval.measure.entries import StockEntry
 from eval.measure.runner import Limits, Method, Outcome, joined
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from drafters.files import naming
+from drafters.common.files import naming
 from eval.measure.identity import digest
 from eval.measure.journal import json_lines
-from eval.prompts import Prompt, PromptSet, render
+from eval.prompts.prompts import Prompt, PromptSet, render
 
 ANSWERS = "turns.jsonl"
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from drafters import Drafter, Sampling
-from drafters.decoding.acceptance import Rule, Verdict
-from drafters.decoding.draft_tree import ROOT, DraftTree
 from drafters.drafting.merged_tree import MergedTree
+from drafters.loop.acceptance import Rule, Verdict
+from drafters.loop.tree import ROOT, DraftTree
 
 PREFILL = -1  # no draft token was accepted before it, for there was no step
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
 
-from data_prep.other_python import start
+from data_prep.common.other_python import start
+from drafters.common.wording import shortened
 from drafters.config import Config, validate
-from drafters.decoding.trace import Step, Trace
-from drafters.wording import shortened
+from drafters.loop.trace import Step, Trace
 from eval.measure.runner import Limits, Method, Outcome, check_tokens
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from eval.measure.runner import Run
-from eval.prompt_files import Record
-from eval.prompts import Prompt
+from eval.prompts.files import Record
+from eval.prompts.prompts import Prompt
 from eval.report.rows import best_throughput, failures, make_rows
 
 KEPT = ("id", "category", "sub_category", "turn")  # of a prompt, beside the number of its tokens

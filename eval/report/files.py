@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from drafters.files import replace_json, replace_text
-from drafters.program import Failure
-from drafters.reports import REPORT
+from drafters.cli.program import Failure
+from drafters.common.files import replace_json, replace_text
+from drafters.hub.reports import REPORT
 from eval.measure.journal import RunJournal
 from eval.measure.runner import Run
 from eval.report.by_prompt import as_csv, flat, in_report

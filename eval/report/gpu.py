@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafters.program import command
+from drafters.cli.program import command
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from eval.figures import divergence
 from eval.figures.metrics import typical_run
 from eval.figures.perplexity import OutputPerplexity
 from eval.measure.runner import Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 from eval.report.rows import Key, outputs_by_prompt, outputs_of, rounds_by_key
 
 

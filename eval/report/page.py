@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.prompts import shown_sizes
+from eval.prompts.prompts import shown_sizes
 from eval.report.acceptance import ABOUT, DEFINITIONS, acceptance_beside, acceptance_by_position
 from eval.report.accuracy import ABOUT as ABOUT_ACCURACY
 from eval.report.accuracy import accuracy_notes, accuracy_table

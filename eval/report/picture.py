@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from drafters.files import replacing  # noqa: E402
+from drafters.common.files import replacing  # noqa: E402
 from eval.report.rows import setting_of, shown_name  # noqa: E402
 
 LOSSLESS, LOSSY, BASELINE = "#3b6ea8", "#c98a2b", "#9aa3ad"

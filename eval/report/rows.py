@@ -6,12 +6,12 @@ from itertools import chain
 from typing import Any
 
 from drafters import TargetModel
-from eval.entries import STOCK
 from eval.figures import divergence, metrics
 from eval.figures.metrics import joules_per_token, paired_speedup, typical_run
 from eval.figures.quantisation import about_quantisation
+from eval.measure.entries import STOCK
 from eval.measure.runner import Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 
 
 def make_rows(

@@ -6,7 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from drafters.files import replace_json, replace_text
+from drafters.common.files import replace_json, replace_text
 from eval.report.files import drawing
 from eval.report.page import Row, number, run_again, setting, shown_name, speedup_with_interval, table
 from eval.report.picture import Axes, plt, save

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.measure.runner import Run
-from eval.prompts import Prompt
+from eval.prompts.prompts import Prompt
 from eval.report.rows import outputs_of
 
 MOST = 4_000_000  # bytes of all texts together: a page that a browser opens at once

@@ -11,11 +11,11 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.eagle import EagleDrafter, EagleHead, EagleOptions
-from drafters.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
-from drafters.model.cpu_kernels import most_likely
-from drafters.model.kv_cache import cache_bytes
-from drafters.replay import ReplayDrafter
+from drafters.cpu.kernels import most_likely
+from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
+from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
+from drafters.methods.replay import ReplayDrafter
+from drafters.model.cache import cache_bytes
 
 if TYPE_CHECKING:
     from eval.roofline import RooflineConfig

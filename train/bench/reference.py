@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data_prep.store.reader import FeatureStore, StoredDialogue
+from train.core.task import Task
 from train.data.packing import Batch, Span, split_evenly
-from train.task import Task
 
 
 def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> None:

@@ -15,14 +15,14 @@ from transformers import LlamaConfig
 from data_prep.store.reader import FeatureStore, StoredDialogue
 from drafters.model.files import resolve_device
 from train.bench.reference import pad, plain_batches, plain_loss_sum, write_samples
-from train.config import TrainConfig
+from train.core.config import TrainConfig
+from train.core.engine import Engine, start
+from train.core.optimizer import MasterAdamW, exact_buffers
+from train.core.runtime import ALONE
+from train.core.task import Task, make_task
 from train.data.packing import Batch, Position, TrainData, collate, epoch_batches, split_evenly
 from train.data.shard_check import ShardCheck
-from train.engine import Engine, start
-from train.optimizer import MasterAdamW, exact_buffers
 from train.preflight.estimate import meta_ends
-from train.runtime import ALONE
-from train.task import Task, make_task
 from train.watch.flops import TrainingCost, training_cost
 
 # Log-normal, cut at 2,048; its mean is about what the known size of EAGLE's ShareGPT features comes to: 0.7 TB of 8 KB
@@ -131,7 +131,7 @@ def from_config(config: TrainConfig, arguments: argparse.Namespace, folder: Path
     Raises:
         ValueError: as train/eagle.py would.
     """
-    from train.inputs import open_inputs  # which needs libraries that --shape does without
+    from train.run.inputs import open_inputs  # which needs libraries that --shape does without
 
     inputs = open_inputs(config)
     store = inputs.train

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from drafters.model.draft_head import DraftHeadOptions
+from train.core.task import Task
 from train.data.packing import Source
-from train.task import Task
 
 
 def find_frequent(task: Task, train: Source) -> None:

@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from data_prep.common.progress import quiet_in_log_files
+from data_prep.common.ranks import find_rank, refuse_shared_map
 from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
 from data_prep.features import FeaturesConfig
 from data_prep.features_run import make_headers
-from data_prep.progress import quiet_in_log_files
-from data_prep.ranks import find_rank, refuse_shared_map
 from data_prep.store.reader import StoredDialogue, StoreManifest
 from drafters.config import validate
 from drafters.model.files import resolve_dtype
 from drafters.model.rows import Rows
 from drafters.model.target import TargetModel
-from train.config import OnlineData, TrainConfig
+from train.core.config import OnlineData, TrainConfig
 from train.data.packing import Batch, Span, dialogue_mask, pack
 
 States = dict[int | None, Tensor]  # None: the features; else the hidden states after so many layers

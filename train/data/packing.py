@@ -3,7 +3,7 @@
 A global batch is a sample of the epoch's dialogues that all but fills ``batch_tokens``. It is split over
 ``ranks x gradient_accumulation`` micro-batches of nearly equal token counts, so the batches do not depend on how many
 ranks there are. A micro-batch is packed, each dialogue attending only to itself and counting its positions from 0.
-To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/attention.py). Where a
+To train on, it is one row without padding, whose attention goes dialogue by dialogue (train/core/attention.py). Where a
 mask is needed (held-out chains), rows are as long as the longest dialogue and shorter ones share a row, which keeps the
 mask's square small.
 """
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
-from train.attention import Dialogues
-from train.config import TrainConfig
+from train.core.attention import Dialogues
+from train.core.config import TrainConfig
+from train.core.runtime import ALONE, Ranks
 from train.data.shard_check import ShardCheck
-from train.runtime import ALONE, Ranks
 
 if TYPE_CHECKING:
     from train.data.online import OnlineFeatures

@@ -14,7 +14,7 @@ import torch
 
 from data_prep.store.manifest import ShardEntry
 from data_prep.store.reader import FeatureStore, is_whole
-from train.runtime import Ranks, local_ranks
+from train.core.runtime import Ranks, local_ranks
 
 QUIET = 5.0  # seconds of waiting that need no explanation
 BETWEEN = 60.0  # seconds from one question among the ranks to the next

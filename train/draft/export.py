@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from drafters.files import replace_json, replacing_files
+from drafters.common.files import replace_json, replacing_files
 from drafters.model.files import load_bare_tokenizer
+from train.core.lora import copy_weights
 from train.draft.module import DraftModule, draft_module
-from train.lora import copy_weights
 
 if TYPE_CHECKING:
     from train.draft_model import DraftModelConfig

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from drafters.checkpoint import ADAPTER_CONFIG_FILE, TargetIdentity
-from drafters.files import replace_json, replacing_files
-from drafters.medusa import MedusaHeads
+from drafters.common.files import replace_json, replacing_files
+from drafters.hub.checkpoint import ADAPTER_CONFIG_FILE, TargetIdentity
+from drafters.methods.medusa import MedusaHeads
 from drafters.model.files import load_bare_tokenizer, model_fingerprint
-from train.attention import NAME, Dialogues
+from train.core.attention import NAME, Dialogues
 from train.draft.module import DraftModule, causal_module, load_weights
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from drafters.model.files import SUPPORTED, load_config_only, sliding_windows
 from drafters.model.loading import load_model
-from train.attention import NAME, Dialogues
-from train.config import Lora
-from train.lora import load_base, with_lora
+from train.core.attention import NAME, Dialogues
+from train.core.config import Lora
+from train.core.lora import load_base, with_lora
 
 PROBE = 4  # tokens of each of the two dialogues that a module is tried on
 

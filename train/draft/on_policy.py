@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from data_prep.store.reader import StoredDialogue
-from drafters.decoding.call import eos_ids
-from drafters.decoding.loop import generate
+from drafters.loop.call import eos_ids
+from drafters.loop.generate import generate
 from drafters.methods import make_drafter
 from drafters.model.target import TargetModel
 from train.data.online import OnlineFeatures

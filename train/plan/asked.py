@@ -3,15 +3,14 @@
 import time
 from itertools import islice
 
+from data_prep.common.ranks import Rank
 from data_prep.dialogues.reader import DroppedError
 from data_prep.magpie import MagpieConfig
 from data_prep.magpie_run import Asked, draw
-from data_prep.ranks import Rank
 from drafters import TargetModel, make_drafter
 from drafters.config import validate
-
-from .configs import magpie
-from .facts import Data, Machine, Model, Rates
+from train.plan.configs import magpie
+from train.plan.facts import Data, Machine, Model, Rates
 
 QUESTIONS = 32  # of the sample: kept ones; it is over after three times as many drawn ones
 

@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from data_prep.common.disk import free_bytes
 from data_prep.dialogues.encoding import load_tokenizer, sample_split
 from data_prep.dialogues.loss_mask import ChatTokenizer, MaskedTokens
-from data_prep.disk import free_bytes
 from data_prep.features import FeaturesConfig
 from data_prep.features_run import make_headers
+from drafters.common.precision import fast_dtype
+from drafters.common.threads import cpu_cores
+from drafters.common.wording import dtype_name
 from drafters.config import validate
+from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, load_config_only, resolve_device
-from drafters.model.kv_cache import head_sizes
-from drafters.precision import fast_dtype
-from drafters.threads import cpu_cores
-from drafters.wording import dtype_name
 
 FEWEST = 24  # dialogues, below which nothing could be trained and measured on different ones
 SAMPLE = 256  # dialogues that are tokenized to know the lengths of all

@@ -11,11 +11,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from data_prep.answers.target import turn_ends
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
-from drafters.decoding.acceptance import FEW_ROWS
-from drafters.decoding.refill import Prompt, Refilled
-
-from .configs import FORWARD
-from .facts import Data, Machine, Model, Rates, answer_spans
+from drafters.loop.acceptance import FEW_ROWS
+from drafters.loop.refill import Prompt, Refilled
+from train.plan.configs import FORWARD
+from train.plan.facts import Data, Machine, Model, Rates, answer_spans
 
 ROWS = 64  # dialogues answered at once, where the memory has room
 IMPORTS = time.time() - psutil.Process().create_time()  # seconds that this program took for them

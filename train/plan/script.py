@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from drafters.wording import size_text
+from drafters.common.wording import size_text
 from train.plan.steps import Plan, Step
 
 

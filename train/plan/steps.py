@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.disk import source_bytes
+from data_prep.common.disk import source_bytes
 from data_prep.store.quantise import token_bytes
+from drafters.common.wording import size_text
 from drafters.config import validate
-from drafters.wording import size_text
-from train.config import TrainConfig
+from train.core.config import TrainConfig
+from train.core.task import task_class
 from train.plan import configs
 from train.plan.facts import Data, Machine, Model, Rates
 from train.plan.rates import CERTIFIED
@@ -24,7 +25,6 @@ from train.preflight.dry_run import Estimates
 from train.preflight.estimate import MicroBatch, measured_rate, meta_task
 from train.preflight.workload import Workload
 from train.run.files import run_folder_bytes, trained_parameters
-from train.task import task_class
 
 # Passes over the dialogues. SmolLM2's head still gained at its fifth (docs/smollm2.md: 7.7M positions of 1.5M tokens),
 # but what it gained most from were new dialogues: so many passes are made, and the rest of the time gives new answers.

@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from data_prep.disk import check_room
+from data_prep.common.disk import check_room
 from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
-from drafters.export_run import served_by
+from drafters.common.wording import size_text
+from drafters.layouts.export import served_by
+from drafters.layouts.released import WHO
 from drafters.methods import method_names
+from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
-from drafters.model.kv_cache import head_sizes
-from drafters.released import WHO
-from drafters.wording import size_text
-from train.config import TrainConfig
+from train.core.config import TrainConfig
+from train.core.runtime import rank_device
 from train.data.packing import Source
-from train.inputs import check_taps
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.workload import Workload, estimate_workload, store_workload
 from train.run.files import check_run_disk, check_run_folder, run_folder_bytes, trained_parameters
-from train.runtime import rank_device
+from train.run.inputs import check_taps
 from train.watch.flops import peak_tflops, training_cost
 from train.watch.tau import tau_prompts
 
@@ -37,8 +37,8 @@ from train.watch.tau import tau_prompts
 def dry_run(config: TrainConfig, given: Namespace) -> Report:
     """Check a run and estimate what it takes; nothing is written, and no process group is started.
 
-    ``given``: the command line (``train.cli.parse_arguments``), which also says what is to be assumed of things that
-    are not here.
+    ``given``: the command line (``train.cli.parse_arguments``), which also says what is to be assumed of what is
+    not here.
     """
     report = Report()
     if given.device is not None and config.precision == "auto":

@@ -20,13 +20,13 @@ from transformers import PretrainedConfig
 
 from drafters.model.ends import FrozenEnds
 from drafters.model.files import meta_model, resolve_device
-from train.attention import as_if_on
-from train.config import TrainConfig
+from train.core.attention import as_if_on
+from train.core.config import TrainConfig
+from train.core.engine import checkpoint_activations, deepspeed_config
+from train.core.losses import default_chunk_rows, two_chunks_only
+from train.core.optimizer import exact_buffers
+from train.core.task import Task, make_task
 from train.data.packing import Batch, Span
-from train.engine import checkpoint_activations, deepspeed_config
-from train.losses import default_chunk_rows, two_chunks_only
-from train.optimizer import exact_buffers
-from train.task import Task, make_task
 
 MEASURED_STEPS = 3
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
+from drafters.common.files import replace_json
 from drafters.config import validate
-from drafters.files import replace_json
 from drafters.model.target import TargetModel
-from train import engine, runtime
-from train.config import TrainConfig
+from train.core import engine, runtime
+from train.core.config import TrainConfig
+from train.core.task import make_task
 from train.data.packing import Batch, collate, complete
-from train.inputs import Inputs, open_inputs
-from train.loop import TrainingDiverged, TrainRun
-from train.task import make_task
+from train.run.inputs import Inputs, open_inputs
+from train.run.loop import TrainingDiverged, TrainRun
 from train.watch.positions import answer_positions
 
 STEPS = 400

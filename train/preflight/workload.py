@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from data_prep.dialogues.encoding import load_tokenizer, sample_split
 from data_prep.store.reader import FeatureStore
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 from train.data.packing import epoch_batches
 
 SAMPLE = 256  # dialogues of a data file that are tokenized for an estimate

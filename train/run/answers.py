@@ -12,7 +12,7 @@ from typing import Any
 
 from data_prep.answers.ownership import WORDS
 from data_prep.store.manifest import StoreManifest
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OWN_SHARE = "heldout_own_answers"  # in metrics.jsonl, of the evaluation before the first step

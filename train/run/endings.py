@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.model.ends import FrozenEnds
-from train.config import TrainConfig
+from train.core.config import TrainConfig
 from train.data.packing import Source, TrainData
 from train.run.answers import shipped
 from train.run.files import StateFolder, read_object

@@ -1,9 +1,9 @@
 """The files of a run folder.
 
-config.json, model.safetensors   the trained drafter (drafters.checkpoint)
+config.json, model.safetensors   the trained drafter (drafters.hub.checkpoint)
 run.json                         what it takes to run it again: config, arguments, commit, versions
 metrics.jsonl, tensorboard/      figures by step
-summary.json, summary.png        what came out of it (train/summary.py makes them again)
+summary.json, summary.png        what came out of it (train/run/summary.py makes them again)
 state/step-*/, state/latest      resumable states (train/run/state.py): the newest two, `latest` names the newest
 """
 
@@ -15,13 +15,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.disk import check_room
+from data_prep.common.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
+from drafters.common.files import naming, replace_text, sync_folder
+from drafters.common.provenance import changes, git_commit, hardware, library_versions
 from drafters.config import Config
-from drafters.files import naming, replace_text, sync_folder
-from drafters.provenance import changes, git_commit, hardware, library_versions
-from train.config import FREE_ON_RESUME, TrainConfig
+from train.core.config import FREE_ON_RESUME, TrainConfig
 
 if TYPE_CHECKING:
     from torch import nn

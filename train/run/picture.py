@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter  # noqa: E402
 
-from drafters.files import replacing  # noqa: E402
+from drafters.common.files import replacing  # noqa: E402
 
 COLORS = ("#3b6ea8", "#c98a2b", "#4f8f5b", "#a8513b", "#7a5ba8", "#6b747d")
 

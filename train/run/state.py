@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from data_prep.store.reader import file_sha256
-from drafters.files import replace_json, save_tensors
-from drafters.paths import readable
-from train.average import FILE as AVERAGE
-from train.average import WeightAverage
-from train.engine import MOMENTS, WEIGHTS, Engine
+from drafters.common.files import replace_json, save_tensors
+from drafters.common.paths import readable
+from train.core.average import FILE as AVERAGE
+from train.core.average import WeightAverage
+from train.core.engine import MOMENTS, WEIGHTS, Engine
+from train.core.runtime import Ranks
 from train.run.files import StateFolder
-from train.runtime import Ranks
 
 PROGRESS = "progress.json"
 ALWAYS = (WEIGHTS, *MOMENTS)

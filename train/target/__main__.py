@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
+from drafters.cli.program import CommandLine, keeping, run_program
+from drafters.common.files import check_folder
+from drafters.common.paths import check_model
 from drafters.config import load_config
-from drafters.files import check_folder
-from drafters.paths import check_model
-from drafters.program import CommandLine, keeping, run_program
 from train.target.config import TargetConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafters.files import keep_mode
+from drafters.common.files import keep_mode
 from train.target.config import TargetConfig
 from train.target.files import TargetProgress, replace_folder
 from train.target.model import Optimizer, build_model

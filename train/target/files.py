@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from drafters.files import save_tensors
+from drafters.common.files import save_tensors
 
 if TYPE_CHECKING:
     from train.target.model import Optimizer

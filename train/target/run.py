@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data_prep.progress import Bar
-from drafters.files import replace_json
-from drafters.precision import cpu_has_bf16
-from drafters.program import command
-from train.attention import CAUSAL
+from data_prep.common.progress import Bar
+from drafters.cli.program import command
+from drafters.common.files import replace_json
+from drafters.common.precision import cpu_has_bf16
+from train.core.attention import CAUSAL
 from train.run.files import Metrics, how_to_repeat, read_metrics, read_object
 from train.target.config import TargetConfig
 from train.target.data import batches, encode, get_tokenizer, pack_rows, read_messages

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from drafters.model.ends import FrozenEnds
+from train.core.task import Ratio
+from train.core.unroll import unrolled
 from train.data.packing import Batch
-from train.task import Ratio
-from train.unroll import unrolled
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def chain_alpha(head: Any, ends: FrozenEnds, batch: Batch, depth: int, shift: in
     answer. It is conditional: chains that ended earlier do not count. On text that is not the target's own greedy
     output it is pessimistic for n = 0 and optimistic for the rest: chains that get so far went through easy text.
 
-    All chains run side by side; for that and ``shift`` see ``train.unroll.unrolled``.
+    All chains run side by side; for that and ``shift`` see ``train.core.unroll.unrolled``.
     """
     argmax = _argmax(ends, batch.features)
     alive = batch.segments >= 0

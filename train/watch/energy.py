@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from drafters.energy import EnergyMeter
-from train.runtime import Ranks, local_rank
+from drafters.common.energy import EnergyMeter
+from train.core.runtime import Ranks, local_rank
 
 EVERY = 10.0  # seconds
 

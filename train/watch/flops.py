@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.model.kv_cache import head_sizes
-from train.task import Task
+from drafters.model.cache import head_sizes
+from train.core.task import Task
 
 # A row of the cross-entropy: logits of the target, logits of the drafter, and (q - p) W, all with the frozen LM head.
 LM_HEAD_PRODUCTS = 3

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.core.runtime import Ranks
+from train.core.task import Ratio, Task
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
-from train.runtime import Ranks
-from train.task import Ratio, Task
 from train.watch.positions import by_position
 
 PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square of a row

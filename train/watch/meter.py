@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from drafters.provenance import peak_memory_bytes
+from drafters.common.provenance import peak_memory_bytes
+from train.core.task import Task
 from train.data.packing import StepData
-from train.task import Task
 from train.watch.flops import TrainingCost, peak_tflops
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from train.core.task import Ratio, Task
 from train.data.packing import Batch
-from train.task import Ratio, Task
 
 BUCKETS = ((0, 16), (16, 64), (64, 256), (256, 1024), (1024, None))  # tokens of the answer before it: from, below
 

@@ -9,13 +9,13 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
-from drafters.decoding.loop import generate
-from drafters.decoding.trace import Trace
+from drafters.loop.generate import generate
+from drafters.loop.trace import Trace
 from drafters.model.files import collect_memory
 from drafters.model.target import TargetModel
-from train.config import TrainConfig
+from train.core.config import TrainConfig
+from train.core.task import Task
 from train.data.packing import Source
-from train.task import Task
 
 CTAR_WIDTHS = range(1, 6)
 # The other ranks wait meanwhile, and do nothing.
@@ -81,7 +81,7 @@ class HeldoutTau:
 
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
         """``heldout_tau`` (of EAGLE's chain, of Kangaroo), ``heldout_tau_tree`` (EAGLE), and by kind of draft
-        ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.decoding.trace defines them.
+        ``heldout_<kind>_ctar_<w>`` and ``heldout_<kind>_alpha_<n>``, all as drafters.loop.trace defines them.
 
         Args:
             weights: the drafter's whole state, copied.

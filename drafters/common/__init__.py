@@ -1,0 +1,1 @@
+"""Files, paths, dtypes, threads, energy: what every room may import."""

@@ -1,0 +1,67 @@
+"""The rule behind ``dtype: auto`` and ``precision: auto``: bf16 where the device has instructions for it."""
+
+import logging
+import platform
+import time
+from functools import cache
+
+import torch
+
+from drafters.common.wording import dtype_name
+
+AMPERE = (8, 0)  # CUDA's compute capability from which bf16 is multiplied in hardware
+SIZE = 512  # rows and columns of the matrices that are timed
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of ``auto``: bf16 where ``device`` is fast at it, else float32 (CPU) or float16 (GPU)."""
+    if device.type == "cpu":
+        return torch.bfloat16 if cpu_has_bf16() else torch.float32
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= AMPERE else torch.float16
+    return torch.float16 if device.type == "mps" else torch.bfloat16
+
+
+def cpu_has_bf16() -> bool:
+    """True if this CPU has AVX-512 BF16, AMX or Arm's BF16 instructions, and torch uses them.
+
+    Limits that the user sets (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA) count.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True  # oneDNN's answer for Arm is about the instruction; for x86 it is yes for all AVX-512
+    has_it = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_it and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+def cpu_instructions() -> str:
+    """The vector instructions that torch uses on this CPU: "AVX2", "AVX512 with BF16", "AVX512 with BF16 and AMX"."""
+    level = torch.backends.cpu.get_cpu_capability()
+    more = ["BF16"] * cpu_has_bf16() + ["AMX"] * (level.startswith("AVX512") and torch.cpu._is_amx_tile_supported())
+    return f"{level} with {' and '.join(more)}" if more else level
+
+
+@cache
+def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
+    """Log one warning, with both speeds, if ``dtype`` is bf16 and ``device`` has no instructions for it."""
+    better = fast_dtype(device)
+    if dtype != torch.bfloat16 or better == dtype:
+        return
+    slow, fast = (matmul_gflops(kind, device) for kind in (dtype, better))
+    name = dtype_name(better)
+    logging.getLogger(__name__).warning(
+        "bfloat16 has no fast instructions on %s: %.2g GFLOP/s, and %.2g in %s; set dtype (or precision) to auto or %s",
+        *("this CPU" if device.type == "cpu" else device, slow, fast, name, name),
+    )
+
+
+def matmul_gflops(dtype: torch.dtype, device: torch.device) -> float:
+    """1e9 FLOP/s of a product of two square matrices; takes a few ms, where it is slow half a second."""
+    left, right = (torch.ones(SIZE, SIZE, dtype=dtype, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(3):  # the first one includes set-up
+        start = time.perf_counter()
+        float((left @ right)[0, 0])  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return 2e-9 * SIZE**3 / min(seconds)

@@ -1,0 +1,1 @@
+"""Optional kernels for CPUs. The library works on torch without this folder."""

@@ -1,0 +1,335 @@
+"""Kernels of our own for a CPU, where torch's waste most of what its memory could give: see cpu_kernels.cpp
+and the headers beside it.
+
+They are compiled for the machine when they are first wanted, which takes some ten seconds, and kept in the user's cache
+folder. Without a compiler everything runs on torch's kernels, as it does with DRAFTERS_CPU_KERNELS=0 set; with the name
+of one of LEVELS there they take no instructions beyond that one's.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.common.paths import user_cache
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+SWITCH = "DRAFTERS_CPU_KERNELS"
+# What our products need at least, and two better ways; for each what the compiler must not take beyond it. Processors
+# with less have our attention and argmax alone.
+NO_UNIT = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
+LEVELS = {"avx512": (*NO_UNIT, "-mno-avx512bf16"), "avx512_bf16": NO_UNIT, "amx": ()}
+WIDTHS = frozenset({16, 32, 64, 96, 128})  # of a head
+MOST_QUERIES = 16  # of one key head: for more, products of matrices are faster
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_log = logging.getLogger(__name__)
+
+
+def attention_rows(weight: Tensor, width: int, groups: int) -> int:
+    """The most new rows that ``attend`` is for, of heads so wide and so many to a key head; 0 if it is for none."""
+    known = weight.device.type == "cpu" and weight.dtype in DTYPES and width in WIDTHS
+    return MOST_QUERIES // groups if known and library() is not None else 0
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, ends: Tensor, scale: float) -> Tensor:
+    """Attention of a few new rows over a cache, each batch row over its own slots alone.
+
+    What comes out for a batch row is the same, to the last bit, whatever else is in the batch.
+
+    Args:
+        queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new rows' included.
+        bias: ``[B or 1, 1, R or a multiple, slots]``, of which the first R are added; None: each row sees all slots up
+            to its own.
+        ends: int64 ``[B]``, slots in use; the last R are the new rows'.
+
+    Returns:
+        ``[B, R, heads, D]``.
+    """
+    batch, rows, heads, width = queries.shape
+    kernel = getattr(library(), f"attend_{DTYPES[queries.dtype]}")
+    assert queries.stride()[2:] == (width, 1) and keys.stride()[2:] == (width, 1) and keys.stride() == values.stride()
+    out = queries.new_empty(batch, rows, heads, width)
+    given = _Attention(
+        *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1]),
+        *(
+            queries.stride(0),
+            queries.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            *bias_steps(bias, queries.dtype),
+            scale,
+        ),
+    )
+    kernel(ctypes.byref(given), width, torch.get_num_threads())
+    return out
+
+
+def bias_steps(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
+    """From one batch row's, and from one row's, bias to the next."""
+    if bias is None:
+        return 0, 0
+    assert bias.stride(3) == 1 and bias.dtype == dtype
+    return bias.stride(0) if bias.shape[0] > 1 else 0, bias.stride(2)
+
+
+class _Attention(ctypes.Structure):
+    """``Attention`` of cpu_attention.h."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("queries", "keys", "values", "bias", "ends", "out")]
+        + [(name, ctypes.c_int64) for name in ("batch", "rows", "key_heads", "groups", "query_batch", "query_row")]
+        + [(name, ctypes.c_int64) for name in ("key_batch", "key_head", "bias_batch", "bias_row")]
+        + [("scale", ctypes.c_float)]
+    )
+
+
+class Product(ctypes.Structure):
+    """``Product`` of cpu_products.h: tiles, and what is added to what they give."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("tiles", "scales", "bias")] + [
+        (name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")
+    ]
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """``logits.argmax(-1)``: ``[..., V]`` -> ``[...]``. On a CPU torch takes ten times as long."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    loaded = library() if logits.dtype in DTYPES and logits.shape[-1] else None
+    if loaded is None:
+        return logits.float().argmax(-1)  # in 16 bits it takes twice as long again
+    logits = logits.contiguous()
+    found = logits.new_empty(logits.shape[:-1], dtype=torch.long)
+    kernel = getattr(loaded, f"largest_{DTYPES[logits.dtype]}")
+    kernel(logits.data_ptr(), found.numel(), logits.shape[-1], found.data_ptr(), torch.get_num_threads())
+    return found
+
+
+class _HugePages:
+    """Memory in pages of 2 MB, handed out piece by piece: where a step reads hundreds of megabytes, looking up pages of
+    4 KB takes a tenth of its time. A block is freed when nothing lies in it any more."""
+
+    PAGE, BLOCK, ADVICE = 1 << 21, 1 << 25, 14  # bytes, bytes, MADV_HUGEPAGE
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The same values there."""
+        with self._lock:
+            size = -(-tensor.nbytes // 64) * 64
+            if size > len(self._block):
+                self._block = self._new(-(-max(size, self.BLOCK) // self.PAGE) * self.PAGE)
+            piece, self._block = self._block[:size], self._block[size:]
+        return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _new(self, size: int) -> Tensor:
+        whole = torch.empty(size + self.PAGE, dtype=torch.uint8)
+        block = whole[-whole.data_ptr() % self.PAGE :][:size]
+        advise = getattr(ctypes.CDLL(None), "madvise", None)
+        if advise is not None:  # what it says is only asked for; where it is refused, pages are small
+            advise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(size), self.ADVICE)
+        return block
+
+
+_huge_pages = _HugePages()
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """A large tensor's copy there; a small one as it is."""
+    return _huge_pages.copy(tensor) if tensor.nbytes >= SMALL else tensor
+
+
+SMALL = 1 << 18  # bytes
+GROUP = 32  # inputs of a tile, and of a group in int4
+OUTPUTS = 32  # of two tiles side by side
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether there are ``Tiles`` for a weight: bf16 on a CPU with AVX-512, of whole tiles."""
+    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[1] % GROUP == 0
+    loaded = library() if fits else None
+    return loaded is not None and hasattr(loaded, "multiply")
+
+
+class Tiles:
+    """A weight ``[outputs, inputs]`` in the order that a matrix unit reads, and vectors, too, multiplied with bf16.
+
+    A row's product does not depend on the other rows, but for rounding where it is alone.
+
+    Args:
+        values: bf16; int8, with scales ``[outputs]``; or uint8 below 16, with scales and middles
+            ``[outputs, inputs / GROUP]`` for each group of inputs: ``(values - 8) * scales + middles``.
+    """
+
+    def __init__(self, values: Tensor, scales: Tensor | None = None, middles: Tensor | None = None) -> None:
+        self.outputs, self.inputs = values.shape
+        self.bits = 8 * values.itemsize if middles is None else 4
+        tiles = _in_pairs(values, GROUP).unflatten(4, (16, 2)).transpose(3, 4).contiguous()
+        self.scales: Tensor | None = None
+        if middles is not None:
+            assert scales is not None
+            rows = tiles.view(*tiles.shape[:3], 8, 2, 32)
+            packed = (rows[..., 0, :] | rows[..., 1, :] << 4).flatten(3)
+            both = [_in_pairs(part.to(torch.bfloat16), 1).flatten(3).contiguous() for part in (scales, middles)]
+            tiles = torch.cat([*(part.view(torch.uint8) for part in both), packed], dim=-1)
+        elif scales is not None:
+            self.scales = F.pad(scales.float(), (0, -len(scales) % OUTPUTS))
+        self.tiles = tiles = in_huge_pages(tiles)
+        self._product = self.product()
+        self.nbytes = tiles.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[rows, inputs]`` in bf16, contiguous -> ``[rows, outputs]``."""
+        assert x.shape[1] == self.inputs and x.dtype == torch.bfloat16 and x.is_contiguous()
+        out = x.new_empty(x.shape[0], self.outputs)
+        loaded = library()
+        assert loaded is not None
+        loaded.multiply(ctypes.byref(self._product), x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
+        return out
+
+    def put(self, outputs: Tensor, values: Tensor, scales: Tensor | None = None) -> None:
+        """Other ``values [n, inputs]``, and their scales, in the place of some outputs; not of 4 bits."""
+        assert self.bits > 4
+        rows = values.view(len(values), -1, GROUP // 2, 2)
+        self.tiles[outputs // OUTPUTS, :, outputs // 16 % 2, :, outputs % 16] = rows
+        if self.scales is not None and scales is not None:
+            self.scales[outputs] = scales.float()
+
+    def product(self, bias: Tensor | None = None) -> Product:
+        """As the kernels want it; tiles and bias must outlive it."""
+        scales = None if self.scales is None else self.scales.data_ptr()
+        added = None if bias is None else bias.data_ptr()
+        return Product(self.tiles.data_ptr(), scales, added, self.inputs, self.outputs, self.bits)
+
+
+def _in_pairs(values: Tensor, step: int) -> Tensor:
+    """``[outputs, inputs]`` -> ``[pairs, steps, 2, 16, step]``: outputs in pairs of tiles, padded with zeros."""
+    padded = F.pad(values, (0, 0, 0, -len(values) % OUTPUTS))
+    return padded.view(-1, 2, 16, values.shape[1] // step, step).permute(0, 3, 1, 2, 4)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, and a line in the log, where there is no way to have them."""
+    most = os.environ.get(SWITCH) or "amx"
+    if most == "0":
+        return None
+    if most not in LEVELS:
+        raise ValueError(
+            f"{SWITCH} is {most!r}; set it to 0 for torch's kernels, to one of {', '.join(LEVELS)}, or not"
+        )
+    try:
+        loaded = ctypes.CDLL(str(_compiled(LEVELS[most])))
+        # A matrix unit that the system keeps to itself.
+        if hasattr(loaded, "multiply") and not loaded.products_allowed():
+            loaded = ctypes.CDLL(str(_compiled(NO_UNIT)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        _log.warning("decoding on this CPU runs on torch's kernels, more slowly: %s", error)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for dtype in DTYPES.values():
+        kernel = getattr(loaded, f"attend_{dtype}")
+        kernel.argtypes, kernel.restype = [pointer, number, ctypes.c_int], None
+        kernel = getattr(loaded, f"largest_{dtype}")
+        kernel.argtypes, kernel.restype = [pointer, number, number, pointer, ctypes.c_int], None
+    if hasattr(loaded, "multiply"):
+        loaded.multiply.argtypes, loaded.multiply.restype = [pointer] * 3 + [number, ctypes.c_int], None
+        loaded.layers.argtypes = [pointer, number, pointer, number, ctypes.c_int]
+        loaded.layers.restype = None
+        loaded.pass_over.argtypes, loaded.pass_over.restype = [pointer, pointer, ctypes.c_int], None
+    return loaded
+
+
+def _compiled(without: tuple[str, ...]) -> Path:
+    """The shared library for this source, compiler, processor and torch; compiled unless it lies in the cache.
+
+    Args:
+        without: flags for what the processor may have and should not be taken.
+
+    Raises:
+        ValueError: no compiler, no OpenMP to share with torch, or the compiler's complaint. OSError: no place for it.
+    """
+    name = os.environ.get("CXX") or "g++"
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise ValueError(f"there is no compiler {name!r}; install g++, or set CXX")
+    openmp = _openmp()
+    flags = [*FLAGS, *_vector_flags(), *without]
+    age = Path(compiler).stat()
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    identity = repr(
+        (
+            [source.read_bytes() for source in sources],
+            flags,
+            compiler,
+            age.st_size,
+            age.st_mtime,
+            _processor(),
+            openmp,
+        )
+    )
+    folder = user_cache()
+    built = folder / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if built.exists():
+        return built
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        compiled, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+        # Linked with the OpenMP that torch has loaded: a second one's threads would fight the first one's.
+        for words in (
+            [*flags, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
+            ["-shared", str(compiled), openmp, "-Wl,-z,defs", "-lm", "-o", str(linked)],
+        ):
+            done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=300)
+            if done.returncode != 0:
+                raise ValueError(f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[-500:]}")
+        linked.rename(built)  # at once: another process may be looking
+    _log.info("compiled %s in %.0f s", built, time.monotonic() - start)
+    return built
+
+
+def _vector_flags() -> tuple[str, ...]:
+    """Flags for x86's vector instructions; no AVX-512 where torch does not use it (ATEN_CPU_CAPABILITY=avx2)."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ()
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return ("-mprefer-vector-width=512",) if wide else ("-mno-avx512f",)
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch has loaded into this process."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
+    found = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp"))]
+    torchs = str(Path(torch.__file__).parent)
+    found.sort(key=lambda path: (not path.startswith(torchs), path))  # other packages (sentencepiece) bring their own
+    if not found:
+        raise ValueError("torch's OpenMP library, libgomp or libiomp5, was not found in this process")
+    return found[0]
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))

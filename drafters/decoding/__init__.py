@@ -1,1 +1,0 @@
-"""The shared decoding loop and its parts."""

@@ -1,0 +1,1 @@
+"""Checkpoints, publishing, and the layouts of released heads and of other engines."""

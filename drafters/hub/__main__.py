@@ -1,0 +1,68 @@
+"""Publish a trained drafter on the Hub, with a model card that says what was measured.
+
+    python -m drafters.hub push RUN REPO_ID [--private] [--revision BRANCH] [--certificate F] [--report F] [--dry-run]
+
+RUN is the folder of a training run (TensorBoard's events go along) or of any checkpoint. --certificate takes the folder
+(or lossless.json) that eval.lossless wrote, --report the folder (or report.json) of eval.speed; of another target or
+method they are refused. --dry-run lists what would be sent, --card F writes the card: neither sends anything. What was
+broken off goes on with the same command.
+"""
+
+from pathlib import Path
+
+from drafters.cli.program import CommandLine, run_program
+from drafters.common.files import check_file
+from drafters.hub.card_evidence import check_card
+from drafters.hub.client import check_repo_ids
+from drafters.hub.model_card import Card
+from drafters.hub.reports import Certificate, Report, read
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Publish a checkpoint, or show what would be published."""
+    parser = CommandLine("drafters.hub", __doc__)
+    parser.add_argument("action", choices=("push",))
+    parser.add_argument("folder", type=Path, metavar="RUN", help="of a trained drafter")
+    parser.add_argument("repo_id", metavar="REPO_ID", help="of the Hub, as user/my-drafter")
+    parser.add_argument("--certificate", type=Path, help="of eval.lossless: a folder, or its lossless.json")
+    parser.add_argument("--report", type=Path, help="of eval.speed: a folder, or its report.json")
+    parser.add_argument("--license", help="an identifier of the Hub; without, the card names none")
+    parser.add_argument("--base-model", help="the target on the Hub, if the drafter was trained upon a folder of it")
+    parser.add_argument("--dataset", action="append", default=[], help="on the Hub, that it was trained on; repeatable")
+    parser.add_argument("--private", action="store_true", help="make the repository private, if it is new")
+    parser.add_argument("--revision", help="branch to write to, made if it is not there; default main")
+    parser.add_argument("--card", type=Path, help="write the card into this file, and publish nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list the files with their sizes, and publish nothing")
+    given = parser.parse(arguments)
+
+    check_repo_ids(given.repo_id, given.base_model, *given.dataset)
+    if given.card is not None:
+        check_file(given.card, "--card")
+    check_card(given.folder, given.certificate, given.report)
+    for evidence, schema in ((given.certificate, Certificate), (given.report, Report)):
+        if evidence is not None:
+            read(evidence, schema)
+
+    from drafters.hub.publishing import card_of, files_of, push_to_hub
+    from drafters.layouts.serving import listed, serving
+
+    card = Card(
+        license=given.license,
+        certificate=given.certificate,
+        report=given.report,
+        base_model=given.base_model,
+        datasets=tuple(given.dataset),
+        serving=serving(given.folder, given.repo_id, given.base_model),
+    )
+    if given.card is not None:
+        given.card.parent.mkdir(parents=True, exist_ok=True)
+        given.card.write_text(card_of(given.folder, given.repo_id, card), encoding="utf-8")
+        print(given.card)
+        return
+    print(listed(files_of(given.folder, given.repo_id, card), given.repo_id, given.revision))
+    if not given.dry_run:
+        print(push_to_hub(given.folder, given.repo_id, given.private or None, card=card, revision=given.revision))
+
+
+if __name__ == "__main__":
+    run_program(main)

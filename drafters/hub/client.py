@@ -1,0 +1,88 @@
+"""One question to the Hub before a library asks it dozens, each with a patience of its own."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from huggingface_hub import constants, get_hf_file_metadata, get_session, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from drafters.common.wording import shortened
+
+PATIENCE = 30.0  # seconds without an answer, for requests that would wait for ever
+
+
+def check_repo_id(name: object, own: bool = True) -> None:
+    """Raise ValueError unless ``name`` may be a repository's, as ``user/name``.
+
+    Args:
+        own: the user is to write to it. Of others, the oldest have names without a user: gpt2, gsm8k.
+    """
+    wrong = ""
+    try:
+        validate_repo_id(name)  # type: ignore[arg-type]
+    except HFValidationError as error:
+        wrong = str(error)
+    if not wrong and (not isinstance(name, str) or ("/" not in name and own) or not name.isascii()):
+        wrong = "give the user or organisation and the name, in ASCII"
+    if not wrong and str(name).startswith(("datasets/", "spaces/", "models/")):
+        wrong = f"{str(name).partition('/')[0]} is no user"
+    if wrong:
+        raise ValueError(f"{shortened(name)} is not a Hub repository name like 'user/my-drafter': {wrong}")
+
+
+def check_repo_ids(own: object, *others: object) -> None:
+    """Raise ValueError as ``check_repo_id`` does, for the first wrong one; None among ``others`` is passed over."""
+    check_repo_id(own)
+    for name in others:
+        if name is not None:
+            check_repo_id(name, own=False)
+
+
+def look_up(name: str | Path, revision: str | None = None, token: str | bool | None = None) -> None:
+    """Ask the Hub for the config.json of a repository, once and for at most HF_HUB_ETAG_TIMEOUT seconds (10).
+
+    What else is wrong with the connection passes: a library may find the repository in its cache. So does a refusal
+    (no token any more, too many requests) where it was downloaded before.
+
+    Raises:
+        ValueError: the Hub takes the connection and does not answer, or ``name`` can be no repository's.
+        HfHubHTTPError: there is no such repository or revision, or it may not be read, and it is not in the cache.
+    """
+    if constants.HF_HUB_OFFLINE or Path(name).exists():
+        return
+    validate_repo_id(str(name))
+    cached = isinstance(try_to_load_from_cache(str(name), "config.json", revision=revision), str)
+    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}/config.json"
+    seconds = constants.HF_HUB_ETAG_TIMEOUT
+    hooks = get_session().event_hooks["request"]
+    if _with_timeout not in hooks:
+        hooks.append(_with_timeout)
+    try:
+        get_hf_file_metadata(url, token=token, timeout=seconds)
+    except (EntryNotFoundError, OfflineModeIsEnabled):
+        return
+    except HfHubHTTPError as error:
+        if error.response.status_code < 500 and not cached:
+            raise
+    except HTTPError as error:
+        if "Timeout" in type(error).__name__:  # of whichever HTTP library huggingface_hub uses
+            raise ValueError(
+                f"the Hub at {constants.ENDPOINT} does not answer when asked for {str(name)!r} (waited {seconds} s); "
+                "try again later or, if it was downloaded before, set HF_HUB_OFFLINE=1 to do without the Hub"
+            ) from None
+    except OSError:
+        return
+
+
+def _with_timeout(request: Any) -> None:
+    """Give a timeout to a request that has none: most of huggingface_hub's own, those for downloads apart."""
+    given = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {name: PATIENCE if value is None else value for name, value in given.items()}

@@ -1,0 +1,1 @@
+"""The forms in which released heads and other engines store a drafter."""

@@ -1,0 +1,212 @@
+"""The work of ``drafters.convert``: read a released head, check it against its target, write it as a checkpoint."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from drafters.common.files import check_new_folder
+from drafters.common.wording import dtype_name, shortened
+from drafters.convert import LOADS_AS_IT_IS
+from drafters.export import read_config
+from drafters.hub.checkpoint import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
+from drafters.layouts.released import (
+    DTYPES,
+    EMBEDDING,
+    INDEXES,
+    PICKLED_FILE,
+    differences,
+    head_layer,
+    is_eagle,
+    made_from,
+    read_weights,
+    shown,
+)
+from drafters.methods.eagle import EagleHead
+from drafters.methods.kangaroo import KangarooAdapter
+from drafters.model.ends import FrozenEnds, load_frozen_ends
+from drafters.model.layers import layer_config
+from drafters.model.weights import EMBEDDING as TARGETS
+
+ROWS = 4096  # of an embedding that are compared at once
+
+
+def convert(
+    source: str,
+    target: str,
+    out: Path,
+    exit_layer: int | None = None,
+    revision: str | None = None,
+    target_revision: str | None = None,
+) -> list[str]:
+    """Write the released head ``source`` as a checkpoint into ``out``, its tensors bit for bit.
+
+    Args:
+        source: a folder, or a Hub repository at ``revision``.
+        target: the model that it was trained for, of which the two ends are read.
+        exit_layer: of a Kangaroo adapter, whose own files do not tell it.
+
+    Returns:
+        what a user should know of what was left out, in words.
+
+    Raises:
+        ValueError: nothing loadable there, more than tensors in a pickled file, a head of another kind, for another
+            target, or with other names and shapes.
+        OSError: the disk is full, say.
+    """
+    check_new_folder(out, "--out")
+    folder = _folder(source, revision)
+    config = read_config(folder, source, LOADS_AS_IT_IS)
+    path, weights = read_weights(folder, source)
+    _check_known(weights, source, exit_layer)
+    eagle, notices = is_eagle(weights), []
+    there = weights.get(EMBEDDING)  # the target's is read to be compared with it, and else not at all
+    dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
+    ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
+    layer = head_layer(config, ends.config, eagle)
+    shape = layer_config(ends.config, layer)
+    _check_layer(config, ends, shape, eagle, source, target)
+    if (embedding := weights.pop(EMBEDDING, None)) is not None:
+        notices.append(_same_embedding(embedding, ends, source, target))
+    if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(shape, "rms_norm_eps", eps)):
+        notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the layer that it gets")
+    options: dict[str, Any] = {}
+    if eagle:
+        options = _fc_bias(config, weights, source, notices) | ({} if layer == "target" else {"layer": layer})
+        module: Any = EagleHead(ends.config, bias=options.get("fc_bias", False), layer=layer)
+    else:
+        options = {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
+        module = KangarooAdapter(ends.config)
+    load_state(module, weights, source)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    written = {
+        "drafter_type": "eagle" if eagle else "kangaroo",
+        "format_version": FORMAT_VERSION,
+        "drafter": options,
+        "target": ends.identity(target, target_revision).model_dump(),
+        "training": {"imported_from": shown(source), "revision": revision, "file": path.name, "sha256": digest},
+    }
+    save_checkpoint(out, weights, written, dtype=None)
+    return notices
+
+
+def _folder(source: str, revision: str | None) -> Path:
+    """The local folder of the source; of a repository, with the pickled weights only where there are no others."""
+    if (folder := Path(source).expanduser()).is_dir():
+        return folder
+    folder = snapshot(source, [CONFIG_FILE, WEIGHTS_FILE, *INDEXES], revision)
+    if not (folder / WEIGHTS_FILE).is_file():
+        folder = snapshot(source, [CONFIG_FILE, PICKLED_FILE], revision)
+    return folder
+
+
+def _check_known(weights: Mapping[str, Tensor], source: str, exit_layer: int | None) -> None:
+    """Raise ValueError where the names are those of a head that this toolkit does not have, or that has no exit layer
+    while one is given."""
+    if any(name.startswith("midlayer.") or name in ("d2t", "t2d") for name in weights):
+        raise ValueError(f"{source} is an EAGLE-3 head, and this toolkit has EAGLE-1/2 heads; import one of those")
+    if any(name.startswith(("model.", "layers.1.")) for name in weights) or not weights:
+        raise ValueError(
+            f"{source} is no EAGLE-1/2 head and no Kangaroo adapter: it holds {len(weights)} tensors, for example "
+            f"{', '.join(sorted(weights)[:3]) or 'none'}"
+        )
+    if is_eagle(weights) and exit_layer is not None:
+        raise ValueError(f"--exit-layer is {exit_layer}, and {source} is an EAGLE head, which has none; leave it out")
+
+
+def _check_layer(
+    config: Mapping[str, Any], ends: FrozenEnds, shape: PretrainedConfig, eagle: bool, source: str, target: str
+) -> None:
+    """Raise ValueError unless the head is made of one layer of this ``shape``."""
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        raise ValueError(f"{source}: num_hidden_layers is {shortened(layers)} in {CONFIG_FILE}, and a head has 1")
+    said = dict(config)
+    if not eagle:  # the official adapter's RoPE is that of Llama 1, whatever its config.json says
+        said = {key: value for key, value in said.items() if not key.startswith("rope_")}
+    if found := differences(said, shape, eagle):
+        raise ValueError(
+            f"{source} is no head for {target}: {'; '.join(found)}. Give the model that it was trained for: "
+            "--target MODEL"
+        )
+    made = made_from(config)
+    if (known := made.get("target_fingerprint")) not in (None, ends.fingerprint):
+        raise ValueError(
+            f"{source} was trained for {shortened(made.get('target'))} (fingerprint {shortened(known)}), and {target} "
+            f"is another model (fingerprint {ends.fingerprint}); give the one it was trained for: --target MODEL"
+        )
+
+
+def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) -> str:
+    """The notice that the head's embedding is the target's.
+
+    Raises:
+        ValueError: it is another: of other sizes, or further away than rounding explains.
+    """
+    ours = ends.embed.weight
+    if theirs.shape != ours.shape or theirs.dtype not in DTYPES:
+        raise ValueError(
+            f"{source}: {EMBEDDING} is {list(theirs.shape)} in {dtype_name(theirs.dtype)}, and {TARGETS} of "
+            f"{target} is {list(ours.shape)}; give the model that it was trained for: --target MODEL"
+        )
+    # Rounded apart by as much as the coarser of the two is, and float16 flushes what is smaller than its smallest.
+    stored = getattr(torch, dtype_name(getattr(ends.config, "dtype", None)), ours.dtype)
+    eps, tiny = max(torch.finfo(kind).eps for kind in (theirs.dtype, ours.dtype, stored)), 2.0**-24
+    beyond, largest, allowed, token = 0.0, 0.0, 0.0, 0
+    for start in range(0, len(ours), ROWS):
+        one, other = theirs[start : start + ROWS].float(), ours[start : start + ROWS].float()
+        apart = (one - other).abs_()
+        rounding = eps * torch.maximum(one.abs(), other.abs()) + tiny
+        over = (apart - rounding).nan_to_num(torch.inf)
+        if not over.max() <= beyond:
+            place = int(over.argmax())
+            beyond, largest, allowed = (values.flatten()[place].item() for values in (over, apart, rounding))
+            token = start + place // ours.shape[1]
+    if beyond:
+        raise ValueError(
+            f"{source}: its {EMBEDDING} is not the embedding of {target}: they are up to {largest:.3g} apart "
+            f"(token {token}), of which rounding explains {allowed:.3g}. This toolkit drafts with the target's own "
+            "embedding; give the model that it was trained for (another revision, or what it was tuned from): "
+            "--target MODEL"
+        )
+    return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
+
+
+def _fc_bias(config: Mapping[str, Any], weights: dict[str, Tensor], source: str, notices: list[str]) -> dict[str, Any]:
+    """The options of a head with or without a bias in fc; one of zeros is taken out of ``weights``."""
+    bias = weights.get("fc.bias")
+    if bias is None:
+        if config.get("bias", True):
+            said = "true" if "bias" in config else "absent, which means true,"
+            raise ValueError(
+                f"{source}: bias is {said} in {CONFIG_FILE}, and there is no fc.bias among its tensors. If it was "
+                f'trained without one, set "bias": false in {CONFIG_FILE}; else the file is incomplete'
+            )
+        return {}
+    if bias.is_floating_point() and not bias.any():
+        del weights["fc.bias"]
+        notices.append("its fc.bias is zero, and was left out")
+        return {}
+    notices.append("its fc.bias is kept (fc_bias: true; to train it further, set that there, too)")
+    return {"fc_bias": True}
+
+
+def _exit_layer(config: Mapping[str, Any], given: int | None, ends: FrozenEnds, source: str, target: str) -> int:
+    known = made_from(config).get("exit_layer")
+    layers = ends.config.num_hidden_layers
+    if known is not None and given not in (None, known):
+        raise ValueError(f"--exit-layer is {given}, and {source} was trained behind layer {known}; leave it out")
+    if (found := given or known) is None:
+        raise ValueError(
+            f"{source} is a Kangaroo adapter, and its files do not say behind which layer of {target} it was trained; "
+            "give --exit-layer N (its authors': 2 for Vicuna 7B, 3 for 13B)"
+        )
+    if type(found) is not int or not 0 < found < layers:
+        raise ValueError(
+            f"--exit-layer must be between 1 and {layers - 1}, the layers of {target} less one, found {found}"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The decoding loop: propose, target forward, verification, commit, observe."""

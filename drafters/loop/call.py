@@ -1,0 +1,190 @@
+"""What a call of ``generate`` is checked for, before any work is done."""
+
+import itertools
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, SupportsIndex
+
+from torch import Tensor
+
+from drafters.common.wording import shortened, with_article
+from drafters.model.target import TargetModel
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+
+
+def prompts_of(
+    input_ids: Tensor | list[list[int]],
+    prompt_lengths: list[int] | None,
+    attention_mask: Tensor | list[list[int]] | None = None,
+    pad: int | None = None,
+) -> list[list[int]]:
+    """Return the rows of ``input_ids`` ``[B, T]`` without their padding.
+
+    Args:
+        prompt_lengths: tokens of each row before the padding. attention_mask: ``[B, T]``, 0 at padding.
+        pad: the padding token's id. Without lengths and mask, rows that seem to begin with padding are refused.
+
+    Raises:
+        ValueError: ids, lengths or mask of a wrong type or shape, or rows that seem padded.
+    """
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, tokens], found {list(input_ids.shape)}; try input_ids[None]")
+        input_ids = input_ids.tolist()
+    if isinstance(input_ids, Mapping):
+        raise ValueError("input_ids is a whole tokenizer output; try generate(target, drafter, **inputs)")
+    try:
+        if any(isinstance(row, int) for row in input_ids):
+            raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
+        rows = [[operator.index(token) for token in row] for row in input_ids]
+    except TypeError as error:
+        raise ValueError(f"input_ids must be whole numbers, [batch, tokens]; found something else ({error})") from None
+    if attention_mask is not None:
+        if prompt_lengths is not None:
+            raise ValueError("prompt_lengths and attention_mask both tell what is padding; give one of the two")
+        rows = _attended(rows, attention_mask)
+    elif prompt_lengths is None and pad is not None:
+        _check_unpadded(rows, pad)
+    if prompt_lengths is not None:
+        if isinstance(prompt_lengths, int):
+            raise ValueError(f"prompt_lengths is a list with the length of each row, found {prompt_lengths}")
+        if len(prompt_lengths) != len(rows):
+            raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one a row")
+        lengths = [whole(length, "prompt_lengths") for length in prompt_lengths]
+        for row, length in zip(rows, lengths, strict=True):
+            if not 0 <= length <= len(row):
+                raise ValueError(f"prompt_lengths says {length} for a row of {len(row)} ids")
+        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    if not rows or any(not row for row in rows):
+        raise ValueError("the prompt is empty: there must be at least one token id a row (a BOS token will do)")
+    return rows
+
+
+def _attended(rows: list[list[int]], mask: Tensor | list[list[int]]) -> list[list[int]]:
+    """The ids where ``mask`` ``[B, T]`` is not 0."""
+    try:
+        kept = [[bool(value) for value in row] for row in (mask.tolist() if isinstance(mask, Tensor) else mask)]
+    except TypeError:
+        raise ValueError(f"attention_mask must be [batch, tokens] of 0 and 1, found {shortened(mask)}") from None
+    if list(map(len, kept)) != list(map(len, rows)):
+        raise ValueError(f"attention_mask has rows of {[*map(len, kept)]}, input_ids of {[*map(len, rows)]} tokens")
+    if broken := [n for n, row in enumerate(kept) if True in row and False in row[row.index(True) :][: sum(row)]]:
+        raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}; pad on one side only")
+    return [list(itertools.compress(row, seen)) for row, seen in zip(rows, kept, strict=True)]
+
+
+def _check_unpadded(rows: list[list[int]], pad: int) -> None:
+    """Raise ValueError for rows that look padded on the left.
+
+    A row looks padded if it begins with two or more ``pad``; with one, if all rows have one length and another row
+    begins with none.
+    """
+    leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
+    same_length = len({len(row) for row in rows}) == 1
+    if max(leading, default=0) > 1 or (same_length and max(leading, default=0) > min(leading, default=0)):
+        row = leading.index(max(leading))
+        raise ValueError(
+            f"row {row} of input_ids begins with {pad}, the padding token, which would be read as text: "
+            "give the tokenizer's attention_mask, too (generate(..., attention_mask=inputs['attention_mask']))"
+        )
+
+
+def padding_id(target: TargetModel) -> int | None:
+    """The token that fills batches of this target; None where it is not known, or may begin a text as well."""
+    sources = (getattr(target.model, "generation_config", None), target.config)
+    pad, begin = (
+        next((found for source in sources if (found := getattr(source, name, None)) is not None), None)
+        for name in ("pad_token_id", "bos_token_id")
+    )
+    return pad if isinstance(pad, int) and pad != begin else None
+
+
+def whole(value: object, name: str) -> int:
+    """``value`` as an int; if it is none, a ValueError that names it."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name} must be a whole number, found {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:  # a tensor of a float has the method, too
+        raise ValueError(f"{name} must be a whole number, found {value!r}") from None
+
+
+def check_loaded(target: object) -> None:
+    """Raise ValueError where a target is something else: a name, or transformers' own model."""
+    if not isinstance(target, TargetModel):
+        found = with_article(type(target).__name__)
+        wrap = "; of a loaded model TargetModel(model) makes one" if hasattr(target, "get_output_embeddings") else ""
+        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}{wrap}")
+
+
+def check_types(target: object, drafter: object, on_tokens: object) -> None:
+    check_loaded(target)
+    if not hasattr(drafter, "propose"):
+        found = with_article(type(drafter).__name__)
+        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
+    if on_tokens is not None and not callable(on_tokens):
+        raise ValueError(f"on_tokens is called with (row, new ids), found {shortened(on_tokens)}; give a function")
+
+
+def check_seed(value: object) -> int:
+    """``value`` as an int; one that torch's generators do not take is a ValueError."""
+    seed = whole(value, "seed")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed must fit in 64 bits, found {shortened(seed)}")
+    return seed
+
+
+def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Everything that would otherwise fail, or silently go wrong, after the work began."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if drafter.target is not target:
+        raise ValueError(
+            f"the drafter was built for target {drafter.target.name!r} and generate was given {target.name!r}: "
+            "build the drafter with the target object that is passed here"
+        )
+    if drafter.max_batch is not None and len(prompts) > drafter.max_batch:
+        raise ValueError(
+            f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s) at once, found {len(prompts)}: "
+            "call generate once a prompt"
+        )
+    low, high = min(map(min, prompts)), max(map(max, prompts))
+    if low < 0 or high >= target.vocab_size:
+        raise ValueError(
+            f"token ids run from {low} to {high}, but {target.name}'s vocabulary has {target.vocab_size}: "
+            "tokenize with the target's own tokenizer"
+        )
+    longest = max(len(prompt) for prompt in prompts)
+    limit = drafter.max_context
+    if longest + max_new_tokens > limit:
+        whose = target.name if limit == target.max_context else f"{drafter.name}'s draft model"
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the {limit} positions of "
+            f"{whose}: shorten the prompt or ask for at most {max(limit - longest, 0)} new tokens"
+        )
+
+
+def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """Where rows end: the given ids, else (None) those of the target's generation config.
+
+    Raises:
+        ValueError: one that is no token of the target, so that no row would ever end there.
+    """
+    source = "eos_token_id"
+    if eos_token_id is None:
+        generation = getattr(target.model, "generation_config", None)
+        eos_token_id = getattr(generation, "eos_token_id", None)
+        source = f"eos_token_id in the generation config of {target.name}"
+    if eos_token_id is None:
+        return frozenset()
+    several = eos_token_id if isinstance(eos_token_id, list | tuple | set | frozenset) else [eos_token_id]
+    given = frozenset(whole(token, source) for token in several)
+    wrong = sorted(token for token in given if not 0 <= token < target.vocab_size)
+    if wrong:
+        raise ValueError(
+            f"{source} is {wrong[0]}, but the vocabulary of {target.name} has {target.vocab_size} tokens: give the id "
+            "that ends an answer, or [] for none"
+        )
+    return given

@@ -1,0 +1,98 @@
+"""A drafter by the name of its method, which is the name of its file; no file is imported before it is asked for."""
+
+import difflib
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait for it
+    from drafters.base import Drafter
+    from drafters.model.target import TargetModel
+
+
+def method_names() -> list[str]:
+    """The methods there are: the files of this package with a class that bears the file's name."""
+    files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
+    return sorted(file.stem for file in files if f'    name = "{file.stem}"\n' in file.read_text(encoding="utf-8"))
+
+
+def check_method(name: str) -> None:
+    """Raise ValueError if there is no method of that name; the message lists those there are."""
+    known = method_names()
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"there is no drafter {name!r}; {meant}known: {', '.join(known)}")
+
+
+def drafter_class(name: str) -> type["Drafter"]:
+    """The drafter class of ``drafters/methods/<name>.py``.
+
+    Raises:
+        ValueError: no such method; the message lists those there are.
+    """
+    from drafters.base import Drafter
+
+    check_method(name)
+    for value in vars(import_module(f".{name}", __package__)).values():
+        if isinstance(value, type) and issubclass(value, Drafter) and value.name == name:
+            return value
+    raise ValueError(f"drafters/methods/{name}.py holds no Drafter whose name is {name!r}")
+
+
+def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
+    """A drafter by its method's name and options, as configs give them. Learned ones take ``checkpoint=``, which may be
+    an adapter's folder, or ``checkpoint=`` and ``adapter=``.
+
+    A draft model may also be a loaded ``TargetModel``, so that several drafters share one.
+
+    Raises:
+        ValueError: an unknown method or option, or a checkpoint that does not fit.
+    """
+    from drafters.base import LearnedDrafter
+
+    kind = drafter_class(name)
+    if issubclass(kind, LearnedDrafter):
+        path = options.pop("checkpoint", None)
+        if path is None:
+            raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
+        return kind.from_checkpoint(target, path, **options)
+    return kind.from_options(target, **options)
+
+
+def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "Drafter":
+    """The drafter within another one: built from its name and options, or already built for the same ``target``.
+
+    Raises:
+        ValueError: no name, an unknown method or option, or a drafter of another target.
+    """
+    if isinstance(inner, dict):
+        options = dict(inner)
+        name = options.pop("drafter", None)
+        if not isinstance(name, str):
+            raise ValueError(f"inner must name its drafter, for example {{drafter: speculative, ...}}; found {inner}")
+        return make_drafter(name, target, **options)
+    if inner.target is not target:
+        raise ValueError(
+            f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
+            "target object that it is to draft for"
+        )
+    return inner
+
+
+def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
+    """Load a trained drafter from a folder or a Hub repository; ``options`` override its saved decoding options.
+
+    ``adapter=``: a folder or Hub repository with a LoRA for it. ``path`` may also be that, and names its drafter then.
+
+    Raises:
+        ValueError: nothing loadable there, unsafe or incomplete weights, or a drafter of another target.
+    """
+    from drafters.base import LearnedDrafter
+    from drafters.hub.checkpoint import drafter_type
+
+    name = drafter_type(path, revision=revision)
+    kind = drafter_class(name)
+    if not issubclass(kind, LearnedDrafter):
+        raise ValueError(f"{path}: drafter_type {name!r} has no weights to load")
+    return kind.from_checkpoint(target, path, revision=revision, **options)

@@ -1,0 +1,146 @@
+"""Cascade speculative decoding: the draft model is itself accelerated by a drafter (Chen et al. 2023b; the baseline of
+Ouroboros, Table 13).
+
+Nothing here knows which drafter that is: the draft model runs steps of the same loop as the target does.
+"""
+
+from typing import Any
+
+import torch
+from pydantic import Field, InstanceOf
+from torch import Tensor
+
+from drafters.base import Drafter
+from drafters.config import DraftSize
+from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
+from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import DecodeState, step, tell_rest, until
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods import inner_drafter
+from drafters.model.target import FeatureOutput, TargetModel
+
+
+class CascadeOptions(DraftModelOptions):
+    """Options.
+
+    ``inner``: the drafter of the draft model and its options, for example ``{drafter: speculative, draft_model: ...,
+    gamma: 2}``, or one built for the loaded draft model. ``gamma``: tokens drafted before the target verifies (the
+    inner drafter's last step may add a few more).
+    """
+
+    inner: InstanceOf[Drafter] | dict[str, Any]
+    gamma: DraftSize = Field(4, ge=1)
+
+
+class CascadeDrafter(DraftModelDrafter):
+    """Speculative decoding whose drafts are decoded speculatively too, to any depth: ``inner`` may be a cascade.
+
+    A lossless inner drafter leaves every draft token an exact sample of the draft model's q (its argmax when greedy),
+    so the target verifies them as ever, with q taken from the inner verification.
+
+    Raises:
+        ValueError: the draft model has another tokenizer than the target; an inner drafter that is lossy, cannot take
+            back what the target rejects, or was built for another model.
+    """
+
+    name = "cascade"
+    options = CascadeOptions
+    rewinds = True
+
+    def __init__(self, target: TargetModel, options: CascadeOptions) -> None:
+        super().__init__(target, options)
+        self.inner, self.gamma = inner_drafter(options.inner, self.draft_model), options.gamma
+        _check(self.inner)
+        self.max_draft, self.remembers = self.gamma + self.inner.max_draft, self.inner.remembers
+        self.max_context = min(self.max_context, self.inner.max_context)
+        self._drafting = self.lm_head.as_model()  # to the inner drafter it is the target
+        self._state: DecodeState  # the draft model's
+        self._shared = 0  # tokens that the draft model and the target agreed on when the last draft began
+        self._q: list[Tensor] = []
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        prompt, capacity = state.tokens[0][:-1], state.cache.capacity + self.inner.max_draft + 1
+        self._state = DecodeState(
+            target=self._drafting,
+            cache=self.draft_model.new_cache(1, capacity),
+            tokens=[list(state.tokens[0])],
+            prompt_lengths=[len(prompt)],
+            sampling=state.sampling,
+            generator=state.generator,
+            max_new_tokens=capacity,
+            eos=frozenset(),  # a step that finishes would not be observed; EOS is looked for here
+            finished=[False],
+        )
+        rows = torch.tensor([prompt], device=self.draft_model.device)
+        known = self.draft_model.run(rows, self._state.cache, taps=self.inner.taps)
+        self._state.cache.commit_first([len(prompt)])
+        self._shared = len(prompt)
+        self.lm_head.read(state.tokens)
+        self.inner.begin(self._state, known)
+
+    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
+        self.inner.prepare(batch, sampling, longest)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        room, inner = state.room() - 1, self._state
+        self._follow(state.tokens[0])
+        self.lm_head.read(state.tokens)
+        start, rule = self._shared, self._rule(state.sampling)
+        self._q = []
+        while (drafted := len(inner.tokens[0]) - start) < min(self.gamma, room):
+            step(inner, self.inner, rule)
+            if not state.eos.isdisjoint(inner.tokens[0][start + drafted :]):
+                break
+        tell_rest(inner, self.inner)  # no step of the draft model's is its last
+        tokens = until(inner.tokens[0][start : start + max(room, 0)], state.eos)
+        if not tokens:
+            return state.nothing
+        q = torch.cat(self._q)[None, : len(tokens)] if self._q else None
+        return DraftTree.chain(torch.tensor([tokens], device=self.target.device), q=q)
+
+    def rewind(self, state: DecodeState, kept: int) -> None:
+        self._shared = min(self._shared, kept)
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Follow the target: take back what it did not accept, and read what it said instead."""
+        inner, kept = self._state, self._shared
+        held, cache = inner.tokens[0], inner.cache
+        while kept < min(len(held), len(tokens) - 1) and held[kept] == tokens[kept]:
+            kept += 1
+        cache.crop([min(cache.lengths[0], kept)])
+        pending = tokens[cache.lengths[0] : -1]
+        if pending:
+            self.draft_model.run(torch.tensor([pending], device=self.draft_model.device), cache)
+            cache.commit_first([len(pending)])
+        inner.replace(0, tokens)
+        self.inner.rewind(inner, kept)
+        self._shared = len(tokens)
+
+    def _rule(self, sampling: Sampling) -> Any:
+        """The inner drafter's own rule, noting q, the draft model's distribution of each token it commits."""
+        lossless = self.inner.rule(sampling)
+
+        def verify(
+            draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        ) -> Verdict:
+            verdict = lossless(draft, logits, see, sampling, generator)
+            if not sampling.greedy:
+                rows = torch.tensor(verdict.rows[0], device=logits.device)
+                self._q.append(sampling.probabilities(logits[0].index_select(0, rows)))
+            return verdict
+
+        return verify
+
+
+def _check(inner: Drafter) -> None:
+    if not inner.lossless:
+        raise ValueError(
+            f"the inner drafter {inner.name!r} is lossy: its drafts are not samples of the draft model, so the target "
+            "could not verify them losslessly; use a lossless one"
+        )
+    if not inner.rewinds:
+        raise ValueError(
+            f"the inner drafter {inner.name!r} cannot take back tokens that the target rejects; use one that can, for "
+            "example speculative or prompt_lookup"
+        )

@@ -1,0 +1,225 @@
+"""Kangaroo: draft with the target's own shallow layers and a trained adapter, exit early twice (Liu et al. 2024).
+
+The shallow layers' hidden states and keys/values are reused: verification resumes at ``exit_layer``. The paper drafts
+chains, greedily; trees and sampled drafts are the same with more rows a pass.
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from drafters.base import LearnedDrafter
+from drafters.config import DraftSize, Layers
+from drafters.drafting.tree_plan import TreePlan, children_of
+from drafters.loop.acceptance import Verdict
+from drafters.loop.generate import DecodeState
+from drafters.loop.tree import DraftTree, tree_mask
+from drafters.model.cache import KVCache
+from drafters.model.draft_head import DraftHeadOptions, quantize_layers
+from drafters.model.layers import AttentionLayer, check_head, layer_kind, made
+from drafters.model.rows import CHAIN, Rows
+from drafters.model.target import FeatureOutput, TargetModel
+
+
+class KangarooAdapter(nn.Module):
+    """``norm(x + Attention(RMSNorm(x)))``: 4 H^2 + 2 H parameters where keys and values have as many heads as queries.
+
+    Parameter names are those of the released checkpoints.
+
+    Args:
+        ffn: a whole decoder layer of the target's kind, its MLP included (Table 2; the paper finds it too heavy).
+        own_lm_head: an LM head of its own behind it, in the place of the target's (Table 2; the paper's does without).
+
+    Raises:
+        ValueError: no adapter can be made of the target's kind of layers.
+    """
+
+    inputs = 1  # hidden states that it takes
+
+    def __init__(self, target_config: PretrainedConfig, ffn: bool = False, own_lm_head: bool = False) -> None:
+        super().__init__()
+        kind = layer_kind(target_config)
+        config: Any = kind.config
+        layer: Any = made(config, kind.decoder_layer, config, layer_idx=0) if ffn else AttentionLayer(kind)
+        self.layers = nn.ModuleList([layer])
+        self.norm = kind.norm(config.hidden_size, eps=kind.eps)
+        self.rotary_emb = kind.rotary(config)
+        for weights in layer.parameters():
+            if weights.dim() == 2:
+                nn.init.normal_(weights, std=config.initializer_range)
+        if own_lm_head:
+            self.lm_head = nn.Linear(config.hidden_size, target_config.vocab_size, bias=False)
+        check_head(self, config)
+
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Hidden states ``[B, T, H]`` after ``exit_layer`` -> states for the LM head ``[B, T, H]``.
+
+        At index i the LM head's logits are of token i + 1, as the target's own are. ``attention_mask`` is bool
+        ``[B, 1, T, S]``; None is causal.
+        """
+        after = self.layers[0](
+            hidden,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            position_embeddings=self.rotary_emb(hidden, position_ids),
+            past_key_values=cache,
+        )
+        return self.norm(after)
+
+
+class KangarooOptions(DraftHeadOptions):
+    """``eta``: drafting stops after a token of which the adapter is no surer than that; 0 never stops early.
+
+    ``confidence``: how sure it is: the probability of its first choice (the paper's), or ``exp(-entropy)`` of its
+    distribution, which is the same for n tokens that are equally likely. ``paths``: draft a tree, each node as the
+    ranks of its ancestors and itself among their siblings, for example ``[[0], [1], [0, 0]]``; it goes on as long as
+    its likeliest path does. None: a chain. ``max_draft_tokens``: the most levels. ``ffn``, ``own_lm_head``: see
+    ``KangarooAdapter``.
+    """
+
+    exit_layer: Layers = Field(ge=1)
+    ffn: bool = False
+    own_lm_head: bool = False
+    eta: float = Field(default=0.4, ge=0.0, lt=1.0)
+    confidence: Literal["top1", "entropy"] = "top1"
+    max_draft_tokens: DraftSize = Field(default=6, ge=1)
+    paths: list[list[DraftSize]] | None = None
+
+
+class KangarooDrafter(LearnedDrafter):
+    """Double early exit: from the layers at ``exit_layer``, from drafting at the first uncertain token.
+
+    Raises:
+        ValueError: ``exit_layer`` is not below the target's number of layers, or ``paths`` are no tree.
+    """
+
+    name = "kangaroo"
+    options = KangarooOptions
+
+    def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
+        super().__init__(target, module, options)
+        self.exit_layer, self.eta = options.exit_layer, options.eta
+        self.ffn, self.own_lm_head = options.ffn, options.own_lm_head
+        self.confidence, self.max_draft_tokens, self.paths = options.confidence, options.max_draft_tokens, options.paths
+        if self.exit_layer >= target.num_layers:
+            raise ValueError(
+                f"exit_layer must be between 1 and {target.num_layers - 1}, the layers of {target.name} less one, "
+                f"found {self.exit_layer}"
+            )
+        self.plan = TreePlan(
+            self.paths or [[0] * level for level in range(1, self.max_draft_tokens + 1)], target.device
+        )
+        self._rows = _rows_by_level(self.plan, target.device)
+        self._inner = {row + 1: place for place, row in enumerate(self.plan.inner)}  # row of [root, nodes] -> adapter's
+        self.max_draft, self.taps = self.plan.size, (self.exit_layer,)
+        adapter: Any = self.module
+        self._adapter = target.runner.part(adapter.layers, leave=target.runner.norm(adapter.norm))
+        self.lm_head = self.draft_head(options, getattr(adapter, "lm_head", None))
+        if options.draft_dtype is not None:
+            quantize_layers(self._adapter, options.draft_dtype)
+        self._cache = KVCache.nothing()
+        self._behind: Tensor  # [1, R, H] accepted exit states that the adapter has not taken in yet
+        self._taken = 0  # inner nodes of the latest draft that it has
+
+    @classmethod
+    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
+        parts = {key: drafter_config.get(key, False) for key in ("ffn", "own_lm_head")}
+        return KangarooAdapter(target_config, **parts)
+
+    def drafter_config(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"exit_layer": self.exit_layer, "eta": self.eta}
+        options |= {"max_draft_tokens": self.max_draft_tokens} | ({"paths": self.paths} if self.paths else {})
+        options |= ({"ffn": True} if self.ffn else {}) | ({"own_lm_head": True} if self.own_lm_head else {})
+        options |= {} if self.confidence == "top1" else {"confidence": self.confidence}
+        return options | self.lm_head.options()
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._cache.release()  # so that its memory can be taken again
+        self._cache = self.target.new_cache(1, state.cache.capacity, layers=1)
+        prompt = output.taps[self.exit_layer]
+        self._adapt(prompt)
+        self._cache.commit_first([prompt.shape[1]])
+        self._behind = prompt[:, :0]
+        self.lm_head.read(state.tokens)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        self.lm_head.read(state.tokens)
+        states = [self._shallow(state, state.roots, CHAIN)]
+        rows = torch.cat([self._behind, states[0]], dim=1)
+        adapted = self._adapt(rows)[:, -1:]
+        self._cache.commit_first([rows.shape[1]])
+        self._taken = 0
+        tokens: list[Tensor] = []
+        valid: list[Tensor] = []
+        q: list[Tensor] = []
+        depth = min(self.max_draft_tokens, state.room() - 1)
+        for level, seen in zip(self.plan.levels[:depth], self._rows, strict=False):
+            logits = self.lm_head(adapted)
+            children, real = children_of(logits, level.children, state.sampling, state.generator, q)
+            tokens.append(self.lm_head.tokens(children[:, level.parent_row, level.rank]))
+            if real is not None:
+                valid.append(real[:, level.parent_row, level.rank])
+            states.append(self._shallow(state, tokens[-1], seen))
+            if len(tokens) == depth or not len(level.inner) or self._unsure(logits[:, 0]):
+                break
+            adapted = self._adapt(states[-1][:, level.inner], level.rows)
+            self._taken += len(level.inner)
+        return self._draft(states, tokens, valid, q)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        accepted = verdict.rows[0][1:]  # the root is there already
+        there = [place for row in accepted if (place := self._inner.get(row, self._taken)) < self._taken]
+        self._cache.commit([there])
+        assert draft.hidden is not None
+        self._behind = draft.hidden[:, accepted[len(there) :]]
+
+    def _draft(self, states: list[Tensor], tokens: list[Tensor], valid: list[Tensor], q: list[Tensor]) -> DraftTree:
+        """Of what each level gave."""
+        draft = DraftTree.empty(1, self.target.device)
+        if tokens:
+            whole = torch.cat(tokens, 1)
+            draft = DraftTree.from_parents(
+                whole,
+                self.plan.parents[: whole.shape[1]],
+                q=self.lm_head.spread(torch.cat(q, 1)) if q else None,
+                q_row=self.plan.q_row[: whole.shape[1]],
+                valid=torch.cat(valid, 1) if valid else None,
+            )
+        draft.hidden, draft.resume_layer = torch.cat(states, dim=1), self.exit_layer
+        return draft
+
+    def _unsure(self, logits: Tensor) -> bool:
+        """The second early exit. It reads one value a level: what is drafted next depends on it."""
+        if self.eta == 0:
+            return False
+        if self.confidence == "top1":
+            sure = logits.float().softmax(-1).amax()
+        else:
+            log_q = logits.float().log_softmax(-1)
+            sure = (log_q.exp() * log_q).nan_to_num(0.0).sum().exp()  # 0 log 0 is 0
+        return sure.item() <= self.eta
+
+    def _shallow(self, state: DecodeState, tokens: Tensor, rows: Rows) -> Tensor:
+        """Exit states ``[1, R, H]`` of the next rows, their keys and values left in the target's cache."""
+        return self.target.shallow(tokens, state.cache, self.exit_layer, rows)
+
+    def _adapt(self, states: Tensor, rows: Rows = CHAIN) -> Tensor:
+        """Run the adapter over exit states ``[1, R, H]``: states for ``lm_head``, ``[1, R, H]``."""
+        return self.target.runner.run(self._adapter, [states], self._cache, rows)[0]
+
+
+def _rows_by_level(plan: TreePlan, device: torch.device) -> list[Rows]:
+    """What the nodes of each level see of [root, nodes] and where they stand: all of them go through the target."""
+    see, depths = tree_mask(plan.parents, device)
+    rows, first = [], 1
+    for level in plan.levels:
+        last = first + len(level.rank)
+        chain = Rows(offset=first)
+        rows.append(chain if plan.is_chain else Rows(see[:, first:last, :last], depths[:, :last], first))
+        first = last
+    return rows

@@ -1,0 +1,109 @@
+"""Replay, for measuring speed alone: a drafter that costs what another costs and is accepted as often as it is told.
+
+Weights that nobody has trained (a 7B shape with random ones) show what a step costs, but are never accepted. Here every
+forward, tree, cache and rule of the inner drafter runs as ever; only how deep a draft is accepted comes from a profile.
+Its output is not the target's, and whatever shows its figures must say "replay".
+"""
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, InstanceOf
+from torch import Tensor
+
+from drafters.base import Drafter
+from drafters.config import Config, Seed
+from drafters.cpu.kernels import most_likely
+from drafters.loop.acceptance import Rule, Verdict, verdict_of
+from drafters.loop.generate import DecodeState
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.methods import inner_drafter
+from drafters.model.target import FeatureOutput, TargetModel
+
+Rate = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ReplayOptions(Config):
+    """``inner``: the drafter whose cost is paid: its name and options, or one built already. ``profile``: n-alpha for
+    n = 0, 1, ...: the share of steps in which the token at depth n + 1 is accepted, given that those above it were; the
+    last one holds for all further depths. ``seed``: of the draws from it.
+    """
+
+    inner: InstanceOf[Drafter] | dict[str, Any]
+    profile: list[Rate] = Field(min_length=1)
+    seed: Seed = 0
+
+
+class ReplayDrafter(Drafter):
+    """Greedy only, since the profile replaces the rule's outcome.
+
+    Raises:
+        ValueError: no inner drafter can be built, or it was built for another target; sampling asked for.
+    """
+
+    name = "replay"
+    options = ReplayOptions
+    lossless = False
+    max_batch = None
+
+    def __init__(self, target: TargetModel, options: ReplayOptions) -> None:
+        super().__init__(target, options)
+        self.inner = inner = inner_drafter(options.inner, target)
+        self.profile, self.seed = options.profile, options.seed
+        self.max_batch = inner.max_batch  # type: ignore[misc]
+        self.max_draft, self.max_context = inner.max_draft, inner.max_context
+        self.taps, self.remembers = inner.taps, inner.remembers
+
+    def expected_tau(self, depth: int) -> float:
+        """Tokens a step of drafts ``depth`` deep, by the profile alone (EOS and limits cut the last step)."""
+        tau, reach = 1.0, 1.0
+        for level in range(depth):
+            reach *= self._rate(level)
+            tau += reach
+        return tau
+
+    def rule(self, sampling: Sampling) -> Rule:
+        if not sampling.greedy:
+            raise ValueError(f"replay decodes greedily only, found temperature {sampling.temperature:g}; use 0")
+
+        def verify(
+            draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        ) -> Verdict:
+            # What the greedy rule does, copy to the host included, but for comparing tokens with choices.
+            return verdict_of(draft, most_likely(logits), self._accepted)
+
+        return verify
+
+    def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self.inner.begin(state, output)
+
+    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
+        self.inner.join(state, rows, part, output)
+
+    def propose(self, state: DecodeState) -> DraftTree:
+        return self.inner.propose(state)
+
+    def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:
+        self.inner.while_verifying(state, draft, output)
+
+    def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
+        self.inner.observe(state, draft, output, verdict)
+
+    def _accepted(
+        self, tokens: list[int], parents: list[int], valid: list[int] | None, choices: list[int]
+    ) -> tuple[int, int]:
+        """A row as deep as the profile draws: any of them, so its cache rows lie anywhere; and the choice there."""
+        depth = [0]
+        for node, parent in enumerate(parents):
+            depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else -1)
+        deepest, reached = max(depth), 0
+        while reached < deepest and float(torch.rand((), generator=self._generator)) < self._rate(reached):
+            reached += 1
+        rows = [row for row, level in enumerate(depth) if level == reached]
+        best = rows[int(torch.randint(len(rows), (), generator=self._generator))]
+        return best, choices[best]
+
+    def _rate(self, level: int) -> float:
+        return self.profile[min(level, len(self.profile) - 1)]

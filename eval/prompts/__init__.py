@@ -1,0 +1,1 @@
+"""Prompt files, suites, and the prompts that a run measures."""

@@ -1,0 +1,143 @@
+"""Prompt files of several published formats, told apart by their content, to what stands before the first answer."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from data_prep.dialogues.json_records import Unreadable, read_records
+from data_prep.dialogues.messages import Message, first_value
+from data_prep.dialogues.reader import TURN_KEYS, ReadCounts, read_dialogues
+from drafters.common.wording import shortened
+
+Format = Literal["sharegpt", "spec-bench", "gsm8k", "humaneval"]
+# Formats of questions without a dialogue, by the key that has the question; MT-bench and SPEED-Bench have Spec-Bench's.
+QUESTION_KEYS: dict[str, Format] = {"turns": "spec-bench", "question": "gsm8k", "prompt": "humaneval"}
+ID_KEYS = ("question_id", "task_id", "id")
+KNOWN = "held-out ShareGPT dialogues or questions in Spec-Bench's, MT-bench's, GSM8K's or HumanEval's format"
+FORMS = (
+    '{"turns": ["..."]} (Spec-Bench, MT-bench, SPEED-Bench), {"question": "..."} (GSM8K), {"prompt": "..."} '
+    '(HumanEval) or ShareGPT\'s {"conversations": [{"from": "human", "value": "..."}, ...]}'
+)
+# What the published SPEED-Bench has for prompts that it may not redistribute; its prepare_data.py fills them in.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A question as its file has it.
+
+    Attributes:
+        messages: what stands before the first answer. later: the user's turns after that.
+        fields: all of the record, by which an answer is judged.
+        suite: where it comes from, if that is a suite. metric: how that judges an answer, if it does.
+    """
+
+    id: str
+    category: str | None
+    messages: list[Message]
+    sub_category: str | None = None
+    later: tuple[str, ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict, repr=False)
+    suite: str | None = None
+    metric: str | None = None
+
+
+def check_prompt_file(file: Path) -> None:
+    """Raise ValueError where there is no such file."""
+    if not file.is_file():
+        make = f"; python -m data_prep.stdlib_corpus --out {file.parent} makes it"
+        raise ValueError(
+            f"no prompt file at {file}; give {KNOWN} (JSONL){make if file.parent.name == 'stdlib' else ''}"
+        )
+
+
+def files_sha256(files: list[Path]) -> str:
+    """SHA-256 of the files' bytes, one file after the other, in hex."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def detect_format(file: Path) -> Format:
+    """By the first record with turns or a question; where none has them, it is read (and checked) as ShareGPT."""
+    for _, record in read_records(file):
+        if isinstance(record, dict):
+            if first_value(record, TURN_KEYS):  # also beside a question
+                return "sharegpt"
+            if key := question_key(record):
+                return QUESTION_KEYS[key]
+    return "sharegpt"
+
+
+def question_key(record: dict[str, Any]) -> str | None:
+    """The key that has a record's question, in the published formats."""
+    return next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
+
+
+def first_record(records: Iterable[tuple[int, Any]]) -> dict[str, Any]:
+    """The first that is a JSON object; an empty one if none is."""
+    return next((record for _, record in records if isinstance(record, dict)), {})
+
+
+def read_prompts(file: Path, format_: Format, skipped: Counter[str]) -> Iterator[Record]:
+    """What stands before the first answer: of a dialogue, or a question alone. ``skipped`` counts the others.
+
+    Raises:
+        ValueError: no record has the fields of any known format; the message has the first.
+    """
+    if format_ == "sharegpt":
+        return _sharegpt(file, skipped)
+    return questions(read_records(file), next(key for key, each in QUESTION_KEYS.items() if each == format_), skipped)
+
+
+def _sharegpt(file: Path, skipped: Counter[str]) -> Iterator[Record]:
+    counts = ReadCounts()
+    try:
+        for dialogue in read_dialogues(file, counts):
+            messages = list(dialogue.messages)
+            first_answer = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            yield Record(dialogue.id, dialogue.category, messages[:first_answer])
+    except ValueError:
+        first = first_record(read_records(file))
+        if counts.kept or not first or first_value(first, TURN_KEYS) is not None:
+            raise
+        raise ValueError(
+            f"{file} has fields of no known format; its first record is {shortened(first, 60)}, expected is {FORMS}; "
+            "a suite tells which of other fields has the prompt (docs/measuring.md)"
+        ) from None
+    skipped.update(counts.dropped)
+
+
+def questions(
+    records: Iterable[tuple[int, Any]], key: str, skipped: Counter[str], id_: str | None = None
+) -> Iterator[Record]:
+    """Questions under ``key``: a text, or a list with the user's turns, of which the first is the question."""
+    for number, record in records:
+        if isinstance(record, Unreadable):
+            skipped[record.reason] += 1
+            continue
+        if not isinstance(record, dict):
+            skipped["not_an_object"] += 1
+            continue
+        found = record.get(key)
+        texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str)]
+        if not texts or (isinstance(found, list) and len(texts) < len(found)):
+            skipped[f"no_{key}"] += 1
+        elif not texts[0].strip():
+            skipped["empty_prompt"] += 1
+        elif any(PLACEHOLDER in text for text in texts):
+            skipped["placeholder"] += 1
+        else:
+            yield asked(record, texts, number, id_)
+
+
+def asked(record: dict[str, Any], turns: list[str], number: int, id_: str | None = None) -> Record:
+    """The record of these user's turns; its id and categories are under the keys that the published formats use."""
+    named = next((record[name] for name in (id_, *ID_KEYS) if name is not None and record.get(name) is not None), None)
+    kinds = (record.get(name) for name in ("category", "sub_category"))
+    category, sub_category = (str(kind) if kind not in (None, "") else None for kind in kinds)
+    messages = [{"role": "user", "content": turns[0]}]
+    return Record(
+        f"line {number}" if named is None else str(named), category, messages, sub_category, tuple(turns[1:]), record
+    )

@@ -1,0 +1,78 @@
+"""LoRA by peft: matrices of low rank are trained beside those of a model or a trained drafter, which do not change.
+
+A drafter's adapter is saved as peft saves it, beside a ``config.json`` that says which drafter it is for; see
+``drafters/model/head_adapter.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drafters.common.files import replace_json, replacing_files
+from drafters.hub.checkpoint import ADAPTER_CONFIG_FILE, CARD_FILE, CONFIG_FILE, parse_config
+
+if TYPE_CHECKING:
+    from train.core.config import Lora
+
+
+def with_lora(model: nn.Module, lora: Lora, name: str | None) -> Any:
+    """peft's model around ``model``, which is frozen and has matrices of rank ``lora.r`` beside its projections now.
+
+    Args:
+        name: what an adapter says that it is for.
+
+    Raises:
+        ValueError: ``lora.targets`` that the model does not have.
+    """
+    import peft
+
+    targets: Any = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    pretrained = isinstance(model, PreTrainedModel)
+    if targets == "all-linear" and not pretrained:
+        targets = [path for path, part in model.named_modules() if isinstance(part, nn.Linear)]
+    given = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM" if pretrained else None,
+    )
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
+            adapter = peft.get_peft_model(model, given)
+    except ValueError as error:
+        raise ValueError(f"lora.targets: {str(error).splitlines()[0]}") from error
+    given.base_model_name_or_path = name  # peft put what a model says of itself there: of a drafter's module, nothing
+    return adapter
+
+
+@torch.no_grad()
+def load_base(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give what lies beneath LoRA's matrices, or a model without any, its ``weights``, by the names without them."""
+    own = {name.replace(".base_layer.", "."): value for name, value in model.state_dict(keep_vars=True).items()}
+    for name, value in weights.items():
+        own[name].copy_(value)
+
+
+def copy_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give ``model`` copies of all its weights, in their dtype."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        value.data = weights[name].clone()
+
+
+def save_adapter(adapter: Any, config: dict[str, Any], out: Path) -> None:
+    """Write a drafter's adapter, peft's model, into the top of the run folder, over an older one if any.
+
+    A process killed on the way leaves the older one, the new one, or a folder that does not load.
+    """
+    checked = parse_config(config, source=f"the config to be saved in {out}")
+    with replacing_files(out, last=(ADAPTER_CONFIG_FILE, CONFIG_FILE)) as folder:
+        adapter.save_pretrained(folder)
+        (folder / CARD_FILE).unlink(missing_ok=True)  # it knows of nothing but peft
+        replace_json(folder / CONFIG_FILE, checked.model_dump())

@@ -1,0 +1,163 @@
+"""Ranks, devices and threads: what has to be in place before DeepSpeed starts."""
+
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_prep.common.ranks import slurm_step
+from drafters.common.threads import cpu_cores
+from train.core.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    count: int
+
+    @property
+    def is_first(self) -> bool:
+        """True for the one rank that writes files and prints."""
+        return self.rank == 0
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over all ranks."""
+        if self.count > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+
+ALONE = Ranks(0, 1)
+
+
+def check_same_step(ranks: Ranks, step: int, device: torch.device) -> None:
+    """Raise ValueError, on every rank, unless all go on from the same ``step``; a collective."""
+    steps = torch.zeros(ranks.count, dtype=torch.int64, device=device)
+    steps[ranks.rank] = step
+    found = ranks.total(steps).tolist()
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"the ranks found saved states of different steps ({', '.join(map(str, found))}): the run folder must lie "
+            "where every node sees the same files; a network file system may need a minute after a kill: start again"
+        )
+
+
+def local_ranks(otherwise: int) -> int:
+    """How many of the ranks run on this machine, which torchrun, Slurm and DeepSpeed's launcher tell in variables."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", otherwise)))
+
+
+def local_rank() -> int:
+    """Which of its machine's ranks this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def threads_of_rank(config: TrainConfig, environment: Mapping[str, str], local: int) -> int | None:
+    """CPU threads of one of ``local`` ranks on this machine; None: as OMP_NUM_THREADS says, which torch has read.
+
+    torchrun sets OMP_NUM_THREADS=1 for several ranks where nobody has set it; that 1 is nobody's wish. DeepSpeed's
+    launcher sets it with --bind_cores_to_rank alone, to the cores that the rank then has.
+    """
+    if config.threads:
+        return config.threads
+    wish = environment.get("OMP_NUM_THREADS")
+    if wish and not (wish == "1" and local > 1 and "TORCHELASTIC_RUN_ID" in environment):
+        return None
+    return max(1, cpu_cores() // local)
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Raise ValueError where the config names a device that this machine lacks."""
+    if config.tau_device is None:
+        return
+    wanted, found = torch.device(config.tau_device), ["cpu"]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    if wanted.type != "cpu" and f"{wanted.type}:{wanted.index or 0}" not in found:
+        raise ValueError(
+            f"tau_device: this machine has no {config.tau_device}, only {', '.join(found)}; set tau_device to one of "
+            "these, or to null for the device that rank 0 trains on"
+        )
+
+
+def seed_step(seed: int, step: int, ranks: Ranks) -> None:
+    """Seed the global generators (dropout) from the step alone, so that a resumed run draws what the first would."""
+    torch.manual_seed((seed * 1_000_003 + step) * 4_096 + ranks.rank)
+
+
+def describe_process(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that a launcher would set, where none did: those of a Slurm task, or of a process alone.
+
+    DeepSpeed's launcher, torchrun and mpirun wrappers set RANK and WORLD_SIZE themselves, and are left alone, but for
+    the port of a process alone: DeepSpeed's is the same for every training on a machine. Under ``srun`` with several
+    tasks each task is a rank. A batch script's own process is no such task, though it sees SLURM_NTASKS: see
+    ``data_prep.common.ranks.slurm_step``.
+
+    Raises:
+        ValueError: a Slurm step without what names its first host.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        if environment["WORLD_SIZE"] == "1" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            environment["MASTER_PORT"] = free_port()
+        return
+    tasks = environment.get(slurm_step(environment), "1")
+    if int(tasks) > 1:
+        environment.update(_slurm_task(environment, tasks))
+        return
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment.update(single)
+
+
+def free_port() -> str:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def _slurm_task(environment: MutableMapping[str, str], tasks: str) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT stay where they are given."""
+    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    if "MASTER_ADDR" not in environment and not hosts:
+        raise ValueError("srun started this task without SLURM_STEP_NODELIST: set MASTER_ADDR to the first node's name")
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", local[0] if local else "1"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(hosts)),
+        # The same for all tasks of a step, and another one for the next step on the same nodes.
+        "MASTER_PORT": environment.get("MASTER_PORT", str(20_000 + (job * 31 + step) % 12_000)),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's compressed node list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def take_device(environment: MutableMapping[str, str]) -> None:
+    """Make LOCAL_RANK's GPU this process's; where each process sees one GPU alone, that one."""
+    count, local = torch.accelerator.device_count(), int(environment.get("LOCAL_RANK", "0"))
+    if count == 1 and slurm_step(environment):  # --gpus-per-task=1
+        local = 0
+    if local >= count:
+        raise ValueError(f"process {local + 1} of this machine has no GPU, there are {count}: start no more than that")
+    environment["LOCAL_RANK"] = str(local)
+    torch.accelerator.set_device_index(local)
+
+
+def rank_device() -> torch.device:
+    """Where this rank trains, once it has taken its device."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())

@@ -1,0 +1,44 @@
+"""A head on its own predictions, in training and on held-out text: chains drafted from every index, all side by side.
+
+Drafting, the head reads true features up to the last verified token and then its own predictions. Trained on true ones
+alone it has never seen what it makes: HASS (Zhang et al. 2024, section 3.2, "harmonized context alignment") and EAGLE-3
+("training-time test") feed them back for some steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from train.core.attention import Chains, States
+
+if TYPE_CHECKING:
+    from train.data.packing import Batch
+
+
+def unrolled(
+    head: Any, embed: Callable[[Tensor], Tensor], batch: Batch, steps: int, shift: int = 1
+) -> Iterator[Tensor]:
+    """The predictions ``[R, L, H]`` of steps 0 to ``steps - 1`` of the chains that begin at each index.
+
+    Step 0 of the chain from i reads the true features up to feature_i and predicts feature_{i+1}. Step n reads these,
+    its own n predictions in the place of feature_{i+1} .. feature_{i+n}, and the text's tokens, and predicts
+    feature_{i+n+1}. That is what decoding gives the head: true keys up to i, then those of its own steps. A chain that
+    leaves its dialogue means nothing there, and no other sees it.
+
+    What is fed back is a constant: each step learns to go on from what it gets, none to make it easy for the next.
+
+    Args:
+        head: with ``train.core.attention.use_dialogue_attention``.
+        shift: row i reads token i + shift.
+    """
+    lengths, states = batch.dialogue_lengths(), list[States]()
+    features = batch.features
+    for step in range(steps):
+        following = embed(batch.input_ids.roll(-(step + shift), dims=1))
+        chains = Chains(lengths, step, states)
+        predicted = head(features, following, batch.position_ids + step, chains, chains)
+        yield predicted
+        features = predicted.detach()

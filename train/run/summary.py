@@ -1,0 +1,89 @@
+"""The summary of a training run: summary.json and summary.png in its folder."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from drafters.common.files import replace_json
+from train.run.answers import OWN_SHARE, describe_answers
+from train.run.files import StateFolder, read_metrics, read_object
+
+SMALLER_IS_BETTER = ("loss", "not_finite")  # parts of a figure's name; of all others more is better
+
+
+def write_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
+    """Write summary.json and summary.png into a run folder, replacing those there.
+
+    Args:
+        ended: how the run ended; None keeps what an earlier summary of the same step says.
+
+    Raises:
+        ValueError: the folder holds no run, or one that logged nothing.
+    """
+    summary = make_summary(run, ended)
+    replace_json(run / "summary.json", summary, allow_nan=True)  # as a diverged run's figures may be
+    from train.run.picture import draw  # matplotlib takes half a second, which a run need not wait for at its start
+
+    draw(summary, read_metrics(run), run / "summary.png")
+    return summary
+
+
+def make_summary(run: Path, ended: str | None = None) -> dict[str, Any]:
+    """What the files of a run say, as one mapping; ``heldout`` has first, last and best of every held-out figure.
+
+    Raises:
+        ValueError: the folder holds no run, or one that logged nothing.
+    """
+    info, rows = read_object(run / "run.json"), read_metrics(run)
+    if not info or not rows:
+        missing = "figures in metrics.jsonl" if info else "run.json that can be read"
+        raise ValueError(f"no training run to sum up in {run}: it has no {missing}; give the `out` of a config")
+    steps = [row for row in rows if "loss" in row]
+    last = steps[-1] if steps else {}
+    before = read_object(run / "summary.json")
+    if ended is None and before.get("steps") == last.get("step", 0):  # otherwise killed, or still running
+        ended = before.get("ended")
+    newest, names = StateFolder(run).newest(), dict.fromkeys(name for row in rows for name in row)
+    spent = [row for row in rows if "seconds" in row]
+    joules, energy = spent[-1].get("joules") if spent else None, info.get("energy")
+    if joules is None and energy is not None and energy["available"]:
+        energy = {"available": False, "how": "not all of the run was counted"}
+    return {
+        "run": str(run),
+        "ended": ended,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "steps": int(last.get("step", 0)),
+        "tokens": int(last.get("tokens", 0)),
+        "minutes": round(spent[-1]["seconds"] / 60, 2) if spent else None,
+        "joules": joules,
+        "energy": energy,
+        "last_good_state": str(newest) if newest else None,
+        "training": {name: last.get(name) for name in ("loss", "learning_rate", "grad_norm")},
+        "heldout_answers": describe_answers(info.get("heldout") or {}, _first(OWN_SHARE, rows)),
+        "heldout": {name: _course(name, rows) for name in names if name.startswith("heldout_")},
+        "speed": {
+            **{name: _mean(steps, name) for name in ("tokens_per_second", "mfu", "data_wait")},
+            "peak_memory_gb": max((row["peak_memory_gb"] for row in steps if "peak_memory_gb" in row), default=None),
+            "tau_seconds": sum(row.get("tau_seconds", 0.0) for row in rows),
+        },
+        **{key: info.get(key) for key in ("ranks", "hardware", "versions", "commit", "arguments", "config")},
+    }
+
+
+def _first(name: str, rows: list[dict[str, float]]) -> float | None:
+    return next((row[name] for row in rows if name in row), None)
+
+
+def _course(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
+    """First, last and best value of a figure, and the best one's step."""
+    points = [(row[name], row["step"]) for row in rows if name in row]
+    smaller = any(part in name for part in SMALLER_IS_BETTER)
+    best, step = min(points, key=lambda point: point[0] if smaller else -point[0])
+    return {"first": points[0][0], "last": points[-1][0], "best": best, "best_step": int(step)}
+
+
+def _mean(steps: list[dict[str, float]], name: str) -> float | None:
+    """The mean over all log lines but the first, which includes the start."""
+    values = [row[name] for row in steps if name in row]
+    values = values[1:] or values
+    return round(sum(values) / len(values), 4) if values else None
