@@ -1,125 +1,35 @@
 """What users have keeps working: names, commands, keys and files of commit 83d0a72, before files and modules moved.
 
 The programs of that commit made tests/before/: a target (Llama, 8k parameters), a trained head of each kind, two
-feature stores, a run that can be resumed, a report, a certificate, a datastore and a phrase pool. `recorded.json` holds what
-these gave, `commands.json` the options and YAML keys of each program. The tests know the names in `drafters`, command
+feature stores, a run that can be resumed, a report, a certificate, a datastore and a phrase pool. `recorded.json` holds
+what these gave, `commands.json` the options and YAML keys of each program. The tests use names of `drafters`, command
 lines and files, and no module behind them. A deliberate new default is edited in `commands.json`.
 """
 
-import contextlib
 import inspect
-import io
 import json
-import os
 import re
 import shutil
-import sys
-from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import nursery
-import pydantic
 import pytest
-import tiny_run
+from commands import REQUIRED, run
 
 import drafters
-from drafters import TargetModel, drafter_class, generate, make_drafter
+from drafters import TargetModel, generate, load_drafter, make_drafter
 
 BEFORE = Path(__file__).parent / "before"
 RECORDED = json.loads((BEFORE / "recorded.json").read_text())
 COMMANDS = json.loads((BEFORE / "commands.json").read_text())
-PROBE = "probe_of_keys"  # a key that no schema has
-# How to give PROBE to a program that does not only take it from the file of --config.
-GIVEN = {
-    "eval.roofline": ["--shape", "llama-5m", f"{PROBE}=1"],
-    "eval.speed --suite": ["--config", str(tiny_run.ROOT / "configs/quickstart/speed.yaml"), "--suite", "probe.yaml"],
-    "train.throughput": ["--method", "eagle", "--config", "probe.yaml"],
-}
-REQUIRED = "(required)"
-
-
-class Taken(BaseException):
-    """A program is about to read its config with this schema."""
-
-
-def be(program: str, *arguments: str) -> int:
-    """Do in this process what ``python -m program`` or ``python program.py`` does."""
-    start = [str(tiny_run.ROOT / program)] if program.endswith(".py") else ["-m", program]
-    return tiny_run.be_python(json.dumps([sys.executable, *start, *arguments]))
-
-
-def work(given: str) -> int:
-    """Call a function of this file, in a folder and a process of its own."""
-    name, folder, *arguments = json.loads(given)
-    os.chdir(folder)
-    return int(globals()[name](*arguments))
-
-
-def run(folder: Path, *arguments: str, name: str = "be") -> None:
-    """Run a program, or another function of this file, in ``folder``."""
-    given = json.dumps([name, str(folder), *arguments])
-    status = nursery.run("test_before.work", given, tiny_run.environment(), folder / "log", 120)
-    assert status == 0, (folder / "log").read_text()[-3000:]
-
-
-def schema_of(program: str) -> type[pydantic.BaseModel] | None:
-    """Return the schema with which a program reads its config: the first one that is given PROBE."""
-    try:
-        be(program.partition(" ")[0], *GIVEN.get(program, ["--config", "probe.yaml"]))
-    except Taken as found:
-        return found.args[0]  # type: ignore[no-any-return]
-    return None
-
-
-def keys(schema: dict[str, Any], whole: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, default) of a JSON schema, and (key=value, True) of every word that a key takes."""
-    if "$ref" in schema:
-        schema = reduce(lambda part, name: part[name], schema["$ref"].split("/")[1:], whole)
-    for name, part in schema.get("properties", {}).items():
-        default = REQUIRED if name in schema.get("required", []) else part.get("default")
-        yield path + name, default if not isinstance(default, dict) else {}  # its own keys follow
-        yield from keys(part, whole, f"{path}{name}.")
-    inner = [schema[name] for name in ("items", "additionalProperties") if isinstance(schema.get(name), dict)]
-    for part in [*schema.get("anyOf", []), *schema.get("oneOf", []), *inner]:
-        yield from keys(part, whole, path)
-    for word in [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]:
-        yield f"{path[:-1]}={word}", True
-
-
-def describe() -> int:
-    """Write ``commands.json`` as it is now into this folder. Leaves pydantic spoiled for the rest of the process."""
-    built, found = pydantic.BaseModel.__init__, {}
-
-    def initialised(self: pydantic.BaseModel, **data: Any) -> None:
-        if PROBE in data:
-            raise Taken(type(self))
-        built(self, **data)
-
-    initialised.__pydantic_base_init__ = True  # type: ignore[attr-defined]
-    pydantic.BaseModel.__init__ = initialised  # type: ignore[method-assign]
-    Path("probe.yaml").write_text(f"{PROBE}: 1\n")
-    for name in COMMANDS:
-        kind, _, method = name.partition(" ")
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            be(kind, "--help") if kind != "drafter:" else None
-        usage = said.getvalue().partition("\n\n")[0]
-        schema = drafter_class(method).options if kind == "drafter:" else None
-        if name in GIVEN or "--config" in usage:
-            schema = schema_of(name)
-        whole = schema.model_json_schema() if schema else {}
-        found[name] = {"options": sorted({*re.findall(r"--[a-z][\w-]*", usage)}), "keys": dict(keys(whole, whole))}
-    Path("commands.json").write_text(json.dumps(found, indent=1) + "\n")
-    return 0
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``commands.json`` would hold now."""
     folder = tmp_path_factory.mktemp("commands")
-    run(folder, name="describe")
+    run(folder, *COMMANDS, name="describe")
     return dict(json.loads((folder / "commands.json").read_text()))
 
 
@@ -157,18 +67,20 @@ def test_commands_take_what_they_took(name: str, commands: dict[str, Any]) -> No
     assert not [key for key in new - inside if now["keys"][key] == REQUIRED]
 
 
-@pytest.mark.parametrize("made", RECORDED["decoding"], ids=lambda made: "-".join([made["drafter"], *made["options"]]))
+@pytest.mark.parametrize("made", RECORDED["decoding"], ids=lambda made: made["drafter"])
 def test_what_was_trained_still_drafts(folder: Path, made: dict[str, Any]) -> None:
     """Catches a checkpoint, adapter, draft model, datastore or pool that is refused, or loaded into the wrong places:
     then the target rejects nearly every draft."""
     target = TargetModel.from_pretrained("target", dtype="float32", device="cpu")
-    taus = []
+    method, options, taus = made["drafter"], made["options"], []
     for prompt, tokens in zip(RECORDED["prompts"], RECORDED["tokens"], strict=True):
-        drafter = make_drafter(made["drafter"], target, **made["options"])
+        drafter = make_drafter(method, target, **options)
         result = generate(target, drafter, [prompt], max_new_tokens=len(tokens), eos_token_id=[])
         assert result.tokens[0].tolist() == tokens
         taus.append(result.trace.tau)
-    assert sum(taus) == pytest.approx(sum(made["tau"]), rel=0.02)
+    assert sum(taus) == pytest.approx(sum(made["tau"]), rel=0.1)  # rounding may cost a token
+    if checkpoint := options.get("checkpoint"):
+        assert type(load_drafter(checkpoint, target)) is type(drafter)
 
 
 def losses(run: Path, first: int) -> list[float]:
