@@ -75,6 +75,23 @@ def keys(schema: dict[str, Any], whole: dict[str, Any], path: str = "") -> Itera
         yield f"{path[:-1]}={word}", True
 
 
+def described(name: str) -> dict[str, Any]:
+    """Options and keys of one program or ``drafter: <method>``."""
+    program, _, method = name.partition(" ")
+    schema: type[pydantic.BaseModel] | None = None
+    usage = ""
+    if program == "drafter:":
+        schema = drafter_class(method).options
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            be(program, "--help")
+        usage = said.getvalue().partition("\n\n")[0]
+        if name in GIVEN or "--config" in usage:
+            schema = schema_of(name)
+    whole = schema.model_json_schema() if schema else {}
+    return {"options": sorted({*re.findall(r"--[a-z][\w-]*", usage)}), "keys": dict(keys(whole, whole))}
+
+
 def describe(*names: str) -> int:
     """Write commands.json into this folder: options and YAML keys of these programs, and of ``drafter: <method>``.
 
@@ -91,15 +108,9 @@ def describe(*names: str) -> int:
     pydantic.BaseModel.__init__ = initialised  # type: ignore[method-assign]
     Path("probe.yaml").write_text(f"{PROBE}: 1\n")
     for name in names:
-        kind, _, method = name.partition(" ")
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            be(kind, "--help") if kind != "drafter:" else None
-        usage = said.getvalue().partition("\n\n")[0]
-        schema = drafter_class(method).options if kind == "drafter:" else None
-        if name in GIVEN or "--config" in usage:
-            schema = schema_of(name)
-        whole = schema.model_json_schema() if schema else {}
-        found[name] = {"options": sorted({*re.findall(r"--[a-z][\w-]*", usage)}), "keys": dict(keys(whole, whole))}
+        try:
+            found[name] = described(name)
+        except (Exception, SystemExit) as error:
+            found[name] = {"options": [repr(error)], "keys": {}}
     Path("commands.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0
