@@ -7,17 +7,18 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import nursery
 import pydantic
 import tiny_run
+import yaml
 
 from drafters import drafter_class
 
-REQUIRED = "(required)"  # in the place of a default
+REQUIRED = "(required)"  # stands for the default of a key that has none
 PROBE = "probe_of_keys"  # a key that no schema has
 # How to give PROBE to a program that does not only take it from the file of --config.
 GIVEN = {
@@ -76,7 +77,7 @@ def keys(schema: dict[str, Any], whole: dict[str, Any], path: str = "") -> Itera
 
 
 def described(name: str) -> dict[str, Any]:
-    """Options and keys of one program or ``drafter: <method>``."""
+    """Options and keys of one program or ``drafter: <method>``, and which files in configs/ it takes."""
     program, _, method = name.partition(" ")
     schema: type[pydantic.BaseModel] | None = None
     usage = ""
@@ -89,7 +90,23 @@ def described(name: str) -> dict[str, Any]:
         if name in GIVEN or "--config" in usage:
             schema = schema_of(name)
     whole = schema.model_json_schema() if schema else {}
-    return {"options": sorted({*re.findall(r"--[a-z][\w-]*", usage)}), "keys": dict(keys(whole, whole))}
+    taken = [] if schema is None else [file for file, content in shipped().items() if takes(schema, content)]
+    options = sorted({*re.findall(r"--[a-z][\w-]*", usage)})
+    return {"options": options, "keys": dict(keys(whole, whole)), "configs": taken}
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """The content of every file in configs/."""
+    files = sorted((tiny_run.ROOT / "configs").rglob("*.yaml"))
+    return {str(file.relative_to(tiny_run.ROOT)): yaml.safe_load(file.read_text()) for file in files}
+
+
+def takes(schema: type[pydantic.BaseModel], content: dict[str, Any]) -> bool:
+    """Whether ``content`` is a config of this schema."""
+    with contextlib.suppress(pydantic.ValidationError):
+        return bool(schema(**content))
+    return False
 
 
 def describe(*names: str) -> int:
@@ -111,6 +128,6 @@ def describe(*names: str) -> int:
         try:
             found[name] = described(name)
         except (Exception, SystemExit) as error:
-            found[name] = {"options": [repr(error)], "keys": {}}
+            found[name] = {"options": [repr(error)], "keys": {}, "configs": []}
     Path("commands.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -20,7 +20,8 @@ from commands import REQUIRED, run
 import drafters
 from drafters import TargetModel, generate, load_drafter, make_drafter
 
-BEFORE = Path(__file__).parent / "before"
+ROOT = Path(__file__).parents[1]
+BEFORE = ROOT / "tests" / "before"
 RECORDED = json.loads((BEFORE / "recorded.json").read_text())
 COMMANDS = json.loads((BEFORE / "commands.json").read_text())
 
@@ -58,9 +59,11 @@ def test_public_names_take_what_they_took(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_take_what_they_took(name: str, commands: dict[str, Any]) -> None:
-    """Catches a program, an option, a YAML key or a word for it that is gone, a new default, and a new required key."""
+    """Catches a program, an option, a YAML key or a word for it that is gone, a new default, a new required key, and a
+    file in configs/ that its program refuses."""
     before, now = COMMANDS[name], commands[name]
     assert {*before["options"]} <= {*now["options"]}
+    assert {file for file in before["configs"] if (ROOT / file).is_file()} <= {*now["configs"]}
     assert {key: now["keys"].get(key, "(gone)") for key in before["keys"]} == before["keys"]
     new = now["keys"].keys() - before["keys"].keys()
     inside = {key for key in new if key.rpartition(".")[0] in new}  # of a group that is new itself
@@ -115,7 +118,7 @@ def figures(page: Path) -> list[list[str]]:
 
 
 def holds(now: Any, before: Any) -> bool:
-    """Whether all keys and values of ``before`` are in ``now``, too; texts may be worded anew."""
+    """Whether all keys and values of ``before`` are in ``now``, too; texts may have other words."""
     if isinstance(before, dict):
         return isinstance(now, dict) and all(key in now and holds(now[key], before[key]) for key in before)
     if isinstance(before, list):
