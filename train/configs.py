@@ -87,7 +87,7 @@ class EagleConfig(TrainConfig):
         return self
 
 
-EXIT_LAYER = "a tenth of the layers, at most three, as in the paper and docs/smollm2.md"
+EXIT_LAYER = "a tenth of the layers, at most three, as in the paper and docs/smollm2-training.md"
 
 
 class KangarooConfig(TrainConfig):

@@ -1,4 +1,4 @@
-"""The config of every step of train.start as YAML, each setting with its reason; values from docs/smollm2.md."""
+"""The config of every step of train.start as YAML, each setting with its reason; values from docs/smollm2-training.md."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from train.plan.facts import Data, Machine, Model
 ASKED = 192  # most tokens of a question
 FORWARD = 4096  # tokens of one forward of the target that features are taken from
 SMALL = 1024  # hidden size up to which the learning rates measured here hold; the papers' targets begin at 4,096
-LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # tokens, of SmolLM2's 49,152: docs/smollm2.md
+LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # tokens, of SmolLM2's 49,152: docs/smollm2-training.md
 SHORT = 30  # minutes of training below which small steps over the most frequent tokens learnt more
 
 Reasons = Mapping[str, str]
@@ -53,7 +53,7 @@ def regenerate(model: Model, rows: int, out: str, minutes: float) -> Page:
         "seed": 0,
     }
     reasons = {
-        "out": "a head trained on the target's own answers is accepted more: 28% at the first token, docs/smollm2.md",
+        "out": "a head trained on the target's own answers is accepted more: 28% at the first token, docs/smollm2-training.md",
         "batch": "keys and values fill a quarter of the free memory, at most 64 dialogues",
         "minutes": "questions not answered by then are left out",
         "max_new_tokens": "longer answers would be fewer, and new dialogues help most",
@@ -97,13 +97,13 @@ def training(
         "features": "computed while it trains: the disk is too small for them" if online else "",
         "minutes": "the learning rate falls to 0 by then; more: minutes=..., with --resume",
         "batch_tokens": "in a short run many small steps learn more" if cpu else "as the papers' recipes in configs/",
-        "learning_rate": "docs/smollm2.md" if small else "the paper's; nothing larger was tried here",
+        "learning_rate": "docs/smollm2-training.md" if small else "the paper's; nothing larger was tried here",
         "schedule": "acceptance rises when the learning rate falls",
     } | {key: reason for key, (_, reason) in own.items()}
     if not small_vocabulary(model):
         short = cpu and method == "eagle" and minutes < SHORT
         values |= {"loss_vocab": FREQUENT if short else LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
-        reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2.md"
+        reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2-training.md"
         reasons["draft_vocab"] = "the most frequent tokens; decoding may use fewer"
     return values | {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}, reasons
 
