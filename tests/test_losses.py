@@ -19,7 +19,7 @@ from drafters.model.ends import FrozenEnds
 from train.configs import EagleConfig, KangarooConfig
 from train.core import losses
 from train.core.attention import use_dialogue_attention
-from train.core.losses import Pairs, TopK, default_chunk_rows, regression_sum
+from train.core.losses import Pairs, TopK, regression_sum
 from train.data.packing import Batch, Span, collate
 from train.eagle import EagleTask, feature_noise
 from train.kangaroo import KangarooTask
@@ -209,16 +209,6 @@ def test_full_logits_never_exist(name: str, top_k: TopK | None) -> None:
     with Largest() as largest:
         divergence_sum(ours, target, lm_head, DIVERGENCES[name], top_k, 20).backward()
     assert largest.numbers == 20 * 1000
-
-
-def test_default_chunk_rows() -> None:
-    """A vocabulary that does not matter, or chunks of a single row."""
-    assert default_chunk_rows(nn.Linear(8, 4096)) == 128
-    assert default_chunk_rows(nn.Linear(8, 32000)) == 64
-    assert default_chunk_rows(nn.Linear(8, 10, device="meta")) == 2**28 // 40  # any other device than a CPU
-    assert default_chunk_rows(nn.Linear(8, 128256, device="meta")) == 523
-    assert default_chunk_rows(nn.Linear(8, 4096), on_gpu=True) == 16_384
-    assert default_chunk_rows(nn.Linear(8, 4096, device="meta"), on_gpu=False) == 128
 
 
 def test_noise() -> None:

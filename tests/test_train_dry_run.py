@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
 from data_prep.features import FeaturesConfig
-from data_prep.store.quantise import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of
-from train.core import losses
 from train.core.config import TrainConfig
 from train.data.packing import TrainData
 from train.preflight import checks, estimate
@@ -105,14 +102,6 @@ def test_all_problems_at_once(settings: dict[str, Any], tmp_path: Path, capsys: 
     assert "drafter" in text.rpartition("In short:")[2]  # and estimates all the same
 
 
-def test_features_of_another_target_are_found(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A fingerprint that is not compared because the weights are not read."""
-    tiny.build("llama", seed=7).save_pretrained(tmp_path / "other")
-    report = report_on({**settings, "target": str(tmp_path / "other")})
-    assert any("fingerprint" in problem for problem in report.problems)
-    assert not report_on(settings).problems
-
-
 def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of another target that go unnoticed because it lies in the cache; "ok" for what was not looked at."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -137,14 +126,6 @@ def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, mo
     assert any(
         "neither a folder nor a repository" in text for text in report_on({**settings, "target": "a/b/c"}).problems
     )
-
-
-def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Kangaroo from a layer past the end, or one that the store does not hold, found after the start only."""
-    report = report_on({**settings, "exit_layer": 3}, "kangaroo")
-    assert any("holds no hidden states after layer 3" in problem for problem in report.problems)
-    report = report_on({**settings, "exit_layer": 4, "features": str(tmp_path)}, "kangaroo", tokens=1000)
-    assert any("must be below the 4 layers" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize(
@@ -284,60 +265,6 @@ def test_memory_follows_the_config(settings: dict[str, Any]) -> None:
     assert half < 0.7 * whole
 
 
-def test_memory_with_default_chunks_is_the_devices(settings: dict[str, Any]) -> None:
-    """A GPU's estimate with the small chunks of a CPU, where the config leaves their size open."""
-    config = validate(EagleConfig, {**settings, "loss_chunk_rows": None}, source="test")
-    target = LlamaConfig(**{**memory_run.SHAPE, "vocab_size": 32_000})
-    losses = [pass_memory(config, target, MicroBatch(4, 512), on_gpu=on)["loss"] for on in (False, True)]
-    given = [config.model_copy(update={"loss_chunk_rows": rows}) for rows in (64, 2097)]
-    expected = [pass_memory(each, target, MicroBatch(4, 512))["loss"] for each in given]
-    assert losses == expected
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision": "bf16", "top_k_weight": 1.0}, {"classification_loss": "lk_lambda"}]
-)
-def test_two_chunks_are_as_large_as_all(
-    settings: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A peak that the trace does not come to, because it leaves out what repeats."""
-    config = validate(EagleConfig, {**settings, **changes}, source="test")
-    target, micro = LlamaConfig(**memory_run.SHAPE), MicroBatch(2, 48)
-    assert micro.tokens == 6 * (config.loss_chunk_rows or 0)
-    few = pass_memory(config, target, micro)
-    monkeypatch.setattr(estimate, "two_chunks_only", nullcontext)
-    assert few == pass_memory(config, target, micro)
-    monkeypatch.setattr(losses, "_most_chunks", 1)
-    assert few != pass_memory(config, target, micro)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.62, 0.0])
-def test_what_is_timed_is_trained_as_much_as_the_data(
-    share: float, settings: dict[str, Any], target: TargetModel
-) -> None:
-    """Catches a rate measured with every position trained, where in dialogues two of five are questions: too low by a
-    third where the LM head is most of the work."""
-    batch = estimate.random_batch(validate(EagleConfig, settings, "test"), MicroBatch(3, 50), target.config, share)
-    masks = batch.loss_mask.view(3, 50)
-    assert masks.sum(1).tolist() == [max(round(share * 50), 1)] * 3
-    assert (masks[:, 1:] >= masks[:, :-1]).all()  # answers stand behind their questions
-
-
-@pytest.mark.parametrize("kind", ["eagle", "kangaroo", "medusa"])
-def test_what_the_schema_leaves_open(kind: str, settings: dict[str, Any]) -> None:
-    """A default that every test and recipe replaces, and with which neither an estimate nor a run works."""
-    needed = {key: settings[key] for key in ("target", "features", "out", "batch_tokens", "learning_rate")}
-    values = {**needed, "steps": 2, **({"exit_layer": tiny_run.TAP} if kind == "kangaroo" else {})}
-    report = report_on(values, kind)
-    assert not report.problems and report.memory["forward and backward"] > 0
-    threads = tiny_run.torch.get_num_threads()
-    try:
-        tiny_run.train_here(kind, values)
-    finally:
-        tiny_run.torch.set_num_threads(threads)
-    assert (Path(values["out"]) / "config.json").is_file()
-
-
 def test_parameters_of_the_papers() -> None:
     """A head of another size than the paper's (section 4: 0.24B, 0.37B, 0.99B; Kangaroo: 67M at 4,096)."""
     eagle = load_config(EagleConfig, ROOT / "configs/eagle/vicuna-7b.yaml")
@@ -355,14 +282,6 @@ def test_parameters_of_the_papers() -> None:
     assert billions(kangaroo, "vicuna-7b") == 0.07
     totals = {"vicuna-7b": 6.7, "vicuna-13b": 13.0, "vicuna-33b": 32.5, "llama2-70b-chat": 69.0}
     assert {name: round(target_parameters(shape(name))[0] / 1e9, 1) for name in totals} == totals
-
-
-def test_feature_bytes_equal_a_stores(settings: dict[str, Any], features: Path) -> None:
-    """A store's size off by a tap or a dtype."""
-    tokens = sum(tiny_run.LENGTHS["train"])
-    shards = sum(file.stat().st_size for file in (features / "train").glob("*.safetensors"))
-    estimated = tokens * token_bytes(tiny.HIDDEN_SIZE, 1, "float32")
-    assert estimated == pytest.approx(shards, rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------- recipes

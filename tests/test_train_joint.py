@@ -14,18 +14,15 @@ from transformers import AutoModelForCausalLM
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.common.provenance import environment
-from drafters.config import load_config
 from drafters.hub.model_card import model_card
 from drafters.methods.medusa import MedusaDrafter
 from drafters.model.ends import FrozenEnds
 from eval.report.page import target_line
-from train.configs import MedusaConfig
 from train.core.losses import Pairs
 from train.core.task import make_task
 from train.data.packing import collate
 from train.draft.joint import JointModule
 from train.medusa import JointTask
-from train.preflight.dry_run import dry_run
 from train.run.endings import farewell, finished_at
 from train.run.files import TIMED, read_metrics
 
@@ -188,13 +185,6 @@ def test_whole_targets_are_tuned_too(settings: dict[str, Any], target: TargetMod
     assert not (run.config.out / "adapter").exists()
 
 
-def test_dry_run_counts_both(settings: dict[str, Any]) -> None:
-    """A dry run that fails, or that knows of no target among what is trained and saved."""
-    report = dry_run(tiny_run.read("medusa", fields(settings, lora=None)), tiny_run.arguments())
-    assert not report.problems, report.text()
-    assert any(line.startswith("drafter ") and "JointModule" in line and "trained" in line for line in report.lines)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -223,10 +213,3 @@ def test_lora_where_it_may_not_be(settings: dict[str, Any], ends: FrozenEnds, ta
     config = tiny_run.read("medusa", fields(settings, lora=LORA | {"targets": targets}))
     with pytest.raises(ValueError, match=message):
         make_task(config, ends)
-
-
-def test_the_shipped_config_is_valid() -> None:
-    """A shipped config that its own schema refuses, and the paper's numbers changed by mistake."""
-    joint = load_config(MedusaConfig, tiny_run.ROOT / "configs" / "medusa" / "stdlib-joint.yaml").joint
-    assert joint is not None and joint.lora is not None
-    assert (joint.lora.r, joint.lora.alpha, joint.lora.dropout, joint.lambda_0, joint.rate) == (32, 16, 0.05, 0.2, 0.25)

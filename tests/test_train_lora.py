@@ -1,6 +1,5 @@
 """``lora:`` of a learned drafter's training: adapters of a trained head, and how they are merged and refused."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +20,6 @@ from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.head_adapter import load_head
 from train.run.endings import finished_at
 from train.run.files import TIMED, read_metrics
-from train.watch.flops import training_cost
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +42,6 @@ def trained(target: TargetModel, features: Path, head: Path, tmp_path_factory: p
 @pytest.fixture
 def settings(target: TargetModel, features: Path, head: Path, tmp_path: Path) -> dict[str, Any]:
     return tiny_run.settings(target.name, features, tmp_path / "run", init_from=str(head), lora={"r": 2})
-
-
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 @torch.no_grad()
@@ -87,23 +81,6 @@ def test_an_adapter_is_trained_and_merged(trained: Any, head: Path, target: Targ
     torch.testing.assert_close(
         load_file(tmp_path / "vllm" / "model.safetensors")["fc.weight"], drafter.module.fc.weight
     )
-
-
-def test_what_lora_takes_to_train(trained: Any, settings: dict[str, Any], ends: Any) -> None:
-    """Catches a dry run that estimates, or a cost that counts, the training of the frozen head."""
-    module = trained.task.module
-    matrices = [(name, part.numel()) for name, part in module.named_parameters() if part.dim() == 2]
-    frozen = sum(count for name, count in matrices if "lora_" not in name)
-    added = sum(count for name, count in matrices if "lora_" in name)
-    constant = module.fc.base_layer.weight.numel() + module.fc.lora_A["default"].weight.numel()
-    assert training_cost(trained.task).token == 4 * frozen + 6 * added - 2 * constant
-    from train.preflight.dry_run import dry_run
-
-    values = settings | {"lora": {"r": 4, "alpha": 12}}
-    report = dry_run(tiny_run.read("eagle", values), tiny_run.arguments())
-    assert not report.problems, report.text()
-    assert f"{added:,} of them trained" in report.text()
-    assert f"{values['init_from']}, whose weights fit" in report.text()
 
 
 def test_a_resumed_adapter_is_the_same(settings: dict[str, Any], head: Path, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from train.core import engine
 from train.core import task as tasks
 from train.data.packing import shift
 from train.eagle import EagleTask
-from train.preflight import overfit
-from train.preflight.overfit import Finding, FirstDialogues, clear, overfit_config, run_overfit
+from train.preflight.overfit import Finding, clear, overfit_config, run_overfit
 from train.run.inputs import open_inputs
 from train.run.loop import TrainingDiverged
 
@@ -135,21 +134,6 @@ def test_a_damaged_store_is_a_finding(
     assert not json.loads((tmp_path / "run-overfit" / "overfit.json").read_text())[0]["sound"]
 
 
-def test_a_training_that_diverges_is_a_finding(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The answers found before it lost with the error."""
-    findings = found({**settings, "learning_rate": 1e30, "warmup_steps": 0}, "eagle", steps=20)
-    assert sound(findings) == [True, False]
-    assert "stopped, no checkpoint was written yet" in findings[1].answer
-    assert "ok   the stored features are the target's own" in capsys.readouterr().out
-
-
-def test_a_run_that_learns_nothing_fails(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "Sound" after training that did not reach the weights."""
-    monkeypatch.setattr(overfit, "LEARNING_RATE", 0.0)
-    findings = found({**settings, "learning_rate": 1e-9}, "eagle", steps=10)
-    assert sound(findings) == [True, False, False]
-
-
 @pytest.mark.slow
 def test_the_command(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -168,18 +152,6 @@ def test_the_command(
     (out / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds no overfit run"):
         clear(out)
-
-
-def test_few_dialogues(features: Path) -> None:
-    """More dialogues trained on than judged, or the other way round."""
-    store = FeatureStore.open(features / "train")
-    few = FirstDialogues(store, 3)
-    assert len(few) == 3
-    assert few.lengths.tolist() == store.lengths[:3].tolist()
-    assert torch.equal(few[2].input_ids, store[2].input_ids)
-    with pytest.raises(IndexError):
-        few[3]
-    assert len(FirstDialogues(store, 99)) == len(store)
 
 
 def test_what_an_overfit_run_changes(settings: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
 from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
-from drafters.config import validate
 from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
 from train.configs import EagleConfig
@@ -96,14 +95,3 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     )
     assert whole[0] < 0.8 * drawn[0] and whole[-1] < whole[0]
     assert parts == whole
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"inputs": "feature"}, "has none; set"), ({"init_from": "x"}, "gives trained ones; set start=random")],
-)
-def test_what_it_is_not_for(changes: dict[str, Any], message: str) -> None:
-    """Catches a fit that is thrown away, or of weights that there are not."""
-    base = {"target": "t", "features": "f", "out": "o", "steps": 1, "batch_tokens": 8, "learning_rate": 1e-3}
-    with pytest.raises(ValueError, match=message):
-        validate(EagleConfig, {**base, "start": "regression", **changes}, source="test")

@@ -13,7 +13,6 @@ import yaml
 from data_prep.store.reader import FeatureStore
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from train import throughput
-from train.bench import sides as formulations
 from train.bench.reference import SampleFiles, pad, plain_loss_sum, write_samples
 from train.core import engine
 from train.core.optimizer import MasterAdamW
@@ -141,26 +140,6 @@ def test_a_shape_needs_neither_files_nor_deepspeed(
     assert 5 < result["mean_length"] < 30
     assert result["ours"]["tokens_per_second"] > 0 and result["plain"]["tokens_per_second"] > 0
     assert result["ours"]["mfu"] is None  # a CPU's peak is not known
-
-
-def test_realistic_lengths() -> None:
-    """A distribution whose mean is not the stated one, or that is drawn anew each time."""
-    lengths = formulations.draw_lengths("realistic", seed=0)
-    assert lengths == formulations.draw_lengths("realistic", seed=0) != formulations.draw_lengths("realistic", seed=1)
-    assert 1250 < sum(lengths) / len(lengths) < 1350
-    assert min(lengths) >= 16 and max(lengths) == 2048
-
-
-def test_out_of_memory_on_one_side_is_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Our figures lost because the plain formulation does not fit."""
-
-    def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30 GiB\nmore lines")
-
-    monkeypatch.setattr(formulations, "plain_loss_sum", lambda *arguments, **keywords: full())
-    throughput.main(["--shape", SMALL, "--rounds", "1", "--steps", "1", "--tokens", "100", "precision=float32"])
-    printed = capsys.readouterr().out
-    assert "plain  CUDA out of memory. Tried to allocate 30 GiB\n" in printed and "tokens/s" in printed
 
 
 def test_wrong_arguments_are_refused(folder: Path, tmp_path: Path) -> None:

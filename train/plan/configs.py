@@ -1,4 +1,4 @@
-"""The config of every step of train.start as YAML, each setting with its reason; values from docs/smollm2-training.md."""
+"""The config of every step of train.start as YAML, each key with its reason, from docs/smollm2-training.md."""
 
 import json
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def regenerate(model: Model, rows: int, out: str, minutes: float) -> Page:
         "seed": 0,
     }
     reasons = {
-        "out": "a head trained on the target's own answers is accepted more: 28% at the first token, docs/smollm2-training.md",
+        "out": "the target's own answers: acceptance is 28% higher at the first token, docs/smollm2-training.md",
         "batch": "keys and values fill a quarter of the free memory, at most 64 dialogues",
         "minutes": "questions not answered by then are left out",
         "max_new_tokens": "longer answers would be fewer, and new dialogues help most",
