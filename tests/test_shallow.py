@@ -18,6 +18,7 @@ from train import shallow
 from train.configs import DraftModelConfig
 from train.core.task import make_task
 from train.data.packing import collate
+from train.draft.shallow import shallow_config
 from train.run.files import read_metrics
 
 FOUR: dict[str, Any] = {"num_hidden_layers": 4}
@@ -72,7 +73,7 @@ def test_layers_that_are_what_their_numbers_say(changes: dict[str, Any], tmp_pat
     """Catches an expert's weights in a dense layer: transformers draws new ones where names do not fit."""
     config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=4, **changes)
     with pytest.raises(ValueError, match="its layers are dense or mixtures of experts by their numbers"):
-        shallow.shallow_config(config, [0, 1], "it")
+        shallow_config(config, [0, 1], "it")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from drafters.methods.kangaroo import KangarooAdapter
 from train import eagle
 from train.configs import EagleConfig
 from train.data.packing import Span
-from train.eagle import Noise
 from train.run import loop
 from train.run.files import read_metrics
 from train.run.loop import TrainingDiverged
@@ -175,7 +174,7 @@ def test_every_epoch_has_its_own_noise(settings: dict[str, Any], monkeypatch: py
     """The same noise on the same dialogue in every epoch, which the head would learn by heart."""
     seeds, noise = [], eagle.feature_noise
 
-    def noted(features: torch.Tensor, spans: list[Span], kind: Noise, seed: int) -> torch.Tensor:
+    def noted(features: torch.Tensor, spans: list[Span], kind: Any, seed: int) -> torch.Tensor:
         seeds.append(seed)
         return noise(features, spans, kind, seed)
 

@@ -167,7 +167,7 @@ def test_trainings_that_are_refused(
 ) -> None:
     """Catches hours spent on an adapter of nothing, of an adapter, or of a head of another method."""
     for changes, message in (
-        ({"init_from": None}, "lora adapts a trained drafter, and none is given: set init_from"),
+        ({"init_from": None}, "lora needs a trained drafter: set init_from"),
         ({"draft_vocab": 20}, "draft_vocab is 20, and with lora that of the drafter in init_from stays"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -82,7 +82,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack trace, or a run folder that is taken before the run finds that it cannot start."""
     values = tiny_run.settings("t", tmp_path, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"tau_device: .*this is no device; give cpu, cuda .*found 'quatsch'"):
+    with pytest.raises(ValueError, match=r"tau_device: .*not a device; give for example cpu, cuda.*found 'quatsch'"):
         validate(EagleConfig, {**values, "tau_device": "quatsch"}, source="test")
     for device in (None, "cpu"):
         runtime.check_devices(validate(EagleConfig, {**values, "tau_device": device}, source="test"))

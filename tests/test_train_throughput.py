@@ -130,7 +130,7 @@ def test_a_shape_needs_neither_files_nor_deepspeed(
     method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import of what a bare GPU machine lacks; lengths that are not those asked for."""
-    for name in ("deepspeed", "datasets", "tensorboard", "train.run.inputs"):
+    for name in ("deepspeed", "datasets", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     options = ["--shape", SMALL, "--method", method, "--rounds", "1", "--steps", "2", "--out", str(tmp_path / "r.json")]
     lengths = ["--tokens", "60", "--dialogue-lengths", str(folder / "features" / "train")]

@@ -20,11 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.trace import Trace
+from train import summary
 from train.core.losses import Pairs, divergence_sum
 from train.core.task import Task, make_task
 from train.data.packing import Position, collate
 from train.preflight.estimate import meta_ends
-from train.run import loop, summary
+from train.run import loop
 from train.run.files import TIMED, read_metrics
 from train.watch import heldout
 from train.watch.flops import training_cost
@@ -307,7 +308,7 @@ def test_nan_on_held_out_text_is_told_and_survived(
     )
     out = Path(settings["out"])
     tiny_run.train_here("eagle", settings)
-    assert "NaN or infinite, and left out: heldout_loss" in capsys.readouterr().out
+    assert "NaN or infinite, so left out: heldout_loss" in capsys.readouterr().out
     rows = [row for row in read_metrics(out) if "heldout_0-alpha" in row]
     assert [row["step"] for row in rows] == [0, 6]
     assert all(row["heldout_not_finite"] == 1 and "heldout_loss" not in row for row in rows)

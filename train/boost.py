@@ -1,11 +1,10 @@
-"""Boost-tune several draft models (SpecInfer): each on what those before it miss. And show what they cover together.
+"""Boost-tune several draft models (SpecInfer), each on the rows that the earlier ones miss, and show their coverage.
 
     python -m train.boost --config configs/draft_model/boost.yaml [key=value ...]
 
-Each model is a training of train/draft_model.py, in a folder of its own below `out`; the list of folders is for
-specinfer's `draft_models:`. Started again, it goes on where it was. The table at its end (and `coverage.json`) has, for
-the first 1 to n of them, the share of held-out steps at which any is right, beside as many models that were trained on
-everything.
+Each model is a run of train/draft_model.py in its own folder below `out`; the list of folders is for specinfer's
+`draft_models:`. Started again, it continues. The table at its end (and `coverage.json`) shows, for the first 1 to n
+models, the share of held-out steps at which any is right, beside the same number of models trained on everything.
 """
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from train.run.boosting import boost
 
-    with keeping(lambda: f"the trainings are kept in {config.out}; to go on: {command()}"):
+    with keeping(lambda: f"the runs are saved in {config.out}; to continue: {command()}"):
         boost(config, run)
 
 

@@ -38,7 +38,7 @@ def schema_of(method: str) -> type[TrainConfig]:
 
 
 class EagleConfig(TrainConfig):
-    """The keys of an EAGLE run beside those of every run."""
+    """The keys of an EAGLE run."""
 
     drafter: ClassVar[str] = "eagle"
     older: ClassVar[dict[str, Any]] = {"layer": "target"}
@@ -50,17 +50,17 @@ class EagleConfig(TrainConfig):
         certified={"tree": "chain", "depth": 3},
     )
 
-    inputs: HeadInputs = Field(SHIFTED, description="what the head reads: Figure 8 of the paper")
-    fc_bias: bool = Field(False, description="a bias of fc, as released heads for Vicuna and Llama 2 have one")
+    inputs: HeadInputs = Field(SHIFTED, description="the head's inputs: Figure 8 of the paper")
+    fc_bias: bool = Field(False, description="a bias of fc, as in released heads for Vicuna and Llama 2")
     layer: Literal["auto"] | HeadLayer = Field(
-        "auto", description="the head's decoder layer; auto: the target's where engines serve it, else llama"
+        "auto", description="the head's decoder layer; auto: the target's if engines serve it, else llama"
     )
     classification_weight: float = Field(0.1, ge=0, description="w_cls of the EAGLE paper, section 3.2")
-    start: Literal["random", "regression"] = Field("random", description="of fc's weights: docs/training.md")
+    start: Literal["random", "regression"] = Field("random", description="initial weights of fc: docs/training.md")
     noise: Literal["paper", "code", "none"] = "paper"
     mask_alignment: Literal["shifted", "paper-code"] = "shifted"
-    unroll: int = Field(1, ge=1, le=8, description="predictions in a row of each trained position; the paper's: 1")
-    unroll_weight: float = Field(1.0, gt=0, description="of the loss of each further prediction over the one before")
+    unroll: int = Field(1, ge=1, le=8, description="consecutive predictions from each trained position; 1 in the paper")
+    unroll_weight: float = Field(1.0, gt=0, description="factor on the loss of each further prediction")
 
     @property
     def solves_weights(self) -> bool:
@@ -91,7 +91,7 @@ EXIT_LAYER = "a tenth of the layers, at most three, as in the paper and docs/smo
 
 
 class KangarooConfig(TrainConfig):
-    """The keys of a Kangaroo run beside those of every run."""
+    """The keys of a Kangaroo run."""
 
     drafter: ClassVar[str] = "kangaroo"
     recipe: ClassVar[Recipe | None] = Recipe(
@@ -103,8 +103,8 @@ class KangarooConfig(TrainConfig):
     )
 
     exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
-    ffn: bool = Field(False, description="an adapter with an MLP, as the paper's Table 2 tries: larger, and no better")
-    own_lm_head: bool = Field(False, description="an LM head of its own, which begins as the target's; Table 2, too")
+    ffn: bool = Field(False, description="an adapter with an MLP (Table 2 of the paper): larger, and no better")
+    own_lm_head: bool = Field(False, description="an LM head of its own, initially the target's (Table 2)")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -122,37 +122,37 @@ class KangarooConfig(TrainConfig):
 
 
 class Joint(Config):
-    """``joint:``: tune the target together with the heads (Medusa-2). What is trained then is another target."""
+    """``joint:``: tune the target together with the heads (Medusa-2), which makes another target."""
 
     lora: Lora | None = Field(
         Lora(r=32, alpha=16, dropout=0.05, targets="all-linear"),
-        description="beside its layers, by peft; null: all of them, and the norm",
+        description="of the target's layers, by peft; null: train all layers and the norm",
     )
-    lambda_0: float = Field(0.2, gt=0, description="what the heads' losses count beside the target's own")
-    rate: float = Field(0.25, gt=0, description="the target's learning rate, times learning_rate, which is the heads'")
-    heads_first: Amount = Field(0, ge=0, description="steps in which the target stays as it is; then it warms up, too")
+    lambda_0: float = Field(0.2, gt=0, description="weight of the heads' losses beside the target's own")
+    rate: float = Field(0.25, gt=0, description="the target's learning rate, as a share of the heads'")
+    heads_first: Amount = Field(0, ge=0, description="steps without updates of the target; then its rate warms up, too")
 
 
 class MedusaConfig(TrainConfig):
-    """The keys of a Medusa run beside those of every run.
+    """The keys of a Medusa run.
 
-    ``labels: target`` learns the target's own distribution of the token that a head predicts, ``tokens`` the token that
-    the text has, as published. The former says more a token, and is what drafts are verified by, also on text that the
-    target did not write. Held-out figures are against the target's distribution either way.
+    ``labels: target`` learns the target's distribution of the token that a head predicts, ``tokens`` the text's token,
+    as published. The distribution has more information per token, and verifies drafts, also on text that the target did
+    not write. Held-out figures compare with the target's distribution in both cases.
     """
 
     drafter: ClassVar[str] = "medusa"
 
     heads: int = Field(4, ge=1, le=64, description="K: head k predicts the token k + 1 ahead")
     layers: int = Field(1, ge=1, le=64, description="residual blocks of a head")
-    own_lm_heads: bool = Field(False, description="as published: an LM head each, which begins as the target's")
+    own_lm_heads: bool = Field(False, description="as published: each head has its own LM head, initially the target's")
     labels: Literal["target", "tokens"] = Field("target", description="what a head learns: see above")
-    head_decay: float = Field(0.8, gt=0, le=1, description="head k's loss counts lambda_k = head_decay^k")
+    head_decay: float = Field(0.8, gt=0, le=1, description="weight of head k's loss: lambda_k = head_decay^k")
     joint: Joint | None = None
 
     @property
     def tuned_folder(self) -> Path:
-        """Where ``joint`` leaves the target that it tuned."""
+        """The folder of the tuned target, with ``joint``."""
         return self.out / "target"
 
     @property
@@ -176,7 +176,7 @@ class MedusaConfig(TrainConfig):
                 "top_k_weight=0"
             )
         if self.own_lm_heads and not (self.precision in ("auto", "float32") and self.zero_stage == 0):
-            # The loss multiplies with them outside of the module's forward, where ZeRO takes no gradients up.
+            # The loss multiplies with them outside of the module's forward, where ZeRO collects no gradients.
             raise ValueError(
                 f"own_lm_heads are trained with precision: float32 and zero_stage: 0 alone, not {self.precision} and "
                 f"{self.zero_stage}; set precision=float32 zero_stage=0 or own_lm_heads=false"
@@ -205,40 +205,40 @@ class MedusaConfig(TrainConfig):
 
 
 class OnPolicy(Config):
-    """``on_policy:``: answers that the draft model samples itself, in the place of the dialogues' own."""
+    """``on_policy:``: train partly on answers that the draft model samples itself."""
 
-    share: float = Field(0.5, gt=0, le=1, description="of the dialogues whose answer is replaced")
-    every: Amount = Field(1, ge=1, description="steps whose answers are sampled at once, by the weights at the first")
+    share: float = Field(0.5, gt=0, le=1, description="share of the dialogues whose answer is replaced")
+    every: Amount = Field(1, ge=1, description="steps whose answers are sampled together")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
-    max_new_tokens: Length = Field(256, ge=1, description="of an answer, which is no longer than the one it replaces")
-    batch: Size = Field(32, ge=1, description="answers sampled side by side")
+    max_new_tokens: Length = Field(256, ge=1, description="of an answer, at most the length of the replaced one")
+    batch: Size = Field(32, ge=1, description="answers sampled in one batch")
 
 
 class Boost(Config):
-    """``boost:``: train only where draft models that are trained already miss what the target says (SpecInfer)."""
+    """``boost:``: train only on rows that earlier draft models do not cover (SpecInfer)."""
 
-    after: list[str] = Field(min_length=1, description="folders or Hub names of the draft models before this one")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
-    keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
+    after: list[str] = Field(min_length=1, description="folders or Hub names of the earlier draft models")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which must be right")
+    keep: float = Field(0.0, ge=0, le=1, description="share of the covered rows that is trained on, too")
 
 
 class DraftModelConfig(TrainConfig):
-    """The keys of a draft model's run beside those of every run."""
+    """The keys of a draft model's run."""
 
     drafter: ClassVar[str] = "draft_model"
 
     draft_model: str = Field(
-        description="folder or Hub name of the causal LM that is trained; of the target's tokenizer"
+        description="folder or Hub name of the causal LM to train; it must have the target's tokenizer"
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "lk_alpha", "lk_lambda", "tokens"] = (
         Field(
             "forward_kl",
-            description="from the target's distribution; tokens: the cross-entropy of the text's own (BiLD)",
+            description="from the target's distribution; tokens: cross-entropy of the text (BiLD)",
         )
     )
     beta: float = Field(0.5, gt=0, lt=1, description="of jsd: the target's share in the mixture")
     freeze_ends: bool = Field(
-        False, description="leave its embedding and LM head as they are: for one of the target's own layers"
+        False, description="do not train embeddings and LM head, for a model of the target's own layers"
     )
     on_policy: OnPolicy | None = None
     boost: Boost | None = None
@@ -273,8 +273,8 @@ class DraftModelConfig(TrainConfig):
             )
         if self.loss_vocab is not None and self.trains_lm_head:
             raise ValueError(
-                f"loss_vocab is {self.loss_vocab}, and the draft model's LM head is trained, of which each token has "
-                "to learn; leave it out, or set freeze_ends=true"
+                f"loss_vocab is {self.loss_vocab}, and the draft model's LM head is trained; "
+                "leave it out, or set freeze_ends=true"
             )
         if self.init_from is not None:
             raise ValueError(f"init_from is {self.init_from}, and a draft model starts as draft_model says; set that")
@@ -295,14 +295,14 @@ class DraftModelConfig(TrainConfig):
 
 
 class BoostConfig(Config):
-    """A list of draft models and what they have in common."""
+    """The keys of train.boost."""
 
-    run: Path = Field(description="config of train/draft_model.py; its draft_model, boost, seed and out are set here")
-    draft_models: list[str] = Field(min_length=2, description="what each begins as; the same one may stand there twice")
-    out: Path = Field(description="folder of the trainings: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
-    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, which all have to be right")
-    keep: float = Field(0.0, ge=0, le=1, description="of what is covered already, so much is trained on all the same")
-    seeds: bool = Field(True, description="train as many on everything, to compare with")
+    run: Path = Field(description="config of train/draft_model.py, without draft_model, boost, seed and out")
+    draft_models: list[str] = Field(min_length=2, description="the model that each begins as; repetition is allowed")
+    out: Path = Field(description="folder of the runs: 1, boosted-2, boosted-3, ... and seed-2, seed-3, ...")
+    length: DraftSize = Field(1, ge=1, description="tokens of a speculation, all of which must be right")
+    keep: float = Field(0.0, ge=0, le=1, description="share of the covered rows that is trained on, too")
+    seeds: bool = Field(True, description="also train the same number on everything, to compare with")
 
 
 START_FACTS, START_SCRIPT = "start.json", "run.sh"  # files that train.start writes into its folder
@@ -334,7 +334,7 @@ class StartConfig(Config):
 
     @property
     def asked(self) -> str:
-        """The file of the questions that the target asks itself."""
+        """The file of the target's own questions."""
         return str(self.out / "asked" / "questions.jsonl")
 
 

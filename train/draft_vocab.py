@@ -1,13 +1,12 @@
-"""List the most frequent tokens of answers in a checkpoint, for drafters that draft with these alone.
+"""Add the most frequent tokens of answers to a checkpoint, for drafters that draft with these only.
 
     python -m train.draft_vocab runs/stdlib-eagle --data runs/stdlib/train.jsonl --size 8192
 
-The folder holds a trained drafter, which drafts with them from then on, or a draft model, whose methods do so with the
-option draft_vocab. Counted are the answers of dialogues (a ShareGPT file, a Hub dataset, or a feature store), or all of
-a plain text (.txt). Best are the target's own answers: data_prep.regenerate writes them.
+The folder holds a trained drafter, which then drafts with these tokens, or a draft model, whose methods do so with the
+option draft_vocab. The tokens are counted in the answers of dialogues (a ShareGPT file, a Hub dataset, or a feature
+store), or in a plain text (.txt). The target's own answers are best: data_prep.regenerate writes them.
 
-Any smaller draft_vocab can be chosen when the drafter is loaded; a training run with draft_vocab in its config does the
-same by itself.
+A loaded drafter accepts any smaller draft_vocab. A training run with draft_vocab in its config adds the tokens itself.
 """
 
 from pathlib import Path

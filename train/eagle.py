@@ -66,7 +66,7 @@ class EagleTask(Task):
             config = config.model_copy(update={"layer": default_layer(ends.config)})
         super().__init__(config, ends)
         self.predictions = self.passes = config.unroll
-        self.token_shift = 0 if config.inputs == UNSHIFTED else 1  # row i reads token i + token_shift, if any
+        self.token_shift = 0 if config.inputs == UNSHIFTED else 1  # row i reads token i + token_shift
 
     def drafter_config(self) -> dict[str, Any]:
         options: dict[str, Any] = {"layer": self.config.layer}

@@ -2,12 +2,11 @@
 
     python -m train.start --target MODEL [--data FILE] --out runs/mine [--minutes 120] [--hub user/repo] [--run]
 
-Looks at the model, the dialogues and this machine, measures for about a minute how fast the target is here, and writes
-into --out a config for every step and run.sh: hold dialogues out, let the target answer the others itself, compute its
-features, train, compare with what needs no training, certify, write the model card (with --hub: push). Without --data
-the target asks the questions, too, some of them to be timed. Says what each step will take. --run runs it; killed, the
-same command goes on where it stopped, as bash run.sh does. The configs may be changed before: they are not written
-again.
+It inspects the model, the dialogues and this machine, measures the target's speed for about a minute, and writes into
+--out a config for every step and run.sh: hold dialogues out, let the target answer the others, compute its features,
+train, compare with methods that need no training, test losslessness, write the model card (with --hub: push). Without
+--data the target also asks the questions. It prints an estimate for each step. --run runs the script; after a kill the
+same command continues, as bash run.sh does. You may change the configs before: they are not written again.
 """
 
 import argparse
@@ -23,11 +22,7 @@ from train.configs import START_FACTS, START_SCRIPT, StartConfig, started_method
 
 
 def written_before(config: StartConfig) -> bool:
-    """Whether ``out`` holds this very start already.
-
-    Raises:
-        ValueError: it holds another one, or something else.
-    """
+    """Whether ``out`` already holds this start; raises ValueError if it holds something else."""
     check_folder(config.out, "--out")
     file = config.out / START_FACTS
     if not file.is_file():
@@ -50,7 +45,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data", help="ShareGPT .json, .jsonl or .gz file, or a Hub dataset; without it the target asks itself"
     )
-    parser.add_argument("--out", required=True, help="folder of all that is made")
+    parser.add_argument("--out", required=True, help="folder of all results")
     parser.add_argument("--method", choices=started_methods(), default="eagle")
     parser.add_argument("--minutes", type=float, default=120.0, help="of all steps together (default 120)")
     parser.add_argument("--hub", metavar="USER/NAME", help="push the drafter to this repository at the end")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; and the signal by which Slurm and launchers end a run
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of Ctrl-C; of Slurm and launchers
 LAUNCHERS = ("deepspeed", "torchrun", "deepspeed.pt")
 
 

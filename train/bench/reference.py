@@ -1,8 +1,8 @@
-"""The plain formulation of training a drafter: the reference that train/throughput.py and the tests hold the loop to.
+"""The plain formulation of training a drafter, a reference for train/throughput.py and the tests.
 
-What public trainers of EAGLE heads do, in its fair form: one file a dialogue, read by a DataLoader; a batch padded to
-its longest dialogue; the logits of target and drafter over the full vocabulary at every position, with autograd through
-the LM head. Nothing of it is used in training.
+It follows public trainers of EAGLE heads, without their mistakes: one file per dialogue, read by a DataLoader; batches
+padded to the longest dialogue; logits of target and drafter over the full vocabulary at every position, with autograd
+through the LM head. Training does not use it.
 """
 
 from collections.abc import Generator
@@ -26,7 +26,7 @@ from train.data.packing import Batch, Span, split_evenly
 
 
 def write_samples(store: FeatureStore, dialogues: list[int], folder: Path) -> None:
-    """One safetensors file for each of ``dialogues`` (indices into the store) in ``folder``, by index."""
+    """Write one safetensors file for each of ``dialogues`` (indices into the store) into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in dialogues:
         item = store[index]
@@ -41,7 +41,7 @@ def sample_file(folder: Path, index: int) -> Path:
 
 
 class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
-    """Dialogues by index, each from its own file; only those written can be read."""
+    """Dialogues by index, each from its own file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class SampleFiles(Dataset[tuple[int, StoredDialogue]]):
 def plain_batches(
     plan: list[list[int]], lengths: list[int], micro_batches: int, folder: Path, workers: int, pinned: bool
 ) -> Generator[list[Batch], None, None]:
-    """The global batches of ``plan`` as padded micro-batches, which a DataLoader reads from ``folder``."""
+    """The global batches of ``plan`` as padded micro-batches, read from ``folder`` by a DataLoader."""
     shares = [share for batch in plan for share in split_evenly(batch, lengths, micro_batches)]
     files = SampleFiles(folder)
     loader = DataLoader(files, batch_sampler=shares, collate_fn=pad, num_workers=workers, pin_memory=pinned)

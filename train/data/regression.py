@@ -65,7 +65,7 @@ def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], noise: Tensor | None =
 
     Args:
         pairs: rows x ``[n, D]`` and y ``[n, H]``, part by part.
-        noise: ``[D]``, the mean square of the noise that training adds to x, if any.
+        noise: ``[D]``, the mean square of the noise that training adds to x.
 
     Returns:
         float32 ``[H, D]``.

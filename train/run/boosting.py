@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "draft_model.py"
 
 
 def boost(config: BoostConfig, run: DraftModelConfig) -> None:
-    """Train what is not trained yet, then print and write the coverage."""
+    """Train the models that are not trained yet, then print and write the coverage."""
     first = config.out / "1"
     lists = {"boosted": [first], "seeds": [first]}
     train(config, 0, first, None)
@@ -49,22 +49,18 @@ def boost(config: BoostConfig, run: DraftModelConfig) -> None:
 
 
 def train(config: BoostConfig, number: int, out: Path, boost: dict[str, Any] | None) -> None:
-    """One training in a process of its own, from its newest state if there is one.
-
-    Raises:
-        Failure: it did not end well.
-    """
+    """Run one training in its own process, from its newest state if any; raise Failure if it fails."""
     values = {"draft_model": config.draft_models[number], "out": str(out), "seed": number, "boost": json.dumps(boost)}
     resume = ["--resume"] if StateFolder(out).latest() else []
     overrides = [f"{key}={value}" for key, value in values.items()]
     line = [sys.executable, str(SCRIPT), "--config", str(config.run), *resume, *overrides]
     if status := subprocess.run(line, check=False).returncode:
-        raise Failure(f"the training in {out} ended with status {status}: see above; started again, it goes on")
+        raise Failure(f"the training in {out} ended with status {status}: see above; start again to continue")
 
 
 @torch.no_grad()
 def coverage(run: DraftModelConfig, lists: Mapping[str, list[str]], length: int) -> dict[str, list[float]]:
-    """By list, for its first 1 to n draft models: the share of held-out rows that any of them covers."""
+    """By list, the share of held-out rows that any of its first 1 to n draft models covers."""
     inputs, device = open_inputs(run), resolve_device()
     inputs.ends.to(device)
     heads = LMHeads(run, inputs.ends.lm_head)
@@ -91,7 +87,7 @@ def held_out(store: Source, tokens: int) -> range:
 
 
 def table(found: Mapping[str, list[float]], length: int) -> str:
-    """The shares as they are printed."""
+    """The shares as text."""
     count = max(map(len, found.values()))
     lines = [
         f"{'covered, ' + str(length) + ' tokens a speculation':<34}" + "".join(f"{n:>9}" for n in range(1, count + 1))

@@ -90,7 +90,7 @@ class Limits:
         return float(self._ranks.total(torch.tensor([value], dtype=torch.float64, device=self._device)))
 
     def text(self) -> str:
-        """The limits, to stand behind the number of the step: " of 500, 3.0 of 10 minutes"."""
+        """The limits as text to print after the step's number: " of 500, 3.0 of 10 minutes"."""
         steps, minutes = f" of {self.last_step:,}" if self.last_step is not None else "", self.config.minutes
         return steps + (f", {self.progress.seconds / 60:.1f} of {minutes:g} minutes" if minutes else "")
 

@@ -1,8 +1,7 @@
 """The training loop of every drafter: batches -> losses -> DeepSpeed's step -> logs, checkpoints, exports.
 
-Resuming is exact: what a step does follows from the weights, the optimiser's state and the step's position in the data
-alone. The order of the data, the noise and dropout are drawn from the seed and that position, so a checkpoint holds no
-generator's state.
+Resuming is exact: a step depends only on the weights, the optimiser's state and the position in the data. The order of
+the data, the noise and dropout are drawn from the seed and that position, so a checkpoint has no generator's state.
 """
 
 import math
@@ -50,7 +49,7 @@ from train.watch.heldout import Heldout
 from train.watch.meter import Meter
 from train.watch.tau import HeldoutTau
 
-EPSILON = 1e-5  # of the loss's denominator, as EAGLE's released code has it
+EPSILON = 1e-5  # added to the loss's denominator, as in EAGLE's released code
 TAU_FIX = "if the target does not fit beside the training, set tau_device: cpu; or set tau_every: null"
 
 
@@ -135,7 +134,7 @@ class TrainRun:
             "energy": self.energy.how,
         }
         base = None if task.base is None else {"base": task.base.model_dump()}
-        return describe_run(self.config, arguments, self.ranks.count) | more | (base or {})
+        return describe_run(self.config, arguments, self.ranks.count, self.engine.device) | more | (base or {})
 
     def _restore_optimizer(self, saved: SavedState) -> None:
         """The saved optimizer state, after a check that data and base are those that the run began with."""
@@ -155,7 +154,7 @@ class TrainRun:
         return Metrics(self.config.out, self.progress.step)
 
     def train(self) -> None:
-        """From the current step to the limit that comes first; evaluates, saves and exports at the end, too.
+        """Train from the current step to the first limit; evaluate, save and export, also at the end.
 
         Raises:
             TrainingDiverged: the loss or the gradient is not finite; the checkpoints stay as they were.
@@ -165,15 +164,15 @@ class TrainRun:
         form = None if self.limits.last_step is None else WITHOUT_TIME_LEFT
         bar = Bar(total=self.limits.last_step, initial=progress.step, disable=not self.ranks.is_first, bar_format=form)
         steps = self.meter.watch(self.data.steps(progress.position), progress.tokens)
-        finished = progress.step > 0 and self.limits.finished()  # however short `minutes` are, there is one step
+        finished = progress.step > 0 and self.limits.finished()  # at least one step, even in a short run
         if finished:
-            bar.write(f"{config.out} was killed at its end, after step {progress.step:,}: what is missing is written")
+            bar.write(f"{config.out} was killed at its end, after step {progress.step:,}: writes the missing files")
             self._export()
         elif progress.step:
-            bar.write(f"{config.out}: going on after step {progress.step:,}{self.limits.text()}")
+            bar.write(f"{config.out}: continues after step {progress.step:,}{self.limits.text()}")
         else:
-            apart = self.inputs.heldout is not self.inputs.train  # as --overfit has them
-            self._evaluate(bar, whose=apart)  # what does not fit into memory, or is not there, fails now
+            apart = self.inputs.heldout is not self.inputs.train  # not in --overfit
+            self._evaluate(bar, whose=apart)  # too little memory or a missing file fails now
             self._measure_tau(bar)
         ended = "finished"
 
@@ -191,7 +190,7 @@ class TrainRun:
                 if due(config.save_every) or due(config.export_every):
                     self.check.wait(bar.write)
                     self._check_shards()
-                # The state comes before the export: a full disk must not cost what was trained.
+                # The state first, so that a full disk during the export does not lose training.
                 if due(config.save_every):
                     self._save()
                 if due(config.export_every):
@@ -214,10 +213,10 @@ class TrainRun:
     # ------------------------------------------------------------------------------------------- one step
 
     def _step(self, steps: Iterator[StepData], bar: Any) -> None:
-        """One optimiser step. What it does follows from the weights, the optimiser's state and the step's number alone.
+        """One optimiser step, which depends only on the weights, the optimiser's state and the step's number.
 
-        Micro-batches and ranks differ in how many positions they train on, so losses are summed, and divided once by
-        the positions of all of them.
+        Micro-batches and ranks differ in their numbers of trained positions, so losses are summed, and divided once by
+        the positions of all.
         """
         # The data, the random numbers and the learning rate of this step.
         began = time.monotonic()
@@ -253,13 +252,13 @@ class TrainRun:
             self.average.update(progress.step)
         *means, norm, tokens, broken = torch.cat([totals / (counts[0] + EPSILON), norm, counts[1:]]).tolist()
 
-        # What is not finite, or came from a broken shard, has reached the weights by now, but no saved state.
+        # NaN, or data of a broken shard, has reached the weights by now, but no saved state.
         if broken:
             self._check_shards()
         losses = dict(zip(sums, means, strict=True))
         self._check_finite({**losses, "grad_norm": norm})
 
-        # Only now is the step done: a state saved after it goes on with the next batch.
+        # The step is done: a state saved now continues with the next batch.
         progress.step, progress.tokens = progress.step + 1, progress.tokens + int(tokens)
         progress.epoch, progress.batch = data.following.epoch, data.following.batch
         progress.seconds = self.limits.elapsed()
@@ -285,7 +284,7 @@ class TrainRun:
             self.metrics.add(step, {**losses, **more, "tokens": self.progress.tokens})
 
     def _sum_up(self, ended: str) -> None:
-        """The run's summary; what hinders it (a full disk) must not hide what ended the run."""
+        """Write the run's summary; its own errors (a full disk) only give a warning."""
         try:
             found = write_summary(self.config.out, ended)["heldout_answers"]
             if found["warning"]:
@@ -294,7 +293,7 @@ class TrainRun:
             tqdm.write(f"warning: no summary: {error}", file=sys.stderr)
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """The module has the weights that are to be judged and exported meanwhile."""
+        """Inside, the module has the averaged weights, which are judged and exported."""
         return nullcontext() if self.average is None else self.average.in_place()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -310,8 +309,8 @@ class TrainRun:
             return
         bad = [name for name, value in figures.items() if not math.isfinite(value)]
         figures = {name: value for name, value in figures.items() if name not in bad}
-        if bad:  # of the held-out text alone, perhaps of one dialogue: no reason to lose a run
-            bar.write(f"warning: step {self.progress.step}: NaN or infinite, and left out: {', '.join(bad)}")
+        if bad:  # perhaps from one held-out dialogue: the run goes on
+            bar.write(f"warning: step {self.progress.step}: NaN or infinite, so left out: {', '.join(bad)}")
             figures["heldout_not_finite"] = len(bad)
         spent = {"seconds": round(self.progress.seconds, 1)} | ({} if joules is None else {"joules": round(joules, 1)})
         self.metrics.add(self.progress.step, {**figures, **spent})
@@ -321,7 +320,7 @@ class TrainRun:
             bar.write(answers_line(describe_answers(self.info["heldout"], figures.get(OWN_SHARE))))
 
     def _measure_tau(self, bar: Any) -> None:
-        """tau by the real loop, on the first rank; the others wait. The run's clock stands still meanwhile."""
+        """Measure tau by the real loop on the first rank, while the others wait; the time is taken off the clock."""
         if not self.config.tau_every:
             return
         began = time.monotonic()
@@ -336,10 +335,10 @@ class TrainRun:
             except (RuntimeError, ValueError, OSError) as error:
                 if self.progress.step == 0:
                     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                        raise  # a fault, of which the trace tells more
+                        raise  # a bug: show the trace
                     raise ValueError(f"tau_every: {error}; {TAU_FIX}") from error
                 bar.write(f"warning: tau is not measured any more ({error}); {TAU_FIX}")
-                self.tau = None  # no reason to lose a run
+                self.tau = None  # the run goes on
         spent = time.monotonic() - began if self.ranks.is_first else 0.0
         self.limits.skip(float(self._total([spent])))
 
@@ -359,11 +358,11 @@ class TrainRun:
         )
 
     def _check_shards(self) -> None:
-        """Raise ValueError if a shard that was read is found to be broken: no checkpoint may come from it."""
+        """Raise ValueError if a shard that was read is broken, before a checkpoint is made from it."""
         if problems := self.check.problems():
             raise ValueError(
-                f"stopped at step {self.progress.step}, {self.states.kept()}: {problems}; then go on with --resume, or "
-                "start anew. With verify: false it would be trained on as it is"
+                f"stopped at step {self.progress.step}, {self.states.kept()}: {problems}; then continue with "
+                "--resume, or start again. verify: false would train on it anyway"
             )
 
     def _total(self, values: list[float]) -> Tensor:

@@ -1,8 +1,8 @@
-"""FLOPs of training a drafter, by formula, and the devices' peaks they are measured against (MFU).
+"""FLOPs of training a drafter, by formula, and the devices' peaks for the MFU.
 
-Counted is what the mathematics asks for: a product of [n, a] and [a, b] is 2 n a b, attention is over the tokens of the
-own dialogue up to and including oneself. Padding, recomputation (activation checkpointing, flash attention's backward
-pass), norms, activations and the optimiser are not, so that doing more of them does not look like more work done.
+A product of [n, a] and [a, b] counts 2 n a b; attention counts each token of the same dialogue up to the query.
+Padding, recomputation (activation checkpointing, flash attention's backward pass), norms, activations and the optimiser
+do not count, because they are not useful work.
 """
 
 import re

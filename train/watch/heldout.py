@@ -11,7 +11,7 @@ from train.core.task import Ratio, Task, text_tokens
 from train.data.packing import Batch, Source, collate_or_stand_in, complete, split_evenly
 from train.watch.positions import by_position
 
-PART_TOKENS = 2048  # at once: the mask of ``chain_alpha`` grows with the square of a row
+PART_TOKENS = 2048  # tokens at a time: the mask of ``chain_alpha`` grows with the square of a row
 
 
 class Heldout:
@@ -30,9 +30,9 @@ class Heldout:
     def figures(
         self, task: Task, module: Any, device: torch.device, dtype: torch.dtype, whose: bool = False
     ) -> dict[str, float]:
-        """``heldout_<name>`` of each of the task's losses and figures, over all ranks; every rank gets the same.
+        """``heldout_<name>`` of each of the task's losses and figures, over all ranks, the same on each.
 
-        ``whose``: with ``own_answers``, which training does not change.
+        ``whose``: also ``own_answers``, which training does not change.
         """
         ratios: dict[str, Ratio] = {}
         module.eval()
@@ -53,21 +53,21 @@ class Heldout:
         module.train()
         sums = torch.stack([part.double() for r in ratios.values() for part in (r.total, r.count)])
         values = self.ranks.total(sums).view(-1, 2).tolist()
-        # A ratio without a count has nothing to report: no chain got as far as that, say.
+        # A ratio without a count is left out, for example n-alpha if no chain reached step n.
         return {f"heldout_{name}": total / count for name, (total, count) in zip(ratios, values, strict=True) if count}
 
 
 def own_answers(task: Task, batch: Batch) -> Ratio:
-    """Of an answer's tokens those that the target puts first: nearly all where it wrote them itself, greedily."""
+    """Share of answers' tokens that the target ranks first: nearly all if it wrote them itself, greedily."""
     rows = batch.shifted(batch.loss_mask, 1).flatten().nonzero().squeeze(1)
     same = task.heads.first_choice(batch.features.flatten(0, 1)[rows]) == text_tokens(batch, 1).flatten()[rows]
     return Ratio(same.sum(), torch.tensor(len(rows), device=rows.device))
 
 
 def vocabulary_coverage(task: Task, target: Tensor) -> dict[str, Ratio]:
-    """``draft_vocab_coverage``: how many of the target's own first choices are among the tokens that are drafted with.
+    """``draft_vocab_coverage``: share of the target's first choices that the draft vocabulary contains.
 
-    No greedy draft of these is accepted more often. ``target``: ``[n, H]``, what the target gives to its LM head.
+    It limits the acceptance of greedy drafts. ``target``: ``[n, H]``, the target's features.
     """
     if task.draft_ids is None:
         return {}

@@ -1,4 +1,4 @@
-"""What the steps of a run cost: tokens/s, MFU, the share of time spent waiting for data, peak memory."""
+"""The cost of a run's steps: tokens/s, MFU, the share of time spent waiting for data, peak memory."""
 
 import time
 from collections.abc import Generator
@@ -14,10 +14,10 @@ from train.watch.flops import TrainingCost, peak_tflops
 
 
 class Meter:
-    """Adds up steps from one log line to the next; evaluations and checkpoints in between are not in its time.
+    """Sums over the steps from one log line to the next, without evaluations and checkpoints in between.
 
     ``mfu``: FLOPs of this rank's share of a step (train/watch/flops.py), over its time and the device's bf16 peak. The
-    data is split evenly by tokens, so the first rank, which logs, stands for all.
+    first rank logs; its figures represent all ranks, because the data is split evenly by tokens.
     """
 
     def __init__(self, task: Task, cost: TrainingCost, device: torch.device) -> None:
