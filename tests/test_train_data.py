@@ -19,7 +19,6 @@ from train.data.packing import (
     epoch_batches,
     pack,
     shift,
-    split_evenly,
 )
 
 LENGTHS = tiny_run.LENGTHS["train"]
@@ -118,15 +117,6 @@ def test_epoch_batches() -> None:
 
 
 # The standard library's dialogues (147 tokens on average), ShareGPT's cut at 2,048, and that in steps of one dialogue.
-def test_deal_is_a_balanced_partition() -> None:
-    """A dialogue on two ranks or on none; one rank with all the long ones; a crash with more ranks than work."""
-    shares = split_evenly([0, 1, 3, 4, 5, 7], LENGTHS, 3)
-    assert members(shares) == [0, 1, 3, 4, 5, 7]
-    tokens = [sum(LENGTHS[i] for i in share) for share in shares]
-    assert max(tokens) - min(tokens) <= 9
-    assert split_evenly([2], LENGTHS, 3) == [[2], [], []]
-
-
 def dialogues_of(data: TrainData, position: Position, steps: int) -> list[list[list[int]]]:
     stream = data.steps(position)
     result = [[[span.dialogue for span in batch.spans] for batch in next(stream).batches] for _ in range(steps)]

@@ -21,13 +21,11 @@ from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.configs import EagleConfig, KangarooConfig, schema_of
 from train.core.config import TrainConfig
-from train.data.packing import TrainData
 from train.preflight import checks, estimate
 from train.preflight.checks import Report
 from train.preflight.dry_run import dry_run
 from train.preflight.estimate import MicroBatch, memory_parts, meta_task, parameters, pass_memory, target_parameters
 from train.run.files import run_folder_bytes
-from train.run.inputs import open_inputs
 
 ROOT = tiny_run.ROOT
 
@@ -128,58 +126,6 @@ def test_a_target_in_the_hubs_cache(settings: dict[str, Any], tmp_path: Path, mo
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "changes", "said"),
-    [
-        ("llama", "eagle", {}, r"this toolkit, the official code, vLLM, SGLang \(layer: target\)$"),
-        ("qwen3", "eagle", {}, r"this toolkit, the official code, vLLM, SGLang \(layer: llama\)$"),
-        (
-            "mixtral",
-            "eagle",
-            {},
-            r"the official code, vLLM \(layer: target\); not by SGLang: it runs no targets of the fam",
-        ),
-        (
-            "qwen3",
-            "eagle",
-            {"layer": "target"},
-            r"this toolkit \(layer: target\); not by .* vLLM: its layer is that of the",
-        ),
-        ("llama", "eagle", {"fc_bias": True}, "not by vLLM: its fc has no bias"),
-        ("llama", "eagle", {"inputs": "token"}, r"this toolkit \(layer: target\); not by .*: it reads 'token'"),
-        ("llama", "kangaroo", {"exit_layer": 2}, "this toolkit, the official code; not by vLLM: it is of the method"),
-        (
-            "qwen3",
-            "kangaroo",
-            {"exit_layer": 2},
-            "this toolkit; not by the official code: its layer is that of the fam",
-        ),
-        ("llama", "medusa", {}, "this toolkit; not by .* SGLang: it is of the method 'medusa'"),
-    ],
-)
-def test_it_says_what_will_serve_the_drafter(
-    family: str, kind: str, changes: dict[str, Any], said: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """Catches a dry run that does not say that the export will refuse the head."""
-    shape = tmp_path / "config.json"
-    tiny.tiny_config(family, head_dim=12).to_json_file(shape)
-    values = {**settings, "features": str(tmp_path), **changes}
-    report = report_on(values, kind, target_config=str(shape))
-    assert re.search(rf"^served by +.*{said}", report.text(), re.MULTILINE), report.text()
-
-
-def test_nothing_to_estimate_from(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A stack trace, or a guess, where neither target nor data is known."""
-    report = report_on({**settings, "target": str(tmp_path / "none")})
-    assert "give --target-config" in report.text()
-    assert not report.short
-    report = report_on({**settings, "features": str(tmp_path)})
-    assert "give --tokens N or --data FILE" in report.text()
-    assert "memory" in report.short
-    report = report_on({**settings, "features": str(tmp_path)}, data=str(tmp_path / "none.json"))
-    assert any("no tokenizer to count with; give --tokens N" in problem for problem in report.problems)
-
-
 def test_data_file_is_counted(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Tokens of the sample taken for those of the whole file."""
     turns = [{"from": "human", "value": "What is a list?"}, {"from": "gpt", "value": "A sequence. " * 20}]
@@ -191,14 +137,6 @@ def test_data_file_is_counted(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert tokens % 600 == 0
     assert 600 * 40 < trained < tokens < 600 * 200
     assert "600 dialogues" in text
-
-
-def test_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
-    """Steps of tokens / batch_tokens, which no shuffle of whole dialogues gives."""
-    values = {**settings, "steps": None, "epochs": 1}
-    config = validate(EagleConfig, values, source="test")
-    data = TrainData(open_inputs(config).train, config)
-    assert f"{data.steps_in(1):,} an epoch" in report_on(values).text()
 
 
 def test_time(settings: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """How training runs end: what they say, what they leave, and what --resume then does."""
 
 import json
-import re
 import shlex
 from collections import namedtuple
 from pathlib import Path
@@ -14,13 +13,10 @@ from test_features import write_config
 from data_prep.common import disk
 from data_prep.features import main as make_features
 from drafters import TargetModel
-from drafters.config import load_config, validate
+from drafters.config import load_config
 from eval.speed import SpeedConfig
 from eval.speed import check as check_speed
-from train.configs import EagleConfig
 from train.core import engine
-from train.run.endings import what_is_kept
-from train.run.files import check_run_folder
 
 
 @pytest.fixture
@@ -89,22 +85,6 @@ def test_the_measuring_command_works(
     assert (config.target.path, config.target.dtype) == (str(target_folder), "auto")
     assert config.prompts.files == [folder / "heldout.jsonl"]
     assert config.out == folder / "head-speed"
-
-
-def test_advice_after_a_kill_is_true(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches "--resume continues" said of a run that --resume then refuses."""
-    out = Path(settings["out"])
-    config = validate(EagleConfig, {**settings, "steps": 5}, source="test")
-    assert what_is_kept(out, "A", "R") == "no state was saved yet, so nothing is kept; to start again: A"
-    tiny_run.train_here("eagle", {**settings, "steps": 2})
-    said = what_is_kept(out, "A", "R")
-    assert said == f"the state after step 2 is kept in {out}; to go on from there: R"
-    check_run_folder(config, resume=True)
-    for path in (out / "state").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    said = what_is_kept(out, "A", "R")
-    assert re.fullmatch(rf"no state was saved yet, only the drafter as it was, in {out}; delete that and .*: A", said)
 
 
 def test_a_full_disk_is_refused_at_the_start(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
-from safetensors.torch import load_file
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
@@ -17,7 +16,7 @@ from train.configs import MedusaConfig
 from train.core.task import make_task
 from train.data.packing import collate
 from train.medusa import MedusaTask
-from train.run.files import TIMED, read_metrics
+from train.run.files import read_metrics
 
 DIALOGUES = [3, 0, 1, 2, 6]
 HEADS = 3
@@ -116,21 +115,6 @@ def test_it_learns_and_leaves_a_drafter(settings: dict[str, Any], target: Target
         began, given = make_task(run.config, run.task.ends).heads.own, run.task.ends.lm_head.weight
         assert all(torch.equal(head.weight, given) for head in began)
         assert not any(torch.equal(head.weight, given) for head in run.task.heads.own)
-
-
-def test_killed_and_resumed_equals_uninterrupted(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Catches heads, moments or a place in the data that a kill loses."""
-    values = {**settings, "steps": 8, "save_every": 2, "eval_every": 4, "export_every": 4, "own_lm_heads": True}
-    tiny_run.train_here("medusa", values)
-    killed = {**values, "out": str(tmp_path / "killed")}
-    tiny_run.killed_and_resumed([{"kind": "medusa", "values": killed, "point": "named:2"}], tmp_path)
-    whole, again = (
-        [{key: value for key, value in row.items() if key not in TIMED} for row in read_metrics(Path(each["out"]))]
-        for each in (values, killed)
-    )
-    assert whole == again
-    ours, theirs = (load_file(Path(each["out"]) / "model.safetensors") for each in (values, killed))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"zero_stage": 1}])

@@ -24,9 +24,8 @@ from drafters.config import validate
 from train import cli
 from train.configs import EagleConfig, KangarooConfig
 from train.core import engine
-from train.data import online
 from train.data.online import OnlineFeatures
-from train.data.packing import collate, collate_or_stand_in
+from train.data.packing import collate
 from train.preflight.dry_run import dry_run
 from train.run.files import read_metrics
 from train.run.inputs import open_inputs
@@ -160,16 +159,6 @@ def test_every_kind_of_target(family: str, tiny_model: Callable[..., PreTrainedM
             torch.testing.assert_close(tap, alone.taps[tiny_run.TAP][0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_rank_without_work_gets_features(target: Path, data: dict[str, Any]) -> None:
-    """A stand-in without features, on which the rank that has no dialogue fails while the others wait for it."""
-    config = validate(EagleConfig, {**settings(target, Path("unused")), "data": data}, source="test")
-    inputs = open_inputs(config)
-    inputs.load_target(config, torch.device("cpu"))
-    batch = inputs.train.complete(collate_or_stand_in(inputs.train, [], [3, 2, 0], one_row=True), ())
-    assert batch.features.shape == (*batch.input_ids.shape, 48) and batch.features.all()
-    assert not batch.loss_mask.any() and batch.tokens == 0
-
-
 def test_two_ranks_equal_one(target: Path, data: dict[str, Any], store: Path, tmp_path: Path) -> None:
     """Ranks that compute features of the same dialogues, or a rank without its own target."""
     values = settings(target, tmp_path / "store", schedule="constant")
@@ -280,36 +269,6 @@ def test_wrong_configs_are_refused(target: Path, data: dict[str, Any], tmp_path:
     with pytest.raises(ValueError, match="unknown key 'data.max_lenght'; did you mean 'max_length'"):
         tiny_run.train_here("eagle", {**values, "data": {**data, "max_lenght": 9}})
     assert not Path(values["out"]).exists()
-
-
-def test_a_device_map_is_for_one_process(
-    target: Path,
-    data: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Every rank spreading its target over the GPUs of all the others; a device map that is not handed on; every task
-    of a Slurm step printing the same."""
-    values = {**settings(target, tmp_path / "run"), "data": {**data, "target_device_map": "auto"}}
-    config = validate(EagleConfig, values, source="test")
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(online.TargetModel, "from_pretrained", lambda *names, **options: asked.update(options))
-    online.load_target(config, torch.device("cpu"))
-    assert asked == {"revision": None, "engine": "eager", "device_map": "auto"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # under srun nothing has set them yet
-        monkeypatch.delenv(name, raising=False)
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    for name, value in step.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"data.target_device_map 'auto' lays one target over all GPUs of a machine"):
-        open_inputs(config)
-    config = validate(EagleConfig, {**values, "data": data}, source="test")
-    open_inputs(config)
-    assert not capsys.readouterr().out  # rank 0 has printed it
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    open_inputs(config)
-    assert f"train: {data['train']}: " in capsys.readouterr().out
 
 
 def test_overfit_and_dry_run(

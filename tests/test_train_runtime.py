@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 import tiny_run
 import torch
 
-from drafters.config import validate
-from train.configs import EagleConfig
-from train.core import engine, runtime
+from train.core import runtime
 from train.run.files import read_metrics
 
 TASK = {
@@ -45,27 +42,6 @@ def test_a_slurm_task_is_a_rank() -> None:
         described(**{key: value for key, value in TASK.items() if key != "SLURM_STEP_NODELIST"})
 
 
-def test_trainings_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches two trainings of one rank each that cannot run on one machine, since the launcher gives both the same
-    port; a port changed where others look for it; and a trace in the place of what to type."""
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert described(**launched)["MASTER_PORT"] != "29500"
-    assert described(**launched, TORCHELASTIC_USE_AGENT_STORE="True")["MASTER_PORT"] == "29500"
-    several = described(**{**launched, "WORLD_SIZE": "2"})
-    assert several["MASTER_PORT"] == "29500"
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-
-        def meet(verbose: bool, timeout: Any) -> None:
-            torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
-
-        monkeypatch.setattr("deepspeed.init_distributed", meet)
-        with pytest.raises(ValueError, match=rf"port {port} is taken.*deepspeed --master_port"):
-            engine.join_ranks({"MASTER_PORT": str(port)})
-
-
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on one GPU, which NCCL reports in a language of its own; a task that sees one GPU and asks for more."""
     taken: list[int] = []
@@ -77,31 +53,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 1)
     runtime.take_device({**TASK, "LOCAL_RANK": "1"})
     assert taken == [3, 0]
-
-
-def test_a_device_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack trace, or a run folder that is taken before the run finds that it cannot start."""
-    values = tiny_run.settings("t", tmp_path, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"tau_device: .*not a device; give for example cpu, cuda.*found 'quatsch'"):
-        validate(EagleConfig, {**values, "tau_device": "quatsch"}, source="test")
-    for device in (None, "cpu"):
-        runtime.check_devices(validate(EagleConfig, {**values, "tau_device": device}, source="test"))
-    config = validate(EagleConfig, {**values, "tau_device": "cuda:7"}, source="test")
-    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"this machine has no cuda:7, only cpu; set tau_device"):
-        runtime.check_devices(config)
-    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(runtime.torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 7)
-    with pytest.raises(ValueError, match=r"only cpu, cuda:0, .*, cuda:6"):
-        runtime.check_devices(config)
-    monkeypatch.setattr(runtime.torch.accelerator, "device_count", lambda: 8)
-    runtime.check_devices(config)
-    monkeypatch.setattr(runtime.torch.accelerator, "is_available", lambda: False)
-    line = tiny_run.command("eagle", tmp_path, {**values, "tau_device": "cuda:7"})
-    with pytest.raises(ValueError, match="no cuda:7"):
-        tiny_run.main("eagle", line[2:])
-    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_go_on_from_one_step() -> None:

@@ -10,13 +10,10 @@ import pytest
 import tiny_run
 import torch
 
-from data_prep.store import reader as store_module
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
 from drafters import TargetModel
-from train.core.runtime import Ranks
 from train.data import shard_check
-from train.data.shard_check import ShardCheck
 from train.run.loop import TrainRun
 
 EACH = 5  # dialogues of a shard
@@ -111,26 +108,6 @@ def test_a_short_run_ends_with_the_verdict(
         tiny_run.train_here("eagle", {**settings, "steps": 2})
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert not list((tmp_path / "run").glob("state/step-*"))
-
-
-def test_each_shard_is_read_once(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a shard hashed in every epoch, or by every rank of a machine; one that no rank hashes; those not read."""
-    hashed: list[tuple[str, str]] = []
-    exact = store_module.file_sha256
-    monkeypatch.setattr(
-        store_module, "file_sha256", lambda path: (hashed.append((path.parent.name, path.name)), exact(path))[1]
-    )
-    train, heldout = FeatureStore.open(sharded / "train"), FeatureStore.open(sharded / "heldout")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # of both, as with Slurm's --gpus-per-task=1
-    checks = [ShardCheck([train, heldout], Ranks(rank, 1), torch.device("cpu")) for rank in range(2)]
-    for check in checks:
-        for dialogues in ([0, 12], [1, 12], [0]):
-            check.first_read(train, dialogues)
-        check.wait(print)
-        assert check.problems() == ""
-        check.close()
-    assert sorted(hashed) == [("train", "shard-00000.safetensors"), ("train", "shard-00002.safetensors")]
 
 
 @pytest.mark.slow
