@@ -231,10 +231,7 @@ class DraftModelConfig(TrainConfig):
         description="folder or Hub name of the causal LM to train; it must have the target's tokenizer"
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "lk_alpha", "lk_lambda", "tokens"] = (
-        Field(
-            "forward_kl",
-            description="from the target's distribution; tokens: cross-entropy of the text (BiLD)",
-        )
+        Field("forward_kl", description="from the target's distribution; tokens: cross-entropy of the text (BiLD)")
     )
     beta: float = Field(0.5, gt=0, lt=1, description="of jsd: the target's share in the mixture")
     freeze_ends: bool = Field(

@@ -62,10 +62,7 @@ def parse_arguments(description: str | None, argv: list[str] | None = None) -> a
     parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in `out` from its last checkpoint")
     parser.add_argument(
-        "--overfit",
-        type=positive,
-        metavar="N",
-        help="train and judge on N dialogues: are they learnt?",
+        "--overfit", type=positive, metavar="N", help="train and judge on N dialogues: are they learnt?"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
