@@ -78,8 +78,8 @@ def read_config(arguments: argparse.Namespace) -> TrainConfig:
         schema = schema_of(arguments.method or _method_of(Path(arguments.config)))
         return load_config(schema, arguments.config, arguments.overrides)
     schema = schema_of(arguments.method or METHOD)
-    values: dict[str, Any] = {"target": "random", "features": "random", "out": "nowhere", "steps": 1}
-    values |= {"batch_tokens": arguments.tokens, "learning_rate": 3e-5}
+    values: dict[str, Any] = dict.fromkeys(("target", "features", "out"), "none")  # it uses no files
+    values |= {"steps": 1, "batch_tokens": arguments.tokens, "learning_rate": 3e-5}
     needed = {name for name, field in schema.model_fields.items() if field.is_required()}
     values |= dict.fromkeys(needed - values.keys(), TAP)
     overrides = [f"{key}={value}" for key, value in values.items()] + arguments.overrides
