@@ -268,7 +268,7 @@ def test_what_a_low_share_means() -> None:
     assert answers_line(describe_answers({}, None)) == "held-out answers: not recorded"
     assert describe_answers({"answers": "given", "remake": "R"}, 0.9)["warning"] is None
     assert "70% of the tokens" in describe_answers({"answers": None, "remake": "R"}, 0.7)["warning"]
-    assert "figures are those of sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
+    assert "figures are for sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
     assert "another dtype, or be damaged" in describe_answers({"answers": "own"}, 0.7)["warning"]
     data = {"train": "a.jsonl", "heldout": "my b.jsonl", "limit": 50, "target_dtype": "float16"}
     values = {**tiny_run.settings("t", Path("online"), Path("runs/x")), "data": data}

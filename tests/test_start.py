@@ -96,7 +96,7 @@ def test_from_a_model_and_dialogues_to_a_card(
     train.start.main(given)
     printed = capsys.readouterr().out
     assert "60 kept, dropped 2 (no_conversations 1, broken_json 1)" in printed
-    assert "answers of others: the target will give its own" in " ".join(printed.split())
+    assert "others' answers: the target will give its own" in " ".join(printed.split())
     edit(out / "configs/regenerate.yaml", max_new_tokens=8)
     edit(out / "configs/eagle.yaml", minutes=None, steps=40, save_every=2, precision="float32", heldout_tokens=64)
     edit(out / "configs/lossless.yaml", texts=16, new_tokens=4, greedy_tokens=4, rounded=None)
@@ -143,7 +143,7 @@ def test_from_a_model_alone_to_answers(
     train.start.main(given)
     printed = " ".join(capsys.readouterr().out.split())
     assert "no --data: the target asks itself; 32 questions and their answers" in printed
-    assert f"look at some of {out}/asked/questions.jsonl" in printed
+    assert f"read some of {out}/asked/questions.jsonl" in printed
     edit(out / "configs/magpie.yaml", count=40, max_new_tokens=200)
     edit(out / "configs/regenerate.yaml", max_new_tokens=8)
     script = (out / "run.sh").read_text().split("\n# 4. ")[0]  # without the features and all that follows
@@ -231,7 +231,7 @@ def test_what_is_there_decides(model: Model, monkeypatch: pytest.MonkeyPatch, tm
     made = plan(model, monkeypatch, tmp_path, disk=10**8)
     assert "features" not in [step.name for step in made.steps]
     assert made.files["eagle.yaml"][0]["features"] == "online"
-    assert "are computed while it trains" in made.notes[0]
+    assert "are computed during training" in made.notes[0]
     made = plan(model, monkeypatch, tmp_path, own=True, minutes=30)
     assert "answers" not in [step.name for step in made.steps]
     assert made.files["features.yaml"][0]["limit"] < 10_000

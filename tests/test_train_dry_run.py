@@ -80,7 +80,7 @@ sys.exit(status)
     done = tiny_run.run([line[0], "-c", code, *line[2:]], PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Result: can start" in done.stdout
-    assert "prompts for tau          there are" in done.stdout
+    assert "prompts for tau          found" in done.stdout
     assert not Path(settings["out"]).exists()
 
 
