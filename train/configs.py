@@ -48,6 +48,7 @@ class EagleConfig(TrainConfig):
         compared={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
         hybrid="hybrid of lookup and EAGLE",
         certified={"tree": "chain", "depth": 3},
+        few_tokens=True,
     )
 
     inputs: HeadInputs = Field(SHIFTED, description="the head's inputs: Figure 8 of the paper")

@@ -44,6 +44,7 @@ class Recipe:
         compared: options of the drafts in the report, by label.
         hybrid: label of a row that combines the drafter with lookup; "": no such row.
         certified: options of the draft in the lossless test.
+        few_tokens: in a short run on a CPU, the loss is over fewer tokens.
         knobs, first: options that eval.tune searches before the report, and their first values; empty: no search.
     """
 
@@ -52,6 +53,7 @@ class Recipe:
     compared: dict[str, dict[str, Any]]
     hybrid: str = ""
     certified: dict[str, Any] = field(default_factory=dict)
+    few_tokens: bool = False
     knobs: dict[str, list[Any]] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)
 

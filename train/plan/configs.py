@@ -101,7 +101,7 @@ def training(
         "schedule": "acceptance rises when the learning rate falls",
     } | {key: reason for key, (_, reason) in own.items()}
     if not small_vocabulary(model):
-        short = cpu and method == "eagle" and minutes < SHORT
+        short = cpu and recipe.few_tokens and minutes < SHORT
         values |= {"loss_vocab": FREQUENT if short else LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
         reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2-training.md"
         reasons["draft_vocab"] = "the most frequent tokens; decoding may use fewer"
