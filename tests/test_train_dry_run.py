@@ -72,8 +72,9 @@ def test_a_run_that_can_start(settings: dict[str, Any], tmp_path: Path) -> None:
     line = tiny_run.command("eagle", tmp_path, {**settings, "tau_every": 5}, "--dry-run", "--tokens-per-second", "100")
     code = """
 import sys
-from train.core.config import TrainConfig
-status = tiny_run.main("eagle", sys.argv[1:])
+from train.configs import EagleConfig
+from train.preflight.command import main
+status = main(EagleConfig, None, sys.argv[1:])
 assert "deepspeed" not in sys.modules
 sys.exit(status)
 """
