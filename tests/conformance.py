@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
 from drafters.loop import generate as loop
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.policy import costs as cost
 
 Make = Callable[[TargetModel], Drafter]

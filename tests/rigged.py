@@ -7,19 +7,19 @@ from weakref import WeakKeyDictionary
 
 import tiny
 import torch
+from drafters.policy.kept_costs import Costs, Curve
 from transformers import PreTrainedModel
 
 from drafters import FeatureOutput, TargetModel
 from drafters.common.choices import HeadInputs
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.rows import CHAIN, Rows
 from drafters.policy.costs import CostsByLength
-from drafters.policy.kept_costs import Costs, Curve
 from drafters.policy.shape import Chooser, Shape
 
 EXIT_LAYER = 2

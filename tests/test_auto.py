@@ -12,18 +12,19 @@ import conformance
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
+from drafters.policy.kept_costs import Costs, Curve
 from rigged import AUTO_COSTS, Cycling, auto_eagle, goes_by, medusa, perturbed
 from test_eagle import from_scratch
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState, step
 from drafters.loop.refill import Refilled
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
+from drafters.loop.step import step
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleOptions
 from drafters.policy import costs as cost
 from drafters.policy import shape as auto
-from drafters.policy.kept_costs import Costs, Curve
 from drafters.policy.shape import Chooser, Rates, Shape, best_shape, likeliest, promise
 from eval.figures import metrics
 from eval.measure.runner import Limits, Run, drafter_method

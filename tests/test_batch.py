@@ -10,7 +10,7 @@ from rigged import eagle, medusa, perturbed
 
 from drafters import Drafter, GenerateResult, TargetModel, generate, make_drafter
 from drafters.drafting.retrieval import NOTHING, Found, Retrieval
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.speculative import SpeculativeDrafter
 

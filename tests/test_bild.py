@@ -6,7 +6,7 @@ import torch
 from rigged import perturbed
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.bild import BiLDDrafter, Rollback
 

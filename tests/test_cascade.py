@@ -13,8 +13,8 @@ from rigged import eagle, perturbed
 
 from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.loop.acceptance import Verdict, verify_sampled
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.cascade import CascadeDrafter

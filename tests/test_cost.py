@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from conformance import target_of
+from drafters.policy.growth import Paying
+from drafters.policy.kept_costs import Costs, Curve
 from rigged import auto_eagle, perturbed
 from torch import Tensor
 
@@ -19,8 +21,6 @@ from drafters.model.cache import KVCache
 from drafters.policy import costs as cost
 from drafters.policy import kept_costs
 from drafters.policy.costs import CostsByLength
-from drafters.policy.growth import Paying
-from drafters.policy.kept_costs import Costs, Curve
 
 GREEDY = Sampling()
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead
 from drafters.model.target import FeatureOutput

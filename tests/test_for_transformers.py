@@ -13,6 +13,7 @@ import torch
 from chat_formats import CHATML_SPECIALS, byte_level
 from conformance import plain_greedy, prompt, target_of
 from distribution import LIMIT, NEW, PROMPT, VOCAB, places_of, statistic, toy
+from drafters.policy.kept_costs import Costs, Curve
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -27,7 +28,6 @@ from transformers.generation import MaxLengthCriteria, StoppingCriteria
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.for_transformers import FromTransformers, sampling_of
 from drafters.policy import costs as cost
-from drafters.policy.kept_costs import Costs, Curve
 
 ROOT = Path(__file__).parents[1]
 PENALTIES: dict[str, Any] = {

@@ -12,6 +12,9 @@ import pytest
 import torch
 from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
+from drafters.policy.kept_costs import Costs, Curve
+from drafters.policy.looking import FRUITLESS
+from drafters.policy.weighing import Scales, Trust
 from rigged import AUTO_COSTS, Cycling, auto_eagle, eagle, medusa, perturbed
 from test_auto import by_length
 from test_eagle import check_draft
@@ -21,14 +24,11 @@ from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.base import Promised
 from drafters.drafting.one_tree import held_nodes, leaves_draft, with_copies
 from drafters.drafting.retrieval import NOTHING, Found
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter
 from drafters.methods.hybrid import HybridDrafter, _matching
 from drafters.methods.prompt_lookup import PromptLookupDrafter
-from drafters.policy.kept_costs import Costs, Curve
-from drafters.policy.looking import FRUITLESS
-from drafters.policy.weighing import Scales, Trust
 
 
 def hybrid(
@@ -427,7 +427,7 @@ def test_rows_of_a_batch_come_and_go(match: int | str) -> None:
 
     def noted(state: DecodeState) -> DraftTree:
         draft = propose(state)
-        copied.append(draft.source == lookup.name)
+        copied.append(draft.extra.source == lookup.name)
         return draft
 
     with mock.patch.object(drafter, "propose", noted):

@@ -10,7 +10,7 @@ from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
 from drafters import GenerateResult, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.llmcad import LLMCadDrafter, TokenTree, next_alpha
 

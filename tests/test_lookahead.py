@@ -12,8 +12,8 @@ from test_conformance_lookahead import Primed
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
 from drafters.drafting.phrase_pool import PhrasePool
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.lookahead import LookaheadDrafter
 
@@ -49,13 +49,13 @@ def test_window_by_hand() -> None:
     drafter.begin(state, said())
     # Level 0 are the root 10 and placeholders, one column more than W: the first level gained costs one.
     draft = drafter.propose(state)
-    assert draft.tokens.tolist() == [[52, 10]] and draft.scratch == draft.scratch_outputs == 2
+    assert draft.tokens.tolist() == [[52, 10]] and draft.extra.scratch == draft.extra.scratch_outputs == 2
     assert draft.parents.tolist() == [[-1, 0]]
     commit(drafter, state, [0], [11], 21, 22)
     assert len(drafter.pool) == 0
     # Root 11 and placeholder 10; above them 21 and 22.
     draft = drafter.propose(state)
-    assert draft.tokens.tolist() == [[10, 21, 22]] and (draft.scratch, draft.scratch_outputs) == (3, 2)
+    assert draft.tokens.tolist() == [[10, 21, 22]] and (draft.extra.scratch, draft.extra.scratch_outputs) == (3, 2)
     assert draft.parents.tolist() == [[-1, -1, 0]]
     commit(drafter, state, [0], [12], 31, 32)
     # 10 is a placeholder and makes no n-gram.
@@ -64,7 +64,10 @@ def test_window_by_hand() -> None:
     commit(drafter, state, [0], [11], 41, 42)
     assert list(drafter.pool.items()) == [(11, (21, 31)), (12, (31, 41)), (22, (32, 42))]
     draft = drafter.propose(state)
-    assert draft.tokens.tolist() == [[21, 31, 32, 41, 42]] and (draft.scratch, draft.scratch_outputs) == (3, 2)
+    assert draft.tokens.tolist() == [[21, 31, 32, 41, 42]] and (draft.extra.scratch, draft.extra.scratch_outputs) == (
+        3,
+        2,
+    )
     assert draft.parents.tolist() == [[-1, 0, -1, -1, 2]]
     assert draft.ancestors()[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],  # 11
@@ -105,9 +108,9 @@ def test_guesses_are_the_targets(family: str, temperature: float) -> None:
         return propose(state)
 
     def check(state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        if draft.scratch:
-            assert output.scratch is not None and output.scratch.shape[1] == draft.scratch_outputs
-            rows = draft.ancestors()[0, -draft.scratch_outputs :, 1:]
+        if draft.extra.scratch:
+            assert output.scratch is not None and output.scratch.shape[1] == draft.extra.scratch_outputs
+            rows = draft.ancestors()[0, -draft.extra.scratch_outputs :, 1:]
             for sees, logits in zip(rows, output.scratch[0], strict=True):
                 text = torch.tensor([before + draft.tokens[0][sees].tolist()])
                 assert int(logits.argmax()) == int(target.model(text).logits[0, -1].argmax())
@@ -130,7 +133,7 @@ def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
 
     def note(state: DecodeState) -> DraftTree:
         draft = propose(state)
-        sizes.append((draft.size, draft.scratch))
+        sizes.append((draft.size, draft.extra.scratch))
         return draft
 
     drafter.propose = note  # type: ignore[method-assign]
@@ -160,14 +163,14 @@ def test_window_finds_phrases() -> None:
     accepted = []
     for _ in range(12):
         draft = drafter.propose(state)
-        judged = draft.tokens[0, : draft.size - draft.scratch].tolist()
+        judged = draft.tokens[0, : draft.size - draft.extra.scratch].tolist()
         rows, token = [0], after[state.tokens[0][-1]]
         for node, drafted in enumerate(judged):
             if draft.parents[0, node] + 1 == rows[-1] and drafted == token:
                 rows.append(node + 1)
                 token = after[token]
         tokens = [judged[row - 1] for row in rows[1:]] + [token]
-        guesses = [after[token] for token in draft.tokens[0, draft.size - draft.scratch_outputs :].tolist()]
+        guesses = [after[token] for token in draft.tokens[0, draft.size - draft.extra.scratch_outputs :].tolist()]
         commit(drafter, state, rows, tokens, *guesses)
         accepted.append(len(rows) - 1)
     assert accepted[:3] == [0, 0, 0] and accepted[-4:] == [3, 3, 3, 3]
@@ -196,7 +199,7 @@ def test_no_draft_for_the_last_token() -> None:
     assert drafter.propose(state).size == 0
     state.max_new_tokens = 3
     draft = drafter.propose(state)
-    assert draft.tokens[0, : draft.size - draft.scratch].tolist() == [1]
+    assert draft.tokens[0, : draft.size - draft.extra.scratch].tolist() == [1]
 
 
 def test_what_the_pool_takes_in() -> None:

@@ -23,8 +23,8 @@ from drafters.loop import acceptance
 from drafters.loop import generate as loop
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from drafters.loop.call import padding_id
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling, draw_without_replacement
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleHead
 from drafters.model.cache import KVCache

@@ -13,8 +13,8 @@ from rigged import medusa
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.acceptance import verify_greedy
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions, Typical
 from drafters.model.draft_head import DRAFT_IDS

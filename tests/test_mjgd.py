@@ -187,8 +187,8 @@ def test_sampled_last_tokens() -> None:
     draft = side_by_side(Paths(torch.arange(4)[:, None], first.log()[:, None], torch.arange(4)[:, None]), frozenset())
     count = 40_000
     draft.tokens, draft.parents = draft.tokens.expand(count, -1), draft.parents.expand(count, -1)
-    assert draft.log_q is not None
-    draft.log_q = draft.log_q.expand(count, -1)
+    assert draft.extra.log_q is not None
+    draft.extra.log_q = draft.extra.log_q.expand(count, -1)
     logits = torch.cat([torch.zeros(1, 4), second.log()])[None].expand(count, -1, -1)
     found = JointMaximum()(draft, logits, draft.ancestors(), Sampling(1.0), generator)
     seen = torch.zeros(4, 4)

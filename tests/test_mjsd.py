@@ -10,7 +10,7 @@ from rigged import perturbed
 from tiny import build
 
 from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.mjsd import JointLikelihood, MJSDDrafter
 
@@ -56,7 +56,7 @@ def verdict(
     for i, known in enumerate([*p, 0.0]):
         after[0, i, i], after[0, i, 30 + i] = known, 1 - known
     draft = DraftTree.chain(torch.arange(n)[None], valid=None if valid is None else torch.tensor([valid]))
-    draft.log_q = torch.tensor([q]).log()
+    draft.extra.log_q = torch.tensor([q]).log()
     found = JointLikelihood(threshold, warped)(draft, after.log(), draft.ancestors(), sampling or Sampling())
     assert found.rows[0] == list(range(len(found.tokens[0])))
     return found.tokens[0]
@@ -218,7 +218,7 @@ def test_likelihoods_of_a_sampled_run(likelihood: str) -> None:
         warp = WARP if kind == "warped" else None
         log_p, log_q = (log_likelihood(model, ids, tail, warp) for model in (target, draft_model))
         if kind == likelihood:
-            torch.testing.assert_close(draft.log_q[0], log_q, atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(draft.extra.log_q[0], log_q, atol=1e-3, rtol=1e-3)
         return (log_p.cumsum(0) - log_q.cumsum(0)).tolist()
 
     drafter.propose = record  # type: ignore[method-assign]
@@ -253,7 +253,7 @@ def test_ended_beams_stay() -> None:
     best = max(every, key=lambda tail: float(log_likelihood(model, ids, tail).sum()))
     assert draft.valid is not None and draft.valid[0].sum() == len(best)
     assert draft.tokens[0].tolist()[: len(best)] == best
-    assert draft.log_q[0, len(best) :].eq(0).all()
+    assert draft.extra.log_q[0, len(best) :].eq(0).all()
 
 
 def test_draft_cache_follows_the_text() -> None:

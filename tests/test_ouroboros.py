@@ -10,7 +10,7 @@ from drafters import FeatureOutput, Sampling, TargetModel, generate, make_drafte
 from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState, last_of, padded
+from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.ouroboros import OuroborosDrafter

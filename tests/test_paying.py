@@ -8,19 +8,19 @@ from unittest import mock
 import pytest
 import torch
 from conformance import NO_EOS, plain_greedy, prompt, target_of
+from drafters.policy.growth import FRONTIER, Confidence, Paying, _Growth
+from drafters.policy.kept_costs import Costs, Curve
 from rigged import AUTO_COSTS, auto_eagle, goes_by
 from test_eagle import from_scratch, path_of, trained_head
 from torch import Tensor
 
 from drafters import generate
 from drafters.drafting.passes import Level, TorchPasses
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleOptions
 from drafters.model.rows import Rows
 from drafters.policy.costs import CostsByLength
-from drafters.policy.growth import FRONTIER, Confidence, Paying, _Growth
-from drafters.policy.kept_costs import Costs, Curve
 
 CPU = torch.device("cpu")
 

@@ -10,17 +10,17 @@ import tiny
 import torch
 from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
+from drafters.policy.weighing import Weighing
 from rigged import AUTO_COSTS, perturbed
 
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.prompt_lookup import NgramIndex, PromptLookupDrafter
 from drafters.policy import costs as cost
 from drafters.policy import kept_costs
-from drafters.policy.weighing import Weighing
 
 
 class PrimedIndex(NgramIndex):

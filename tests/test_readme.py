@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from drafters.policy.kept_costs import Costs, Curve
 
 from drafters.policy import costs as cost
-from drafters.policy.kept_costs import Costs, Curve
 from eval.figures.metrics import ends_in_loop
 
 ROOT = Path(__file__).parents[1]

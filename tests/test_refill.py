@@ -12,8 +12,8 @@ from rigged import medusa
 from test_batch import METHODS, prompts_of
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
-from drafters.loop.generate import DecodeState
 from drafters.loop.refill import Continued, Prompt, alike_in_length
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 
 LIMIT = 18

@@ -22,8 +22,8 @@ from drafters import Drafter, TargetModel, make_drafter
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
 from drafters.drafting.draft_model import vocabulary_facts
 from drafters.drafting.retrieval import BETWEEN, Found
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.methods import inner_drafter
 from drafters.methods.rest import RestDrafter
 from drafters.policy import costs as cost

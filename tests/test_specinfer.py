@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from drafters import Sampling, TargetModel, generate, make_drafter
 from drafters.drafting.merged_tree import MergedTree, Trials
 from drafters.loop.acceptance import Rule
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.specinfer import SpecInferDrafter, SpecInferOptions, run_trials, verify_stochastic

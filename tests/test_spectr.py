@@ -14,8 +14,8 @@ from rigged import perturbed
 from drafters import Sampling, TargetModel, generate, make_drafter
 from drafters.drafting.merged_tree import MergedTree, Trials
 from drafters.loop.acceptance import Rule
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import residual
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.spectr import SpecTrDrafter, k_seq, solve_rho, verify_k_seq

@@ -12,8 +12,8 @@ from rigged import perturbed
 from transformers import PreTrainedModel
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.speculative import SpeculativeDrafter
 

@@ -13,7 +13,7 @@ from distribution import LIMIT, WARPS, deviation, toy
 from drafters import FeatureOutput, generate, make_drafter
 from drafters.drafting.retrieval import BETWEEN, Found
 from drafters.drafting.suffix_automaton import SuffixAutomaton
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT
 from drafters.methods.suffix import SuffixDrafter
 

@@ -11,7 +11,7 @@ from conformance import NO_EOS, prompt, target_of
 
 from drafters import TargetModel, generate, make_drafter
 from drafters.drafting.datastore import Datastore, save_datastore
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.vllm_proposer import Proposer
 

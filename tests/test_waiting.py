@@ -8,16 +8,16 @@ import conformance
 import pytest
 import torch
 from conformance import NO_EOS, prompt, target_of
+from drafters.loop.waiting import CAME, LEAST, Hindsight, trials, weights
+from drafters.policy.weighing import Scales
 from rigged import auto_eagle
 from test_hybrid import CHAIN, costs, hybrid, taught
 
 from drafters import Sampling, TargetModel, generate, generate_many
 from drafters.drafting.retrieval import NOTHING, Found
-from drafters.loop.generate import DecodeState
-from drafters.loop.waiting import CAME, LEAST, Hindsight, trials, weights
+from drafters.loop.state import DecodeState
 from drafters.methods.prompt_lookup import PromptLookupDrafter
 from drafters.policy.shape import Chooser
-from drafters.policy.weighing import Scales
 
 
 def test_a_row_counts_as_it_is_likely_to_be_the_last() -> None:

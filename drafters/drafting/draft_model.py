@@ -13,7 +13,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.loop.generate import DecodeState, padded
+from drafters.loop.state import DecodeState, padded
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, draft_head
 from drafters.model.files import load_bare_tokenizer

@@ -41,12 +41,6 @@ def _held(found: Found, tokens: list[int], parents: list[int], valid: list[bool]
     return held
 
 
-def leaves_draft(found: Found, held: Held, node: int) -> bool:
-    """Whether a copy's node is not in the draft that its parent is in."""
-    parent = found.parents[node]
-    return node not in held and (parent == ROOT or parent in held)
-
-
 def with_copies(
     draft: DraftTree, found: Sequence[Found], held: Sequence[Held], kept: Sequence[Sequence[int]]
 ) -> DraftTree:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from drafters.loop.generate import until
+from drafters.loop.state import until
 
 
 class PhrasePool:

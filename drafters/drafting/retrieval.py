@@ -2,20 +2,18 @@
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from drafters.base import Drafter, Promised
+from drafters.base import Drafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
-from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.target import FeatureOutput
 
 if TYPE_CHECKING:
-    from drafters.policy.weighing import Weighing
+    from drafters.policy.copies import CopyPolicy
 
 BETWEEN = -1  # stands between two texts: no token, so that no match reaches over it and no draft either
 
@@ -100,75 +98,43 @@ def likeliest_tree(
 
 
 class Retrieval(Drafter):
-    """A drafter that copies. What it found may be asked for without drafting it; all that it knows, it reads in texts.
+    """A retrieval drafter: it copies what followed an earlier match. All that it knows, it reads in texts.
 
-    Deterministic, so verification takes its q as one-hot. Rows of a batch are looked up each by itself.
+    Deterministic, so verification takes its q as one-hot. The rows of a batch are looked up one by one.
+
+    Attributes:
+        policy: cuts copies to what is profitable; None drafts all that is found.
     """
 
     max_batch = None
     follows = True
-    weighing: "Weighing | None" = None  # keeps of what was found as much as pays
+    policy: "CopyPolicy | None" = None
     _found: list[Found]
 
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        if self.weighing is not None:
-            self.weighing.prepare(batch, sampling, longest)
-
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.weighing is not None:
-            self.weighing.begin(state)
-
-    def promised(self) -> Promised | None:
-        return self.weighing.promised() if self.weighing is not None else None
-
-    def unread(self) -> Self:
-        """One of its own kind that has read nothing, to be timed."""
-        return copy(self)
-
-    def kind(self) -> dict[str, Any]:
-        """All that the time of finding, weighing and drafting a copy depends on."""
-        return {"lookup": self.name}
-
-    def look(self) -> Callable[[], object] | None:
-        """Looks for a copy after one text or another, to be timed; None: that takes no longer than weighing one."""
-        return None
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
 
     def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        """What a batch row could go on with."""
+        """The copy that a batch row could continue with."""
         raise NotImplementedError
 
     def retrieve_all(self, state: DecodeState) -> list[Found]:
-        """The same of every row; a finished one goes on with nothing."""
+        """``retrieve`` for every row; nothing for finished rows."""
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
     def propose(self, state: DecodeState) -> DraftTree:
-        found = self._found = self.retrieve_all(state) if self.weighing is None else self.weighing.found(self, state)
-        if self.weighing is not None:
-            found = self.weighing.best_parts(found, state)
-            if not any(one.tokens for one in found):
-                self.weighing.note_plain()
-                return state.nothing
-        return draft_of(found, self.target.device)
+        found = self._found = self.retrieve_all(state)
+        if self.policy is not None:
+            found = self.policy.select(found, state)
+        return draft_of(found, self.target.device) if any(one.tokens for one in found) else state.nothing
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        if self.weighing is not None:
-            self.weighing.learn(state, self._found, verdict)
-
-    def may_rest(self) -> int:
-        return 0 if self.weighing is None else self.weighing.may_rest()
-
-    def rest(self, steps: int) -> None:
-        if self.weighing is not None:
-            self._found = [NOTHING] * len(self._found)
-            self.weighing.rest(steps)
-            self.weighing.note_plain(steps)
+        if self.policy is not None:
+            self.policy.learn(self._found, verdict)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        """The texts say it."""
-        if self.weighing is not None:
-            self.weighing.join()
+        """Nothing to do: lookups read ``state.tokens``."""
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        """What was committed, the text says."""
-        if self.weighing is not None:
-            self.weighing.pass_by()
+        """Nothing to do: lookups read ``state.tokens``."""

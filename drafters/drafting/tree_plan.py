@@ -97,6 +97,11 @@ def tree_plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> TreeP
     return TreePlan([list(path) for path in paths], device)
 
 
+def chain_plan(length: int, device: torch.device) -> TreePlan:
+    """The plan of a chain."""
+    return tree_plan(tuple((0,) * level for level in range(1, length + 1)), device)
+
+
 def _check_paths(ordered: list[tuple[int, ...]]) -> None:
     known = set(ordered)
     if len(known) != len(ordered):

@@ -17,7 +17,7 @@ from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
 
 if TYPE_CHECKING:
-    from drafters.loop.generate import DecodeState
+    from drafters.loop.state import DecodeState
 
 
 class Control(Protocol):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.loop.call import check_call, check_seed, eos_ids
-from drafters.loop.generate import DecodeState, prefill, start, step, tell_rest
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
+from drafters.loop.step import prefill, start, step
 from drafters.loop.trace import Step
 
 if TYPE_CHECKING:
@@ -139,8 +140,6 @@ class Refilled:
         assert self.state is not None
         part = self._state([list(prompt) for _, prompt in prompts], max(len(prompt) for _, prompt in prompts))
         output = prefill(part, self.drafter.taps)
-        tell_rest(self.state, self.drafter)
-        self.state.resting = 0  # nothing is known of these texts
         rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)
@@ -165,9 +164,7 @@ class Refilled:
 
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
         arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
-        state = DecodeState.of(self.target, prompts, capacity, *arguments)
-        state.refilled = True
-        return state
+        return DecodeState.of(self.target, prompts, capacity, *arguments)
 
 
 def alike_in_length(prompts: list[Prompt]) -> list[list[Prompt]]:

@@ -1,7 +1,7 @@
 """The draft: a tree of tokens that hangs from the last committed token (the root). A chain is a tree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -13,6 +13,31 @@ ROOT = -1
 
 
 @dataclass
+class Extra:
+    """What a few methods need beyond a tree.
+
+    Attributes:
+        hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, which ran while drafting
+            (Kangaroo). Verification resumes there.
+        resume_layer: number of layers that already ran; 0 runs the whole target.
+        scratch: number of nodes, the last ones, that join the target's forward and can never be accepted (Lookahead's
+            window). Acceptance rules do not see them.
+        scratch_outputs: number of scratch nodes, the last ones, whose logits ``FeatureOutput.scratch`` holds.
+        target_forwards: forwards of the target that the drafter spent on this draft (MJGD's beam search).
+        log_q: ``[B, N]`` the draft model's log-probability of each node given its ancestors (joint-likelihood rules).
+        source: name of the inner drafter that made the draft (hybrids); for reports.
+    """
+
+    hidden: Tensor | None = None
+    resume_layer: int = 0
+    scratch: int = 0
+    scratch_outputs: int = 0
+    target_forwards: int = 0
+    log_q: Tensor | None = None
+    source: str = ""
+
+
+@dataclass
 class DraftTree:
     """What a drafter proposes for one step.
 
@@ -20,22 +45,15 @@ class DraftTree:
         tokens: ``[B, N]`` draft tokens in topological order (a parent before its children).
         parents: ``[B, N]`` index of each node's parent in ``0..N-1``, or ``ROOT`` for the root's children.
         q: ``[B, R, V]`` float32 distributions that nodes were sampled from, or None when every node is deterministic.
-        q_row: ``[B, N]`` which row of ``q`` a node was sampled from; -1 marks a deterministic node (top-k, an n-gram),
-            which is verified as if its q were one-hot. Siblings of one row were drawn WITHOUT replacement, in order.
+        q_row: ``[B, N]`` the row of ``q`` that a node was sampled from; -1 marks a deterministic node (top-k, an
+            n-gram), which is verified as if its q were one-hot. Siblings of one row were drawn WITHOUT replacement, in
+            order.
         valid: ``[B, N]`` False for padding nodes, which can never be accepted; None when all count.
-        log_q: ``[B, N]`` the draft model's log-probability of each node given its ancestors (joint-likelihood rules).
-        hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, where those layers
-            already ran while drafting (Kangaroo): verification resumes there.
-        resume_layer: see ``hidden``; 0 when verification runs the whole target.
-        is_chain: every node is the child of the one before it.
-        scratch: the last ``scratch`` nodes ride along in the target's forward and can never be accepted (the guesses of
-            Lookahead). Acceptance rules do not see them.
-        scratch_outputs: how many of them, the last ones, the drafter wants logits of (``FeatureOutput.scratch``).
-        target_forwards: forwards of the target that the drafter itself spent on this draft (MJGD's beam search).
+        is_chain: True if every node is the child of the one before it.
         see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the host knows the shape of the tree.
-        draws: level by level from the root, the most children of one row that were sampled from ``q``. Verification
-            goes by these levels; where None, it takes a tree for as deep and as wide as N nodes can be.
-        source: which of several drafters made it; for reports.
+        draws: per level from the root, the most children of one row that were sampled from ``q``. Verification
+            walks these levels; None stands for a tree as deep and as wide as N nodes can be.
+        extra: fields of single methods.
     """
 
     tokens: Tensor
@@ -43,16 +61,10 @@ class DraftTree:
     q: Tensor | None = None
     q_row: Tensor | None = None
     valid: Tensor | None = None
-    log_q: Tensor | None = None
-    hidden: Tensor | None = None
-    resume_layer: int = 0
     is_chain: bool = False
-    scratch: int = 0
-    scratch_outputs: int = 0
-    target_forwards: int = 0
     see: Tensor | None = None
     draws: tuple[int, ...] | None = None
-    source: str = ""
+    extra: Extra = field(default_factory=Extra)
 
     @property
     def size(self) -> int:
@@ -66,10 +78,11 @@ class DraftTree:
 
     def proposed(self, see: Tensor) -> tuple["DraftTree", Tensor]:
         """The draft and its ancestor mask without the scratch nodes: what an acceptance rule judges."""
-        if not self.scratch:
+        if not self.extra.scratch:
             return self, see
-        n = self.size - self.scratch
-        draft = replace(self, tokens=self.tokens[:, :n], parents=self.parents[:, :n], scratch=0, see=None)
+        n = self.size - self.extra.scratch
+        extra = replace(self.extra, scratch=0)
+        draft = replace(self, tokens=self.tokens[:, :n], parents=self.parents[:, :n], see=None, extra=extra)
         draft.q_row = self.q_row[:, :n] if self.q_row is not None else None
         draft.valid = self.valid[:, :n] if self.valid is not None else None
         return draft, see[:, : n + 1, : n + 1]
@@ -93,18 +106,19 @@ class DraftTree:
         parents: Sequence[int],
         q: Tensor | None = None,
         q_row: Sequence[int] | None = None,
-        scratch: int = 0,
+        extra: Extra | None = None,
         **more: Any,
     ) -> Self:
         """A tree of ``tokens [B, N]`` whose shape, the same in every row, the host knows.
 
         Args:
-            parents: of each node, in topological order. q, q_row: see the class; ``q_row`` of each node, too.
+            parents: of each node, in topological order. q, q_row, valid, extra: see the class; ``q_row`` per node.
             more: any other attribute.
         """
+        extra = Extra() if extra is None else extra
         drawn = tuple(q_row) if q is not None and q_row is not None else None
-        shape = _shape(tuple(parents), drawn, len(parents) - scratch, tokens.device)
-        draft = cls(tokens, shape.parents.expand_as(tokens), q, scratch=scratch, is_chain=shape.is_chain, **more)
+        shape = _shape(tuple(parents), drawn, len(parents) - extra.scratch, tokens.device)
+        draft = cls(tokens, shape.parents.expand_as(tokens), q, is_chain=shape.is_chain, extra=extra, **more)
         draft.q_row = shape.q_row.expand_as(tokens) if shape.q_row is not None else None
         draft.see, draft.draws = shape.see, shape.draws
         return draft
