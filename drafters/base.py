@@ -56,7 +56,7 @@ class Drafter:
         follows: True if another drafter may draft some of the steps (hybrid).
 
     Attributes:
-        lossless: False where the target's output distribution may change; shown wherever results are.
+        lossless: False where the target's output distribution may change; shown beside results.
         max_draft: most nodes of one draft; the loop sizes its buffers by it.
         max_context: positions that the target, and a draft model, were made for.
         taps: hidden states needed from every target forward, by the number of layers before them.
@@ -139,7 +139,7 @@ class Drafter:
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         """Update caches and pools after a committed step that was not the last; ``output`` holds [root, nodes].
 
-        Another drafter's nodes may stand behind the nodes of ``draft`` (hybrid): see ``Verdict.own_rows``.
+        Another drafter's nodes may follow the nodes of ``draft`` (hybrid): see ``Verdict.own_rows``.
         """
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:

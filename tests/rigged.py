@@ -73,7 +73,7 @@ class OracleEagle(EagleDrafter):
         self._committed = [list(row) for row in state.tokens]
         self._nodes: list[list[int]] = [[] for _ in state.tokens]
         self._phase = "committed"
-        _, self._counts = self._gathered()
+        _, self._counts = self._pending.all()
         return super().propose(state)
 
     def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
