@@ -24,7 +24,8 @@ from drafters.common.wording import dtype_name
 from drafters.loop.generate import generate
 from drafters.loop.sampling import Sampling
 from drafters.loop.trace import Trace
-from drafters.methods import load_drafter, make_drafter
+from drafters.loading import load_drafter
+from drafters.methods import make_drafter
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from drafters.cli.program import CommandLine, run_program
 from drafters.common.files import check_file
-from drafters.hub.card_evidence import check_card
+from drafters.hub.model_card import check_card
 from drafters.hub.client import check_repo_ids
 from drafters.hub.model_card import Card
 from drafters.hub.reports import Certificate, Report, read

@@ -29,13 +29,11 @@ def drafter_class(name: str) -> type["Drafter"]:
     """The drafter class of ``drafters/methods/<name>.py``.
 
     Raises:
-        ValueError: no such method; the message lists those there are.
+        ValueError: no such method; the message lists the methods.
     """
-    from drafters.base import Drafter
-
     check_method(name)
     for value in vars(import_module(f".{name}", __package__)).values():
-        if isinstance(value, type) and issubclass(value, Drafter) and value.name == name:
+        if isinstance(value, type) and vars(value).get("name") == name:
             return value
     raise ValueError(f"drafters/methods/{name}.py holds no Drafter whose name is {name!r}")
 
@@ -49,10 +47,8 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
     """
-    from drafters.base import LearnedDrafter
-
-    kind = drafter_class(name)
-    if issubclass(kind, LearnedDrafter):
+    kind: Any = drafter_class(name)
+    if hasattr(kind, "from_checkpoint"):
         path = options.pop("checkpoint", None)
         if path is None:
             raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
@@ -78,21 +74,3 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
             "target object that it is to draft for"
         )
     return inner
-
-
-def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
-    """Load a trained drafter from a folder or a Hub repository; ``options`` override its saved decoding options.
-
-    ``adapter=``: a folder or Hub repository with a LoRA for it. ``path`` may also be that, and names its drafter then.
-
-    Raises:
-        ValueError: nothing loadable there, unsafe or incomplete weights, or a drafter of another target.
-    """
-    from drafters.base import LearnedDrafter
-    from drafters.hub.checkpoint import drafter_type
-
-    name = drafter_type(path, revision=revision)
-    kind = drafter_class(name)
-    if not issubclass(kind, LearnedDrafter):
-        raise ValueError(f"{path}: drafter_type {name!r} has no weights to load")
-    return kind.from_checkpoint(target, path, revision=revision, **options)

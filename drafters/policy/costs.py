@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.common.provenance import hardware
+from drafters.common.machine import hardware
 from drafters.common.wording import dtype_name
 from drafters.cpu.kernels import SWITCH
 from drafters.loop.acceptance import Verdict, rule_for
