@@ -153,7 +153,12 @@ class Drafter(TransformersMixin):
 
 
 class LearnedDrafter(PublishMixin, Drafter):
-    """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub."""
+    """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub.
+
+    Class attributes:
+        card_title: the method on the model card, with a link to its paper.
+        layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
+    """
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
         super().__init__(target, options)

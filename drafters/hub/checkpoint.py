@@ -32,8 +32,8 @@ from drafters.common.files import replacing, save_tensors, sync
 from drafters.common.paths import check_loadable
 from drafters.common.wording import dtype_name, how_to_import, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
-from drafters.hub.model_card import CARD_FILE
 from drafters.hub.client import look_up
+from drafters.hub.model_card import CARD_FILE
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel

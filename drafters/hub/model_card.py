@@ -89,7 +89,7 @@ class Card:
 
 
 def check_card(folder: Path, *evidence: object) -> None:
-    """Raise ValueError if ``folder`` does not exist, or has a card of its own, which the ``evidence`` would not be on."""
+    """Raise ValueError if ``folder`` does not exist, or has a card of its own, which lacks the ``evidence`` given."""
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
     if (folder / CARD_FILE).is_file() and any(one is not None for one in evidence):
@@ -167,7 +167,7 @@ def with_header(file: Path, card: Card) -> str:
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: the header is no YAML mapping ({reason}); correct it") from None
-    data = written.data
+    data: Any = written.data
     known = data.datasets or []
     data.license, data.base_model = card.license or data.license, card.base_model or data.base_model
     data.datasets = [*dict.fromkeys([*([known] if isinstance(known, str) else known), *card.datasets])] or None

@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import (
@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from drafters.common.paths import names_only
 from drafters.hub import checkpoint
 from drafters.hub.client import check_repo_ids, look_up
+from drafters.hub.layout import Layout
 from drafters.hub.model_card import CARD_FILE, Card, check_card, model_card, with_header
 
 ATTEMPTS, WAIT = 4, 2.0  # seconds before the second attempt; doubled before each later one
@@ -39,8 +40,9 @@ Files = dict[str, Path | bytes]
 class PublishMixin:
     """Saving and publishing of a drafter with a trained ``module``."""
 
-    name: Any
-    card_title: Any = ""  # the method on the model card, with a link to its paper
+    name: ClassVar[str]
+    card_title: ClassVar[str] = ""
+    layout: ClassVar[Layout] = Layout()
     target: Any
     module: Any
     provenance: dict[str, Any]
@@ -105,7 +107,9 @@ def push_to_hub(
                 return _upload(files, repo_id, private, token, commit_message, revision)
             except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
                 wait = _pause(error, attempt)
-                print(f"attempt {attempt} of {ATTEMPTS} failed ({_reason(error)}); again in {wait:g} s", file=sys.stderr)
+                print(
+                    f"attempt {attempt} of {ATTEMPTS} failed ({_reason(error)}); again in {wait:g} s", file=sys.stderr
+                )
                 time.sleep(wait)
         return _upload(files, repo_id, private, token, commit_message, revision)
     except OfflineModeIsEnabled:

@@ -20,13 +20,14 @@ from drafters.config import DraftSize
 from drafters.cpu.head_pass import CpuPass, cpu_pass
 from drafters.drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
+from drafters.hub.layout import MLP, Layout
 from drafters.loop.acceptance import Verdict
 from drafters.loop.generate import DecodeState, last_of, padded, rows_of
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
-from drafters.model.layers import check_head, layer_kind, made, own_rope
+from drafters.model.layers import SERVED, check_head, layer_kind, made, own_rope
 from drafters.model.linear import Product
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.target import FeatureOutput, TargetModel
@@ -148,6 +149,17 @@ class EagleDrafter(LearnedDrafter):
 
     name = "eagle"
     options = EagleOptions
+    card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
+    layout = Layout(
+        "an EAGLE head",
+        tensors={"fc.weight": "H 2H", **MLP},
+        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=False)",
+        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
+        readers=("official", "vllm", "sglang"),
+        families=SERVED,
+        options={"inputs": SHIFTED},
+        bias="fc.bias",
+    )
     max_batch = None
     follows = True
 
