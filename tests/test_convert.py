@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "EAGLE-3": (lambda config, weights: renamed(weights, "midlayer.", d2t=torch.zeros(3)), "is an EAGLE-3 head"),
     "a model": (
         lambda config, weights: renamed(weights, "model."),
-        "is no head of a known kind .known: an EAGLE head, a",
+        "is no head of a known kind .known: an EAGLE",
     ),
     "ours": (
         lambda config, weights: config.update(drafter_type="eagle"),

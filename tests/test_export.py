@@ -330,7 +330,7 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
     with pytest.raises(ValueError, match="of the method 'kangaroo'; vLLM loads an EAGLE head, and no other"):
         export(adapter, "vllm", tmp_path / "out")
     save_checkpoint(tmp_path / "ffn", {}, make_config("kangaroo", {"exit_layer": EXIT, "ffn": True}, target))
-    with pytest.raises(ValueError, match="has ffn, which the official code does not know"):
+    with pytest.raises(ValueError, match="its ffn is True, and the official code knows only False"):
         export(str(tmp_path / "ffn"), "official", tmp_path / "out")
     own = save_target(tmp_path / "qwen3", "qwen3")  # a checkpoint from before there were layers of another kind
     for to in ("official", "vllm", "sglang"):

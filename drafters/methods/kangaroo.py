@@ -107,8 +107,8 @@ class KangarooDrafter(LearnedDrafter):
         tensors={"layers.0.input_layernorm.weight": "H", "norm.weight": "H"},
         code="python -m evaluation.inference_kangaroo --model-path {target} --adapter-path {out} "
         "--exitlayer {exit_layer} --threshold 0.6 --steps 6 --dtype float16 --bench-name Kangaroo --model-id kangaroo",
-        note="With another --exitlayer than {exit_layer} it drafts nonsense. The code reads only `pytorch_model.bin` (plain "
-        "tensors here), and the LM head of a target whose weights are in several such files.",
+        note="With another --exitlayer than {exit_layer} it drafts nonsense. The code reads only `pytorch_model.bin` "
+        "(plain tensors here), and the LM head of a target whose weights are in several such files.",
         readers=("official",),
         options={"ffn": False, "own_lm_head": False},
         pickled=True,
