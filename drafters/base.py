@@ -158,6 +158,7 @@ class LearnedDrafter(PublishMixin, Drafter):
     Class attributes:
         card_title: the method on the model card, with a link to its paper.
         layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
+        recipe: how train.start trains and measures it; None: it does not.
     """
 
     def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_new_folder
 from drafters.common.paths import check_model
-from drafters.hub.layout import READERS
+from drafters.hub.declared import READERS
 from drafters.layouts.config import EXPORT_FIRST, read_config
 
 

@@ -355,7 +355,7 @@ def test_what_others_would_load_wrongly_is_refused(target: TargetModel, tmp_path
     save_checkpoint(
         tmp_path / "tokens", EagleHead(target.config, "token"), make_config("eagle", {"inputs": "token"}, target)
     )
-    with pytest.raises(ValueError, match=r"its inputs is 'token', and vLLM .* train one with inputs=feature\+shifted_token"):
+    with pytest.raises(ValueError, match=r"its inputs is 'token', and vLLM .* with inputs=feature\+shifted_token"):
         export(str(tmp_path / "tokens"), "vllm", tmp_path / "out")
     lacking = {name: value for name, value in EagleHead(target.config).state_dict().items() if name != "fc.weight"}
     save_checkpoint(tmp_path / "lacking", lacking, make_config("eagle", {}, target))

@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from drafters.common.paths import names_only
 from drafters.hub import checkpoint
 from drafters.hub.client import check_repo_ids, look_up
-from drafters.hub.layout import Layout
+from drafters.hub.declared import Layout, Recipe
 from drafters.hub.model_card import CARD_FILE, Card, check_card, model_card, with_header
 
 ATTEMPTS, WAIT = 4, 2.0  # seconds before the second attempt; doubled before each later one
@@ -43,6 +43,7 @@ class PublishMixin:
     name: ClassVar[str]
     card_title: ClassVar[str] = ""
     layout: ClassVar[Layout] = Layout()
+    recipe: ClassVar[Recipe | None] = None
     target: Any
     module: Any
     provenance: dict[str, Any]

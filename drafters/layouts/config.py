@@ -7,7 +7,7 @@ from typing import Any
 from drafters.common.paths import readable
 from drafters.common.text_files import strict_json
 from drafters.common.wording import shortened
-from drafters.hub.layout import Layout
+from drafters.hub.declared import Layout
 
 CONFIG_FILE = "config.json"
 MADE_FROM = "made_from"  # our key in config.json: which drafter, for which target

@@ -14,7 +14,7 @@ from drafters.common.files import check_new_folder
 from drafters.common.paths import shown_name
 from drafters.common.wording import dtype_name, shortened
 from drafters.hub.checkpoint import FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
-from drafters.hub.layout import Layout
+from drafters.hub.declared import Layout
 from drafters.layouts.config import CONFIG_FILE, LOADS_AS_IT_IS, made_from, read_config
 from drafters.layouts.released import (
     DTYPES,

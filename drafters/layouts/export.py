@@ -13,7 +13,7 @@ from drafters.common.paths import readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
 from drafters.hub.checkpoint import WEIGHTS_FILE, load_state
-from drafters.hub.layout import READERS
+from drafters.hub.declared import READERS
 from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
 from drafters.layouts.readme import HOT_TOKENS, Exported, readme
 from drafters.layouts.released import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from drafters.common.wording import dtype_name
-from drafters.hub.layout import Layout
+from drafters.hub.declared import Layout
 from drafters.layouts.config import MADE_FROM
 
 HOT_TOKENS = "hot_token_ids.pt"  # of SGLang's --speculative-token-map

@@ -19,7 +19,7 @@ from drafters.common.paths import check_loadable, readable
 from drafters.common.wording import dtype_name, shortened
 from drafters.config import Config, Length, Vocabulary, validate
 from drafters.hub.checkpoint import WEIGHTS_FILE
-from drafters.hub.layout import READERS, Layout
+from drafters.hub.declared import READERS, Layout
 from drafters.layouts.config import CONFIG_FILE, made_from, older_rope, rope, size, tensors
 from drafters.methods import drafter_class, method_names
 from drafters.model.layers import ROPES, default_layer

@@ -10,10 +10,17 @@ if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait 
     from drafters.model.target import TargetModel
 
 
-def method_names() -> list[str]:
-    """The methods there are: the files of this package with a class that bears the file's name."""
+def method_names(declaring: str = "name") -> list[str]:
+    """Names of the methods: the files of this package with a class that has the file's name.
+
+    Args:
+        declaring: a class attribute; methods that do not set it are left out.
+    """
     files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
-    return sorted(file.stem for file in files if f'    name = "{file.stem}"\n' in file.read_text(encoding="utf-8"))
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    return sorted(
+        name for name, text in texts.items() if f'    name = "{name}"\n' in text and f"    {declaring} = " in text
+    )
 
 
 def check_method(name: str) -> None:

@@ -20,7 +20,7 @@ from drafters.config import DraftSize
 from drafters.cpu.head_pass import CpuPass, cpu_pass
 from drafters.drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
-from drafters.hub.layout import MLP, Layout
+from drafters.hub.declared import MLP, Layout, Recipe
 from drafters.loop.acceptance import Verdict
 from drafters.loop.generate import DecodeState, last_of, padded, rows_of
 from drafters.loop.sampling import Sampling
@@ -159,6 +159,13 @@ class EagleDrafter(LearnedDrafter):
         families=SERVED,
         options={"inputs": SHIFTED},
         bias="fc.bias",
+    )
+    recipe = Recipe(
+        learning_rate=3.0e-5,
+        rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
+        small={"start": "regression"},
+        short={"loss_vocab": 2048},
+        certified={"tree": "chain", "depth": 3},
     )
     max_batch = None
     follows = True

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, Layers
 from drafters.drafting.tree_plan import TreePlan, children_of
-from drafters.hub.layout import Layout
+from drafters.hub.declared import Layout, Recipe
 from drafters.loop.acceptance import Verdict
 from drafters.loop.generate import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask
@@ -113,6 +113,12 @@ class KangarooDrafter(LearnedDrafter):
         options={"ffn": False, "own_lm_head": False},
         pickled=True,
         rope_theta=10000.0,
+    )
+    recipe = Recipe(
+        learning_rate=5.0e-5,
+        rows={"Kangaroo": {}},
+        knobs={"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]},
+        start={"max_draft_tokens": 4},
     )
 
     def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:

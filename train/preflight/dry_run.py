@@ -17,7 +17,7 @@ from data_prep.common.disk import check_room
 from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
-from drafters.hub.layout import READERS
+from drafters.hub.declared import READERS
 from drafters.layouts.export import served_by
 from drafters.methods import method_names
 from drafters.model.cache import head_sizes

@@ -1,4 +1,4 @@
-"""What a method declares of its head's stored form, so that ``drafters.export`` and ``drafters.convert`` know it."""
+"""What a learned method declares about itself: how its head is stored, and how it is trained and measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,3 +49,26 @@ class Layout:
     def has_bias(self, options: Mapping[str, Any]) -> bool:
         """True if a drafter with these ``options`` has the bias."""
         return self.bias is not None and bool(options.get(self.bias.replace(".", "_")))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How ``train.start`` trains and measures a method.
+
+    Attributes:
+        learning_rate: of the paper; targets of up to 1,024 hidden states get the rate measured here.
+        small: keys of the training's config for such targets.
+        short: keys for short runs on a CPU.
+        rows: rows of the speed report by label, each with its options; the first is the method's default.
+        certified: options with which every step has a draft, for the certificate of losslessness.
+        knobs: options with the values that eval.tune tries; empty if the method chooses them itself.
+        start: options that eval.tune starts from.
+    """
+
+    learning_rate: float
+    rows: Mapping[str, Mapping[str, Any]]
+    small: Mapping[str, Any] = field(default_factory=dict)
+    short: Mapping[str, Any] = field(default_factory=dict)
+    certified: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, list[Any]] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
