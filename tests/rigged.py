@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import FeatureOutput, TargetModel
-from drafters.common.choices import HeadInputs
+from drafters.config import HeadInputs
 from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree

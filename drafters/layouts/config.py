@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drafters.common.files import strict_json
 from drafters.common.paths import readable
-from drafters.common.text_files import strict_json
 from drafters.common.wording import shortened
 from drafters.hub.declared import Layout
 

@@ -14,10 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafters.common.choices import HeadLayer
 from drafters.common.paths import check_loadable, readable
 from drafters.common.wording import dtype_name, shortened
-from drafters.config import Config, Length, Vocabulary, validate
+from drafters.config import Config, HeadLayer, Length, Vocabulary, validate
 from drafters.hub.checkpoint import WEIGHTS_FILE
 from drafters.hub.declared import READERS, Layout
 from drafters.layouts.config import CONFIG_FILE, made_from, older_rope, rope, size, tensors

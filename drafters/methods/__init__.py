@@ -18,9 +18,8 @@ def method_names(declaring: str = "name") -> list[str]:
     """
     files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
     texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
-    return sorted(
-        name for name, text in texts.items() if f'    name = "{name}"\n' in text and f"    {declaring} = " in text
-    )
+    named = {name: text for name, text in texts.items() if f'    name = "{name}"\n' in text}
+    return sorted(name for name, text in named.items() if f"    {declaring} = " in text)
 
 
 def check_method(name: str) -> None:

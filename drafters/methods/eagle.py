@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.base import LearnedDrafter, Promised
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
-from drafters.config import DraftSize
+from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
 from drafters.cpu.head_pass import CpuPass, cpu_pass
 from drafters.drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
