@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
-from drafters.common.choices import HeadInputs
+from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions

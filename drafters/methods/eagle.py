@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from drafters.base import LearnedDrafter
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
-from drafters.config import DraftSize
+from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
 from drafters.cpu.head_pass import CpuPass, cpu_pass
 from drafters.drafting.passes import OneCallPasses, grow_planned
 from drafters.drafting.pending import PendingFeatures
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
+from drafters.hub.declared import MLP, Layout, Recipe
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
-from drafters.model.layers import check_head, layer_kind, made, own_rope
+from drafters.model.layers import SERVED, check_head, layer_kind, made, own_rope
 from drafters.model.linear import Product
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.target import FeatureOutput, TargetModel
@@ -139,6 +139,24 @@ class EagleDrafter(LearnedDrafter):
 
     name = "eagle"
     options = EagleOptions
+    card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
+    layout = Layout(
+        "an EAGLE head",
+        tensors={"fc.weight": "H 2H", **MLP},
+        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=False)",
+        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
+        readers=("official", "vllm", "sglang"),
+        families=SERVED,
+        options={"inputs": SHIFTED},
+        bias="fc.bias",
+    )
+    recipe = Recipe(
+        learning_rate=3.0e-5,
+        rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
+        small={"start": "regression"},
+        short={"loss_vocab": 2048},
+        certified={"tree": "chain", "depth": 3},
+    )
     max_batch = None
     follows = True
     policy: ShapePolicy | None = None

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drafters.common.files import replace_json
+from drafters.common.machine import hardware
 from drafters.common.paths import user_cache
-from drafters.common.provenance import hardware
 from drafters.common.wording import dtype_name
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
