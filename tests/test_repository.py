@@ -34,6 +34,7 @@ HOUSE = {
         "cpu",
         "loop",
         "base",
+        "learned",
         "drafting",
         "policy",
         "methods",

@@ -13,13 +13,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
 from drafters.cpu.head_pass import CpuPass, cpu_pass
 from drafters.drafting.passes import OneCallPasses, grow_planned
 from drafters.drafting.pending import PendingFeatures
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
 from drafters.hub.declared import MLP, Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree

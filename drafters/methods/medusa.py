@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, validate
 from drafters.drafting.tree_plan import TreePlan, children_of, tree_plan
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of
