@@ -30,8 +30,8 @@ HOUSE = {
         "common",
         "config",
         "hub",
-        "model",
         "cpu",
+        "model",
         "loop",
         "base for_transformers",
         "drafting",
@@ -53,13 +53,6 @@ BACKWARDS = {
     ("drafters.layouts.convert", "drafters.convert"),
     ("drafters.layouts.convert", "drafters.export"),
     ("drafters.layouts.export", "drafters.export"),
-    ("drafters.model.draft_head", "drafters.cpu.kernels"),
-    ("drafters.model.fused", "drafters.cpu.kernels"),
-    ("drafters.model.fused", "drafters.cpu.layer"),
-    ("drafters.model.linear", "drafters.cpu.kernels"),
-    ("drafters.model.runner", "drafters.cpu.layer"),
-    ("drafters.model.target", "drafters.cpu.kernels"),
-    ("drafters.model.target", "drafters.cpu.layer"),
 }
 
 

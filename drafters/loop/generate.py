@@ -18,8 +18,8 @@ from drafters.loop.trace import Step, Trace
 from drafters.loop.tree import DraftTree
 from drafters.loop.waiting import weights
 from drafters.model.cache import KVCache
-from drafters.model.clock import Clock
 from drafters.model.rows import CHAIN, Rows
+from drafters.model.runner import Clock
 from drafters.model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ included, of a draft that is there already: where a forward is short, the host's
 
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from drafters.common.provenance import hardware
 from drafters.common.wording import dtype_name
-from drafters.cpu.kernels import SWITCH
 from drafters.loop.acceptance import Verdict, rule_for
 from drafters.loop.generate import DecodeState, step
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
+from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.target import TargetModel
 from drafters.policy.kept_costs import Costs, Curve, kept
@@ -354,7 +353,7 @@ def machine_key(target: TargetModel) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "quantize": target.quantize,
         "engine": target.engine,
-        "kernels": os.environ.get(SWITCH) != "0",
+        "kernels": backend.available(),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
