@@ -16,7 +16,7 @@ from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.step import start, step
 from drafters.loop.trace import Trace
-from drafters.model.clock import Clock
+from drafters.model.runner import Clock
 from drafters.model.target import TargetModel
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ prefill and the first token, which it gives, are timed apart and not counted.
 
 from dataclasses import dataclass, field
 
-from drafters.model.clock import Clock
+from drafters.model.runner import Clock
 
 
 @dataclass
