@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from drafters.drafting.retrieval import Found, draft_of, part_of
+from drafters.drafting.retrieval import Copy, draft_of, part_of
 from drafters.loop.tree import ROOT, DraftTree
 
-Held = dict[int, int]  # of a copy's nodes those that the head drafted, too: which node of its draft each is
+Overlap = dict[int, int]  # of a copy's nodes those that the head drafted, too: which node of its draft each is
 
 
-def held_nodes(draft: DraftTree, found: Sequence[Found]) -> list[Held]:
+def overlaps(draft: DraftTree, found: Sequence[Copy]) -> list[Overlap]:
     """What of each row's copy the draft holds already, from the root on.
 
     Off the CPU nothing: reading the draft would wait for the device.
@@ -28,12 +28,12 @@ def held_nodes(draft: DraftTree, found: Sequence[Found]) -> list[Held]:
     return [_held(*row) for row in rows]
 
 
-def _held(found: Found, tokens: list[int], parents: list[int], valid: list[bool] | None) -> Held:
+def _held(found: Copy, tokens: list[int], parents: list[int], valid: list[bool] | None) -> Overlap:
     there: dict[tuple[int, int], int] = {}
     for node, place in enumerate(zip(parents, tokens, strict=True)):
         if valid is None or valid[node]:
             there.setdefault(place, node)
-    held: Held = {}
+    held: Overlap = {}
     for node, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
         at = ROOT if parent == ROOT else held.get(parent)
         if at is not None and (at, token) in there:
@@ -42,7 +42,7 @@ def _held(found: Found, tokens: list[int], parents: list[int], valid: list[bool]
 
 
 def with_copies(
-    draft: DraftTree, found: Sequence[Found], held: Sequence[Held], kept: Sequence[Sequence[int]]
+    draft: DraftTree, found: Sequence[Copy], held: Sequence[Overlap], kept: Sequence[Sequence[int]]
 ) -> DraftTree:
     """The draft with the nodes ``kept`` of each row's copy behind its own.
 
@@ -82,7 +82,7 @@ def with_copies(
     return whole
 
 
-def _depth(found: Found, node: int) -> int:
+def _depth(found: Copy, node: int) -> int:
     depth = 0
     while node != ROOT:
         depth, node = depth + 1, found.parents[node]

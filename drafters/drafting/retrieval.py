@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BETWEEN = -1  # stands between two texts: no token, so that no match reaches over it and no draft either
 
 
-class Found(NamedTuple):
+class Copy(NamedTuple):
     """A draft tree on the host, with the reasons for it.
 
     Attributes:
@@ -34,19 +34,19 @@ class Found(NamedTuple):
     match: int
 
 
-NOTHING = Found([], [], [], 0)
+NOTHING = Copy([], [], [], 0)
 
 
-def draft_of(found: Sequence[Found], device: torch.device) -> DraftTree:
+def draft_of(found: Sequence[Copy], device: torch.device) -> DraftTree:
     """Of all nodes, for a batch row each."""
     return DraftTree.of_rows([one.tokens for one in found], [one.parents for one in found], device)
 
 
-def part_of(found: Found, kept: Sequence[int]) -> Found:
+def part_of(found: Copy, kept: Sequence[int]) -> Copy:
     """Only the nodes ``kept``, in their order; the parent of each is among them."""
     number = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
     parents = [number[found.parents[node]] for node in kept]
-    return Found([found.tokens[n] for n in kept], parents, [found.claims[n] for n in kept], found.match)
+    return Copy([found.tokens[n] for n in kept], parents, [found.shares[n] for n in kept], found.match)
 
 
 class Next(NamedTuple):
@@ -68,13 +68,13 @@ def likeliest_tree(
     least: float,
     stop: frozenset[int],
     chain: bool = False,
-) -> tuple[float, Found]:
+) -> tuple[float, Copy]:
     """The tree of at most ``most`` nodes after a match, the likeliest node first, and the sum of their chances.
 
     A node's chance, ``least`` or more, is its parent's times the share of the places at which it follows. Nothing comes
     behind a token in ``stop`` (EOS). ``chain``: one path, of which each node is the likeliest after the one before.
     """
-    found, score = Found([], [], [], match), 0.0
+    found, score = Copy([], [], [], match), 0.0
     heap: list[tuple[float, int, int, int, Next, float]] = []
     parent, above, number = ROOT, 1.0, 0
     while len(found.tokens) < most:
@@ -90,7 +90,7 @@ def likeliest_tree(
         negative, _, _, its_parent, best, claim = heapq.heappop(heap)
         found.tokens.append(best.token)
         found.parents.append(its_parent)
-        found.claims.append(claim)
+        found.shares.append(claim)
         parent, above, at, score = len(found.tokens) - 1, -negative, best.at, score - negative
         if chain:
             heap.clear()  # its siblings
@@ -109,17 +109,17 @@ class Retrieval(Drafter):
     max_batch = None
     follows = True
     policy: "CopyPolicy | None" = None
-    _found: list[Found]
+    _found: list[Copy]
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         if self.policy is not None:
             self.policy.prepare(self, state.batch, state.sampling, state.longest)
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         """The copy that a batch row could continue with."""
         raise NotImplementedError
 
-    def retrieve_all(self, state: DecodeState) -> list[Found]:
+    def retrieve_all(self, state: DecodeState) -> list[Copy]:
         """``retrieve`` for every row; nothing for finished rows."""
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
