@@ -119,7 +119,7 @@ def check_loaded(target: object) -> None:
     if not isinstance(target, TargetModel):
         found = with_article(type(target).__name__)
         wrap = "; wrap the loaded model: TargetModel(model)" if hasattr(target, "get_output_embeddings") else ""
-        raise ValueError(f"target must be the result of TargetModel.from_pretrained, found {found}{wrap}")
+        raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}{wrap}")
 
 
 def check_types(target: object, drafter: object, on_tokens: object) -> None:
@@ -127,7 +127,7 @@ def check_types(target: object, drafter: object, on_tokens: object) -> None:
     check_loaded(target)
     if not hasattr(drafter, "propose"):
         found = with_article(type(drafter).__name__)
-        raise ValueError(f"drafter must be the result of make_drafter or load_drafter, found {found}")
+        raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
     if on_tokens is not None and not callable(on_tokens):
         raise ValueError(f"on_tokens must be a function of (row, new ids), found {shortened(on_tokens)}")
 
