@@ -255,7 +255,7 @@ def test_the_model_must_be_the_target() -> None:
     model.model.layers[0].mlp.up_proj.lora = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="which are others"):
         model.generate(**given, custom_generate=changed.for_transformers())
-    with pytest.raises(ValueError, match=r"of a loaded model TargetModel\(model\) makes one"):
+    with pytest.raises(ValueError, match=r"wrap the loaded model: TargetModel\(model\)"):
         make_drafter("prompt_lookup", model)
 
 

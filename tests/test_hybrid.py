@@ -22,8 +22,8 @@ from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
 from drafters.base import Promised
-from drafters.drafting.one_tree import held_nodes, leaves_draft, with_copies
-from drafters.drafting.retrieval import NOTHING, Found
+from drafters.drafting.one_tree import leaves_draft, overlaps, with_copies
+from drafters.drafting.retrieval import NOTHING, Copy
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter
@@ -73,12 +73,12 @@ TestOneTreeWeighed = conformance.suite(
 class Spoilt(PromptLookupDrafter):
     """Its index holds whatever is given to it, for what the model says next: now right, now wrong."""
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         known = len(state.tokens[row])
         answer = conformance.plain_greedy(self.target, state.tokens[row], 2)
         wrong = (answer[1] + 1) % self.target.vocab_size
         drafts = ([answer[0], wrong], answer, [wrong, wrong])
-        return Found(drafts[known % 3], [-1, 0], [0.5, 0.5], known % 5)
+        return Copy(drafts[known % 3], [-1, 0], [0.5, 0.5], known % 5)
 
 
 @pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (1, 0.9), (3, 0.0)])
@@ -164,8 +164,8 @@ TREE = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), [-1, -1, 0])  # 5 (then
 def test_one_tree_by_hand() -> None:
     """Catches a copy that is not merged with what the head drafted, one below another node, rows that change their
     number, a sampled node's q given to a copied one, levels at which verification stops, filling that is accepted."""
-    copy = Found([5, 7, 8, 9, 4], [-1, 0, 1, 2, -1], [0.5] * 5, 3)
-    held = held_nodes(TREE, [copy])
+    copy = Copy([5, 7, 8, 9, 4], [-1, 0, 1, 2, -1], [0.5] * 5, 3)
+    held = overlaps(TREE, [copy])
     assert held == [{0: 0, 1: 2}] and [leaves_draft(copy, held[0], node) for node in range(5)] == [0, 0, 1, 0, 1]
     whole = with_copies(TREE, [copy], held, [[4, 3, 2]])
     assert whole.tokens.tolist() == [[5, 6, 7, 8, 9, 4]] and whole.parents.tolist() == [[-1, -1, 0, 2, 3, -1]]
@@ -176,7 +176,7 @@ def test_one_tree_by_hand() -> None:
     assert sampled.q is q and sampled.q_row is not None and sampled.q_row.tolist() == [[0, 0, -1, -1]]
     assert sampled.levels == (2, 0, 0)
     chain = DraftTree.chain(torch.tensor([[5, 7]]))
-    assert with_copies(chain, [copy], held_nodes(chain, [copy]), [[2, 3]]).is_chain
+    assert with_copies(chain, [copy], overlaps(chain, [copy]), [[2, 3]]).is_chain
     rows = replace(TREE, tokens=TREE.tokens.expand(2, -1), parents=TREE.parents.expand(2, -1), see=None)
     both = with_copies(rows, [copy, NOTHING], [held[0], {}], [[2], []])
     assert both.valid is not None and both.valid.tolist() == [[True] * 4, [True] * 3 + [False]]
@@ -238,7 +238,7 @@ def costs(row: float, look: float = 0.0, search: float = 0.0) -> Costs:
     return Costs(1.0, line, line, look, Curve((1,), (search,)))
 
 
-CHAIN = Found([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
+CHAIN = Copy([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
 
 
 def taught(trust: Trust, match: int, rate: float, claim: float = 0.5) -> None:
@@ -290,13 +290,13 @@ def test_chances_that_are_too_high() -> None:
 
 def test_of_a_tree_the_likeliest_nodes() -> None:
     """Catches nodes kept without their parent, renumbered wrongly, or by their claim and not by their chance."""
-    scales, tree = Scales(costs(0.3)), Found([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)
+    scales, tree = Scales(costs(0.3)), Copy([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)
     for match, claim, rate in ((6, 0.25, 0.2), (6, 0.65, 0.9), (7, 0.75, 0.8), (8, 0.2, 0.1)):
         taught(scales.trust, match, rate, claim)
-    assert scales.best_parts([tree], 1)[0] == Found([5, 6], [-1, 0], [0.65, 0.75], 6)
+    assert scales.best_parts([tree], 1)[0] == Copy([5, 6], [-1, 0], [0.65, 0.75], 6)
     taught(scales.trust, 6, 0.9, 0.25)
     taught(scales.trust, 6, 0.1, 0.65)
-    assert scales.best_parts([tree], 1)[0] == Found([4], [-1], [0.25], 6)
+    assert scales.best_parts([tree], 1)[0] == Copy([4], [-1], [0.25], 6)
 
 
 def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
@@ -304,7 +304,7 @@ def test_looking_rests_while_it_gains_less_than_it_takes() -> None:
     looked at every now and then, looks left out where they take no time, and time that no promise tells of.
     """
 
-    def run(scales: Scales, found: list[Found], steps: int) -> int:
+    def run(scales: Scales, found: list[Copy], steps: int) -> int:
         looked = 0
         for _ in range(steps):
             looks = scales.looking.step()
@@ -371,7 +371,7 @@ def test_a_weighed_copy_is_the_best_there_is() -> None:
         parents = [
             node - 1 if node < straight or draw.random() < 0.6 else draw.randrange(-1, node) for node in range(size)
         ]
-        found = Found(list(range(size)), parents, [0.5] * size, draw.randrange(1, 4))
+        found = Copy(list(range(size)), parents, [0.5] * size, draw.randrange(1, 4))
         nodes, worth = scales._likeliest(found), 1.0
         values = [(0.0, 0)]
         for count in range(1, size + 1):
@@ -450,7 +450,7 @@ def test_trust_is_counted_whoever_drafts() -> None:
         scales.learn(CHAIN, [5, 6, 9])
     assert scales.trust.of(3, 0.5) > 0.9 and scales.trust.of(4, 0.5) > 0.9 and scales.trust.of(5, 0.5) < 0.1
     assert scales.trust.of(9, 0.5) == Trust().of(9, 0.5)
-    branches = Found([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
+    branches = Copy([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
     scales = Scales(costs(0.25))
     for _ in range(100):
         scales.learn(branches, [6, 7])
@@ -460,9 +460,9 @@ def test_trust_is_counted_whoever_drafts() -> None:
 class Wrong(PromptLookupDrafter):
     """Finds what the model does not say next."""
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         (right,) = conformance.plain_greedy(self.target, state.tokens[row], 1)
-        return Found([(right + 1) % self.target.vocab_size], [-1], [0.5], 4)
+        return Copy([(right + 1) % self.target.vocab_size], [-1], [0.5], 4)
 
 
 def test_what_seldom_follows_is_told_apart() -> None:
@@ -470,7 +470,7 @@ def test_what_seldom_follows_is_told_apart() -> None:
     scales = Scales(costs(0.03))
     for claim, rate in ((0.15, 0.1), (0.04, 0.0)):
         taught(scales.trust, 1, rate, claim)
-    assert scales.best_parts([Found([5, 6], [-1, -1], [0.04, 0.15], 1)], 1)[0].tokens == [6]
+    assert scales.best_parts([Copy([5, 6], [-1, -1], [0.04, 0.15], 1)], 1)[0].tokens == [6]
 
 
 def test_each_where_it_is_right() -> None:

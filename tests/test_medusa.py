@@ -82,7 +82,7 @@ def test_shapes_that_there_are_no_heads_for() -> None:
         medusa(target, None, "chain", depth=5)
     with pytest.raises(ValueError, match="a tree path has 3 nodes, and there are 2 heads"):
         medusa(target, None, "static", heads=2, paths=[[0], [0, 0], [0, 0, 0]])
-    with pytest.raises(ValueError, match="no parent or elder sibling"):
+    with pytest.raises(ValueError, match="no parent or previous sibling"):
         medusa(target, None, "static", paths=[[1]])
 
 
