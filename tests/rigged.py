@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import tiny
@@ -17,6 +18,7 @@ from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.rows import CHAIN, Rows
+from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, Path, Shape, ShapePolicy
 
@@ -230,8 +232,11 @@ def by_length(name: str, target: TargetModel, costs: Costs = AUTO_COSTS, **optio
 
 def goes_by(drafter: Drafter, costs: Costs) -> None:
     """Let a drafter's policy take these costs instead of measuring."""
-    assert isinstance(drafter.policy, ShapePolicy)
-    drafter.policy._measured = lambda *given: costs  # type: ignore[method-assign]
+    policy: Any = drafter.policy
+    if isinstance(policy, CopyPolicy):
+        policy._curve, policy.prepare = lambda state: costs.rest, lambda *given: None
+    else:
+        policy._measured = lambda *given: costs
 
 
 def auto_eagle(

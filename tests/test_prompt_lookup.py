@@ -1,8 +1,6 @@
 """Prompt lookup: matches by hand and against a scan, going back, batches, and output distributed as the target's."""
 
 import random
-from pathlib import Path
-from typing import Any
 
 import conformance
 import pytest
@@ -10,8 +8,7 @@ import tiny
 import torch
 from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from drafters.policy.weighing import Weighing
-from rigged import AUTO_COSTS, perturbed
+from rigged import perturbed
 
 from drafters import FeatureOutput, TargetModel, generate, make_drafter
 from drafters.loop.sampling import Sampling
@@ -19,8 +16,6 @@ from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.prompt_lookup import NgramIndex, PromptLookupDrafter
-from drafters.policy import costs as cost
-from drafters.policy import kept_costs
 
 
 class PrimedIndex(NgramIndex):
@@ -41,6 +36,7 @@ class Primed(PromptLookupDrafter):
     """Has read the answer, every seventh token of which was misprinted: accepted in part."""
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
         prompts = [row[:length] for row, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         answers = [conformance.plain_greedy(self.target, ids, 40) for ids in prompts]
         for answer in answers:
@@ -203,38 +199,3 @@ def test_bad_options() -> None:
     for wrong in ({"gamma": 0}, {"max_ngram": 0}, {"min_ngram": 0}, {"ngram": 2}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             make_drafter("prompt_lookup", target, **wrong)
-
-
-@pytest.mark.parametrize("kind", ["prompt_lookup", "suffix"])
-def test_measuring_leaves_it_untouched(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a text, and answers remembered, that are gone or altered when costs have been measured between two
-    prompts; and a search for copies that seems to take no time."""
-    monkeypatch.setenv(kept_costs.CACHE, str(tmp_path))
-    monkeypatch.setattr(kept_costs, "_known", {})
-    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (4,), "LATE": 2}.items():
-        monkeypatch.setattr(cost, name, value)
-    target, auto = target_of("llama"), {"gamma": "auto"} if kind == "prompt_lookup" else {"nodes": "auto"}
-    found = []
-    for measures in (False, True):
-        drafter: Any = make_drafter(kind, target, **auto)
-        drafter.weighing.ask = lambda *given: AUTO_COSTS
-        texts = [[*prompt(6, seed), *prompt(6, seed)] for seed in (0, 1, 0)]
-        runs = []
-        for text in texts:
-            runs.append(generate(target, drafter, [text], max_new_tokens=40, eos_token_id=NO_EOS))
-            if measures:
-                seconds, retrieve = [1.0], type(drafter).retrieve
-
-                def slow(self: Any, *given: Any, seconds: list[float] = seconds, retrieve: Any = retrieve) -> Any:
-                    seconds[0] += 20
-                    return retrieve(self, *given)
-
-                with monkeypatch.context() as patched:
-                    patched.setattr(cost, "_now", lambda device, seconds=seconds: seconds[0])
-                    patched.setattr(type(drafter), "retrieve", slow)
-                    kept_costs._known.clear()
-                    assert Weighing(target, drafter).ask(1, Sampling(), 9).first == 20
-                    for file in tmp_path.iterdir():
-                        file.unlink()
-        found.append([[(step.drafted, step.accepted) for step in run.trace.steps] for run in runs])
-    assert found[0] == found[1] and any(drafted for run in found[0] for drafted, _ in run)
