@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.loop import acceptance
 from drafters.loop.acceptance import verify_greedy, verify_sampled
@@ -150,39 +149,6 @@ def test_verification_reads_nothing_before_the_verdict(name: str) -> None:
         assert total_variation(measured(draft, logits, toy, shape), toy.joint()) < LIMIT
         draft.draws = None  # as deep and as wide as there are nodes
         assert total_variation(measured(draft, logits, toy, shape), toy.joint()) < LIMIT
-
-
-def test_operations_do_not_grow_with_the_tree() -> None:
-    """Catches work for every node, reached or not: there may be so much of it a level."""
-
-    class Counting(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-            self.count += 1
-            return function(*args, **(kwargs or {}))
-
-    def operations(width: int) -> int:
-        parents = [ROOT] * width + [node // width for node in range(width * width)]
-        draft = DraftTree.from_parents(torch.arange(len(parents))[None], parents)
-        with Counting() as counting:
-            verify_sampled(draft, torch.zeros(1, draft.size + 1, 99), draft.ancestors(), Sampling(1.0))
-        return counting.count
-
-    with mock.patch.multiple(acceptance, FEW_ROWS=0, _known_none=lambda rows: False):
-        assert operations(2) == operations(8)
-
-
-def test_draft_equal_to_the_target_is_always_accepted() -> None:
-    """Catches 0/0 in the residual of p == q: NaN there becomes a token, or rejects drafts that rounding alone could."""
-    shape = SHAPES["chain"]
-    toy = Toy(shape.sampling)
-    toy.q = toy.p
-    draft, logits = build_draft(shape, toy, torch.Generator().manual_seed(0))
-    assert total_variation(measured(draft, logits, toy, shape), toy.joint()) < LIMIT
-    with mock.patch.object(acceptance, "collect", lambda draft, see, best, bonus: best):
-        best = verify_sampled(draft, logits, torch.ones(1), shape.sampling, torch.Generator().manual_seed(2))
-    assert (best == 2).float().mean() > 0.9999
 
 
 def test_a_draft_is_worth_something() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from rigged import perturbed
 
-from drafters import Sampling, TargetModel, generate, make_drafter
+from drafters import Sampling, generate
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.bild import BiLDDrafter, Rollback
@@ -107,26 +107,3 @@ def test_falls_back_before_the_first_uncertain_token(temperature: float) -> None
     assert 0 < max(ranks) < 5 if temperature else max(ranks) == 0
     lengths = {len(tokens) for _, tokens, limit in drafts if limit == 3}
     assert {0, 3} <= lengths and len(lengths) > 2, "the rig must stop early and late"
-
-
-def test_extreme_thresholds() -> None:
-    """Catches policies that are not independent: a draft model never trusted, and one always trusted."""
-    target = conformance.target_of("llama")
-    ids = conformance.prompt(9)
-    timid = BiLDDrafter.from_options(target, draft_model=target, fallback=1.0)
-    result = generate(target, timid, [ids], max_new_tokens=12, eos_token_id=[])
-    assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 12) and result.trace.tau == 1.0
-    trusting = BiLDDrafter.from_options(target, draft_model=perturbed(target, 1.0), gamma=3, fallback=0.0, rollback=1e9)
-    steps = generate(target, trusting, [ids], max_new_tokens=17, eos_token_id=[]).trace.steps
-    assert [step.accepted for step in steps] == [3, 3, 3, 3]
-
-
-def test_bad_options() -> None:
-    """Catches thresholds out of range, which would silently draft nothing or accept everything."""
-    target: TargetModel = conformance.target_of("llama")
-    for wrong in ({"fallback": 1.5}, {"fallback": -0.1}, {"rollback": 0.0}, {"gamma": 0}, {"tau": 1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("bild", target, draft_model="x", **wrong)
-    drafter = make_drafter("bild", target, draft_model=target, rollback=1.0)
-    assert isinstance(drafter, BiLDDrafter) and not drafter.lossless and not drafter.rewinds
-    assert (drafter.max_draft, drafter.fallback, drafter.rollback) == (10, 0.9, 1.0)

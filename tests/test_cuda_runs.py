@@ -95,13 +95,6 @@ def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     assert min(there.reads) >= 1
 
 
-def test_exceptions_are_needed(on_graphs: Outcomes) -> None:
-    """Catches an exception to the rule that stands in the table after its method was mended."""
-    for method in ALLOWED:
-        runs = [on_graphs.there[run] for run in RUNS if run[0].split()[0] == method]
-        assert max(max(there.reads) for there in runs if isinstance(there, Decoded)) > 1, method
-
-
 @pytest.mark.parametrize("engine", ["fused", "eager"])
 def test_other_engines(engine: str) -> None:
     """Catches what the graphs' engine hides: masks, positions and RoPE are made outside of any graph here."""

@@ -21,7 +21,7 @@ from drafters.drafting.retrieval import NOTHING, Found
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter
-from drafters.methods.hybrid import HybridDrafter, _matching
+from drafters.methods.hybrid import HybridDrafter
 from drafters.methods.prompt_lookup import PromptLookupDrafter
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs
@@ -182,14 +182,6 @@ def test_a_head_learns_of_its_own_rows_alone(kind: str, rows: int) -> None:
         found = generate(target, drafter, prompts, max_new_tokens=24, eos_token_id=NO_EOS)
     assert conformance.rows_of(found) == [conformance.plain_greedy(target, ids, 24) for ids in prompts]
     assert any(beyond)
-
-
-def test_rows_that_match() -> None:
-    """Catches finished rows that count, and copies of too short a match that are drafted with the others."""
-    chain = Found([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
-    assert _matching([chain, NOTHING, NOTHING], 3, 3) == [NOTHING] * 3
-    assert _matching([chain, NOTHING, NOTHING], 2, 3) == [chain, NOTHING, NOTHING]
-    assert _matching([chain, chain._replace(match=2)], 2, 3) == [chain, NOTHING]
 
 
 @pytest.mark.parametrize("match", [3, "auto"])

@@ -72,17 +72,6 @@ def test_walk() -> None:
     assert walk([always, 0, 0], [0, always, 0], [never, always, 0], nothing) == ([0, 1, 2, 6], [5, 6, 4, 6])
 
 
-def test_trials_pass_with_their_chances() -> None:
-    """Catches one random number for several trials, which would make them pass together."""
-    tree = MergedTree.merge(torch.tensor([[1], [2]]), torch.rand(2, 1, 3), frozenset())
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.zeros(1, 3, 3)
-    half = lambda tree, p: (torch.tensor([[0.5, 0.5]]), p)  # noqa: E731
-    found = [tree.walk(half, logits, Sampling(1.0), generator).rows[0][-1] for _ in range(4000)]
-    shares = torch.bincount(torch.tensor(found), minlength=3) / 4000
-    torch.testing.assert_close(shares, torch.tensor([0.25, 0.5, 0.25]), atol=0.03, rtol=0)
-
-
 def test_what_a_sequence_shares_with_the_accepted_path() -> None:
     """Catches a draft cache that keeps rows of a sequence beyond the accepted path, or drops rows that still hold."""
     tree = merged()

@@ -13,7 +13,7 @@ from typing import Any
 import conformance
 import pytest
 from conformance import NO_EOS, prompt, rows_of, target_of
-from rigged import AUTO_COSTS, Cycling, auto_eagle, by_length, eagle, goes_by, perturbed
+from rigged import Cycling, auto_eagle, by_length, goes_by, perturbed
 from test_prompt_lookup import Primed as PrimedLookup
 from test_suffix import Primed as PrimedSuffix
 
@@ -25,51 +25,36 @@ from drafters.methods.cascade import CascadeDrafter
 from drafters.policy import costs as measuring
 from drafters.policy.copies import CopyPolicy, CopyRates
 from drafters.policy.costs import Curve, cached, context_limits, time_plans
-from drafters.policy.shape import (
-    EXPLORE,
-    WINDOW,
-    Costs,
-    Rates,
-    Shape,
-    ShapePolicy,
-    accepted,
-    best_shape,
-    costs_of,
-    likeliest,
-)
-from drafters.policy.shape import Path as Node
+from drafters.policy.shape import EXPLORE, WINDOW, Costs, Rates, Shape, ShapePolicy, accepted, best_shape, costs_of
 
+Node = tuple[int, ...]
 GREEDY = Sampling()
 
 
-def copying(drafter: Any) -> Any:
-    goes_by(drafter, AUTO_COSTS)
-    return drafter
-
-
 def measured_cascade(target: Any) -> CascadeDrafter:
-    small = perturbed(target, 0.05)
     inner = {"drafter": "speculative", "draft_model": perturbed(target, 0.1), "gamma": "auto"}
-    return CascadeDrafter.from_options(target, draft_model=small, inner=inner, gamma=4)
+    return CascadeDrafter.from_options(target, draft_model=perturbed(target, 0.05), inner=inner, gamma=4)
 
 
+MAKERS: dict[str, Any] = {
+    "eagle": lambda t: auto_eagle(t, 0.4),
+    "speculative": lambda t: by_length("speculative", t, draft_model=perturbed(t, 0.05)),
+}
 LLAMA: Any = {"families": ("llama",), "remembers": True}
-TestEagleAuto = conformance.suite(lambda t: auto_eagle(t, 0.4), accepts="some", longest_draft=8, remembers=True)
+TestEagleAuto = conformance.suite(MAKERS["eagle"], accepts="some", longest_draft=8, remembers=True)
 TestEagleCycling = conformance.suite(lambda t: auto_eagle(t, 0.4, Cycling()), **LLAMA)
-TestSpeculativeAuto = conformance.suite(
-    lambda t: by_length("speculative", t, draft_model=perturbed(t, 0.05)), accepts="some", longest_draft=12, **LLAMA
-)
+TestSpeculativeAuto = conformance.suite(MAKERS["speculative"], accepts="some", longest_draft=12, **LLAMA)
 TestPromptLookupAuto = conformance.suite(
-    lambda t: copying(PrimedLookup.from_options(t, gamma="auto")), accepts="some", longest_draft=16, **LLAMA
+    lambda t: goes_by(PrimedLookup.from_options(t, gamma="auto")), accepts="some", longest_draft=16, **LLAMA
 )
 TestSuffixAuto = conformance.suite(
-    lambda t: copying(PrimedSuffix.from_options(t, nodes="auto")), accepts="some", longest_draft=24, **LLAMA
+    lambda t: goes_by(PrimedSuffix.from_options(t, nodes="auto")), accepts="some", longest_draft=24, **LLAMA
 )
 TestMeasuredInCascade = conformance.suite(measured_cascade, longest_draft=16, **LLAMA)
 
 
 def trees(nodes: int, depth: int, ranks: int, root: Node = ()) -> Iterator[frozenset[Node]]:
-    """Every tree of at most ``nodes`` nodes below ``root`` whose nodes have their elder siblings."""
+    """Every tree of at most ``nodes`` nodes below ``root``."""
     yield frozenset()
     if len(root) == depth:
         return
@@ -103,30 +88,16 @@ def test_best_shape_is_that_of_all_trees() -> None:
         assert best.speedup >= (1 - loss) * max(speed(tree, table, costs) for tree in every)
         assert speed(frozenset(best.paths), table, costs) == pytest.approx(best.speedup)
         kinds.add(best.name[:8])
-    assert kinds == {"a chain ", "a tree o"}
-    assert Shape().name == "no draft" and Shape().speedup == 1.0
-
-
-def test_likeliest_paths_come_in_order() -> None:
-    """Catches a child before its parent or its elder sibling (no tree), and a likelier path after another one."""
-    table = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.05]]
-    found = list(likeliest(table, 2))
-    assert len(found) == 3 + 9 and sorted(found, key=lambda one: -one[0]) == found
-    for place, (probability, path) in enumerate(found):
-        assert probability == pytest.approx(math.prod(table[d][rank] for d, rank in enumerate(path)))
-        before = [other for _, other in found[:place]]
-        assert (len(path) == 1 or path[:-1] in before) and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in before)
+    assert kinds == {"a chain ", "a tree o"} and Shape().name == "no draft"
 
 
 def test_rates_by_hand() -> None:
     """Catches counts at the wrong depth or rank, untried siblings that count, and a past that never fades."""
     rates = Rates(3, 2, [[0.5, 0.4], [0.2, 0.1]])
     assert rates.hazards() == [[0.5, 0.4], [0.2, 0.1], pytest.approx([0.19, 0.095])]
-    rates.learn(0, 2, 0)  # the second candidate was not tried
-    rates.learn(0, 2, 1)
-    rates.learn(0, 2, None)
-    rates.learn(0, 1, None)
-    rates.learn(3, 2, 0)  # beyond the depths
+    # Of the first candidate only; of the second; neither of both; not the only one; beyond the depths.
+    for depth, count, right in ((0, 2, 0), (0, 2, 1), (0, 2, None), (0, 1, None), (3, 2, 0)):
+        rates.learn(depth, count, right)
     assert rates.hazards()[0] == pytest.approx([(4 + 1) / (8 + 4), (3.2 + 1) / (8 + 2)])
     rates.learn(1, 2, 0)
     assert rates.hazards()[2] == pytest.approx([0.95 * value for value in rates.hazards()[1]])
@@ -138,7 +109,7 @@ def test_rates_by_hand() -> None:
 
 
 def test_costs_by_hand() -> None:
-    """Catches a level's price that counts the first, rows that pay twice, and noise that makes more rows cheaper."""
+    """Catches a level's price that counts the first, rows that are counted twice, and noise that makes more rows cheaper."""
     plans: list[tuple[Node, ...]] = [(), ((0,),), ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))]
     plans.append(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     costs = costs_of(plans, [(0.0, 1.0), (0.1, 1.1), (0.4, 1.4), (0.25, 1.3)])
@@ -146,7 +117,6 @@ def test_costs_by_hand() -> None:
     assert costs.rest == Curve((1, 2, 5, 6), (1.0, 1.1, 1.4, 1.4))
     assert costs.step(5, 2, 2) == pytest.approx(1.4 + 0.1 + 0.1 + 0.05) and costs.step(0, 0, 0) == 1.0
     assert costs.rest.at(3) == pytest.approx(1.2) and Curve((1, 3), (1.0, 2.0)).at(5) == pytest.approx(3.0)
-    assert Curve((4,), (2.0,)).at(9) == 2.0
     long: Any = SimpleNamespace(max_context=2048)
     assert context_limits(long, 100) == [512] and context_limits(long, 700) == [512, 2048]
 
@@ -172,13 +142,12 @@ def test_costs_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert ask("a") == [[6, 0.5]] and made == ["a", "b", "a", "a", "a", "a"]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "speculative"])
+@pytest.mark.parametrize("kind", MAKERS)
 def test_measuring_leaves_the_drafter_usable(kind: str) -> None:
     """Catches caches, features and chosen shapes of measured steps that stay in the drafter, and negative times."""
     target, plans, runs, used = target_of("llama"), [(), ((0,),), ((0,), (0, 0))], [], []
     for measures in (False, True):
-        model = {"draft_model": perturbed(target, 0.05)}
-        drafter: Any = eagle(target, 0.4, "auto") if kind == "eagle" else by_length("speculative", target, **model)
+        drafter: Any = MAKERS[kind](target)
         drafter.policy = policy = Cycling()
         runs.append([])
         for seed in (0, 1):
@@ -197,12 +166,10 @@ def test_equal_seeds_and_costs_give_equal_output(tmp_path: Path, monkeypatch: py
     """Catches random numbers taken by a measurement, and a choice that reads the clock."""
     monkeypatch.setenv(measuring.CACHE, str(tmp_path))
     target, runs = target_of("llama"), []
+    options: Any = {"max_new_tokens": 60, "eos_token_id": NO_EOS, "temperature": 1.0, "seed": 3}
     for _ in range(3):  # the first run measures, the others read its file
         measuring._known.clear()
-        found = generate(
-            target, auto_eagle(target, 0.4, None), [prompt(9), prompt(5)], max_new_tokens=60, eos_token_id=NO_EOS,
-            temperature=1.0, seed=3,
-        )  # fmt: skip
+        found = generate(target, auto_eagle(target, 0.4, None), [prompt(9), prompt(5)], **options)
         runs.append((found.tokens.tolist(), found.trace.steps))
     assert runs[0] == runs[1] == runs[2] and len([*tmp_path.iterdir()]) == 1
 
@@ -220,13 +187,24 @@ def test_shapes_change_in_a_batch(temperature: float) -> None:
 def test_a_joined_prompt_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches costs that are known at the context lengths of a batch's first prompts only."""
     monkeypatch.setattr(measuring, "CONTEXTS", (24, 999))
-    target, found = target_of("llama"), []
+    target = target_of("llama")
+    answers = [conformance.plain_greedy(target, prompt(length), 9) for length in (4, 5, 40)]
     for make in (lambda: auto_eagle(target, 0.4), lambda: make_drafter("prompt_lookup", target, gamma="auto")):
-        prompts = deque([(0, prompt(4)), (1, prompt(5)), (2, prompt(40)), (3, prompt(30))])
+        prompts = deque([(0, prompt(4)), (1, prompt(5)), (2, prompt(40))])
         give = lambda prompts=prompts: prompts.popleft() if prompts else None  # noqa: E731
-        many = generate_many(target, make(), give, batch=2, longest=40, max_new_tokens=9, eos_token_id=NO_EOS)
-        found.append({one.key: one.tokens for one in many})
-    assert found[0] == found[1] and found[0][2] == conformance.plain_greedy(target, prompt(40), 9)
+        options: Any = {"batch": 2, "longest": 40, "max_new_tokens": 9, "eos_token_id": answers[0][1]}
+        tokens = {one.key: one.tokens for one in generate_many(target, make(), give, **options)}
+        assert len(tokens[0]) == 2 < len(tokens[1])
+        assert [row[: len(tokens[key])] for key, row in enumerate(answers)] == [tokens[key] for key in range(3)]
+
+
+def prepared(two_rows: float) -> ShapePolicy:
+    """A policy on a machine where a step of two rows takes ``two_rows`` plain steps."""
+    policy = ShapePolicy(8, 4, 2)
+    costs = Costs(Curve((1, 2), (1.0, two_rows)), first=0.2, level=0.1, row=0.0)
+    drafter: Any = SimpleNamespace(policy=policy, target=target_of("llama"))
+    goes_by(drafter, costs).policy.prepare(drafter, 1, GREEDY, 99)
+    return policy
 
 
 def run_policy(policy: ShapePolicy, steps: int, right: float, draw: random.Random) -> list[int]:
@@ -246,34 +224,21 @@ def run_policy(policy: ShapePolicy, steps: int, right: float, draw: random.Rando
 
 def test_drafting_stops_and_returns() -> None:
     """Catches drafts where none is profitable, a policy that never drafts again, and expectations of other steps."""
-    policy, draw = ShapePolicy(8, 4, 2), random.Random(0)
-    drafter: Any = SimpleNamespace(policy=policy, target=target_of("llama"))
-    goes_by(drafter, Costs(Curve((1, 2), (1.0, 1.2)), first=0.2, level=0.1, row=0.0))
-    policy.prepare(drafter, 1, GREEDY, 99)
+    draw, policy = random.Random(0), prepared(1.2)
     assert policy.expected() is None
-    wrong = run_policy(policy, 500, 0.0, draw)
-    assert 2 <= sum(size > 0 for size in wrong[-4 * EXPLORE :]) <= 4
+    assert 2 <= sum(size > 0 for size in run_policy(policy, 500, 0.0, draw)[-4 * EXPLORE :]) <= 4
     expected = policy.expected()
     assert expected is not None and expected.steps == 500 and expected.choice == "no draft"
-    again = run_policy(policy, 80 * EXPLORE, 1.0, draw)
-    assert all(size == 4 for size in again[-50:])
-    after = policy.expected()
-    assert after is not None and after.tokens / after.plain_steps > expected.tokens / expected.plain_steps
-    assert after.choice == "a chain of 4"
-    dear: Any = SimpleNamespace(policy=ShapePolicy(8, 4, 2), target=target_of("llama"))
-    goes_by(dear, replace_rest(2.5))
-    dear.policy.prepare(dear, 1, GREEDY, 99)
-    assert sum(run_policy(dear.policy, EXPLORE - 1, 1.0, draw)) == 0
-
-
-def replace_rest(second: float) -> Costs:
-    return AUTO_COSTS._replace(rest=Curve((1, 2), (1.0, second)))
+    assert run_policy(policy, 80 * EXPLORE, 1.0, draw)[-50:] == [4] * 50
+    assert sum(run_policy(prepared(2.5), EXPLORE - 1, 1.0, draw)) == 0
 
 
 def copies(row: float) -> CopyPolicy:
-    """A policy where each row costs ``row`` plain steps."""
+    """A policy where each row costs ``row`` plain steps, and copies after matches of 3, 4, 5 are right with these."""
     policy = CopyPolicy()
     policy._curve = lambda state: Curve((1, 2), (1.0, 1.0 + row))  # type: ignore[method-assign]
+    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
+        taught(policy.rates, match, rate)
     return policy
 
 
@@ -299,18 +264,14 @@ def test_copy_rates_by_hand() -> None:
     taught(rates, 3, 1.0)
     taught(rates, 3, 0.0)
     assert rates.of(3, 0.5) < 0.05
-    tree = Found([4, 5, 6], [-1, -1, 1], [0.3, 0.6, 0.6], 3)
-    chances = {node: chance for chance, node in rates.chances(tree)}
-    assert chances[2] == pytest.approx(chances[1] * rates.of(4, 0.6)) and [*chances] == sorted(
-        chances, key=lambda node: -chances[node]
-    )
+    (first, one), (second, two), _ = rates.chances(Found([4, 5, 6], [-1, -1, 1], [0.3, 0.8, 0.6], 3))
+    assert (one, two) == (1, 2) and second == pytest.approx(first * rates.of(4, 0.6)) and first == rates.of(3, 0.8)
 
 
 def test_copies_are_cut_to_what_is_profitable() -> None:
-    """Catches a copy drafted where the head's draft gains more, one that is too long, and rows that do not count."""
+    """Catches a copy drafted where the head's draft gains more, one that is too long, rows that do not count, and
+    copied nodes behind a head's draft that cost more than they gain or that it holds already."""
     policy = copies(0.25)
-    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
-        taught(policy.rates, match, rate)
     assert policy.select([CHAIN], going(1))[0].tokens == [5, 6]  # 0.9 and 0.72 are worth 0.25 steps, 0.07 is not
     found = policy.expected()
     assert found is not None and found[:3] == pytest.approx((1, 1 + 0.9 + 0.72, 1.5), rel=0.03)
@@ -318,10 +279,13 @@ def test_copies_are_cut_to_what_is_profitable() -> None:
     assert policy.select([CHAIN], going(1), Shape((), 4.0, 1.5)) == [NOTHING]
     assert [one.tokens for one in policy.select([NOTHING, CHAIN], going(2, finished=1))] == [[], [5, 6]]
     dear = copies(0.5)
-    dear.rates = policy.rates
     assert dear.select([CHAIN, NOTHING], going(2)) == [NOTHING] * 2  # 0.45 tokens of a row for 0.5 steps
     both = dear.select([CHAIN, CHAIN._replace(tokens=[1, 2, 3, 4])], going(2))
     assert [one.tokens for one in both] == [[5, 6], [1, 2]]
+    behind = copies(0.25)  # a head's draft of two nodes, which holds none, one or two of the copy's
+    assert behind.beside([CHAIN], [{}], 2, going(1)) == [[0, 1]]
+    assert behind.beside([CHAIN], [{0: 0}], 2, going(1)) == [[1]]
+    assert behind.beside([CHAIN, NOTHING], [{0: 0, 1: 1}, {}], 2, going(2)) == [[], []]
 
 
 def test_of_a_tree_the_likeliest_nodes_are_copied() -> None:
@@ -335,22 +299,12 @@ def test_of_a_tree_the_likeliest_nodes_are_copied() -> None:
     assert policy.select([tree], going(1))[0] == Found([4], [-1], [0.25], 6)
 
 
-def test_copies_behind_a_head_by_hand() -> None:
-    """Catches copied nodes that cost more than they gain, and held ones that are counted."""
-    policy = copies(0.25)
-    for match, rate in ((3, 0.9), (4, 0.8), (5, 0.1)):
-        taught(policy.rates, match, rate)
-    assert policy.beside([CHAIN], [{}], 2, going(1)) == [[0, 1]]
-    assert policy.beside([CHAIN], [{0: 0}], 2, going(1)) == [[1]]
-    assert policy.beside([CHAIN, NOTHING], [{0: 0, 1: 1}, {}], 2, going(2)) == [[], []]
-
-
-def test_copies_are_learnt_from_whoever_drafts() -> None:
+def test_copies_are_learnt_by_hand() -> None:
     """Catches siblings and tokens behind a wrong one that are counted, and rows whose tokens are mixed up."""
-    policy, tree = copies(0.25), Found([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
+    policy, tree = CopyPolicy(), Found([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
     verdict: Any = SimpleNamespace(tokens=[[6, 7], [5, 6, 9], []])
     for _ in range(100):
         policy.learn([tree, CHAIN._replace(match=8), CHAIN], verdict)
-    rates, fresh = policy.rates, CopyRates()
-    assert rates.of(3, 0.4) < 0.1 and rates.of(3, 0.6) > 0.9 and rates.of(4, 0.5) > 0.9
-    assert rates.of(8, 0.5) > 0.9 and rates.of(17, 0.5) == fresh.of(17, 0.5)
+    of = policy.rates.of
+    assert of(3, 0.4) < 0.1 and of(3, 0.6) > 0.9 and of(4, 0.5) > 0.9 and of(8, 0.5) > 0.9
+    assert of(17, 0.5) == CopyRates().of(17, 0.5)

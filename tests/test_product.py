@@ -152,16 +152,6 @@ def test_it_is_the_same_target(tmp_path: Path) -> None:
     assert target.fingerprint() == plain.fingerprint()
 
 
-def test_what_cannot_be_quantised_is_refused() -> None:
-    """Catches a target silently left as it is."""
-    with pytest.raises(ValueError, match="needs engine 'fused'"):
-        TargetModel(tiny.build("llama"), engine="eager", quantize="int8")
-    with pytest.raises(ValueError, match="mixture of experts"):
-        quantized("mixtral")
-    with pytest.raises(ValueError, match="48 inputs cannot be quantised to int4"):
-        Product(torch.randn(32, 48)).quantize("int4")
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_lm_head_of_a_quantised_target(tied: bool) -> None:
     """Catches a head that is counted as it was, or whose quantising takes the tied embedding's weights along."""

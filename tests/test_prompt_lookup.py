@@ -6,14 +6,12 @@ import conformance
 import pytest
 import tiny
 import torch
-from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
-from drafters import FeatureOutput, TargetModel, generate, make_drafter
+from drafters import FeatureOutput, TargetModel, make_drafter
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
-from drafters.loop.tree import DraftTree
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.prompt_lookup import NgramIndex, PromptLookupDrafter
 
@@ -42,24 +40,6 @@ class Primed(PromptLookupDrafter):
         for answer in answers:
             answer[6::7] = [(token + 1) % tiny.VOCAB_SIZE for token in answer[6::7]]
         self._rows = [PrimedIndex(ids[-1:] + answer) for ids, answer in zip(prompts, answers, strict=True)]
-
-
-class Checked(PromptLookupDrafter):
-    """Its index must always be that of the text as it stands."""
-
-    went_back = 0
-
-    def propose(self, state: DecodeState) -> DraftTree:
-        draft = super().propose(state)
-        for index, tokens in zip(self._rows, state.tokens, strict=True):
-            fresh = NgramIndex(self.min_ngram, self.max_ngram)
-            fresh.read(tokens)
-            assert vars(index) == vars(fresh)
-        return draft
-
-    def rewind(self, state: DecodeState, kept: int) -> None:
-        self.went_back += kept < len(self._rows[0]._tokens)
-        super().rewind(state, kept)
 
 
 def in_cascade(target: TargetModel, kind: type[PromptLookupDrafter] = Primed) -> CascadeDrafter:
@@ -97,12 +77,6 @@ def test_copies_run_into_themselves() -> None:
     assert continuation([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
 
 
-def test_drafts_end_at_eos() -> None:
-    """Catches tokens drafted behind an EOS, which no prompt template's turn ends would ever bear out."""
-    assert continuation([3, 4, 5, 6, 3], 4, eos=5) == [4, 5]
-    assert continuation([3, 4, 5, 3, 4], 9, eos=3) == [5, 3]
-
-
 @pytest.mark.parametrize(
     ("shortest", "longest", "least"), [(2, 3, 500), (2, 4, 500), (1, 8, 500), (4, 4, 100), (5, 7, 40)]
 )
@@ -137,29 +111,6 @@ def test_index_equals_a_scan(shortest: int, longest: int, least: int) -> None:
     assert found > least
 
 
-def test_going_back() -> None:
-    """Catches tokens that a cascade took back and that go on being matched."""
-    target = target_of("llama")
-    drafter = in_cascade(target, Checked)
-    for seed in range(3):
-        generate(target, drafter, [prompt(9, seed)], max_new_tokens=24, eos_token_id=NO_EOS)
-    assert isinstance(drafter.inner, Checked) and drafter.inner.went_back > 3
-
-
-def test_drafts_of_a_batch_are_those_of_its_rows() -> None:
-    """Catches rows that are looked up in each other's text, and padding that is accepted or hides a draft."""
-    target = target_of("llama")
-    prompts = [prompt(4), prompt(11, 1), prompt(7, 2)]
-    options = {"max_new_tokens": 20, "eos_token_id": 11}
-    alone = [generate(target, Primed.from_options(target, gamma=5), [ids], **options) for ids in prompts]  # type: ignore[arg-type]
-    together = generate(target, Primed.from_options(target, gamma=5), prompts, **options)  # type: ignore[arg-type]
-    for row, single in enumerate(alone):
-        assert together.tokens[row, : together.lengths[row]].tolist() == single.tokens[0].tolist()
-        steps = [step.accepted for step in together.trace.steps if step.row == row]
-        assert steps == [step.accepted for step in single.trace.steps]
-    assert max(step.accepted for step in together.trace.steps) > 2
-
-
 def test_rows_of_different_length() -> None:
     """Catches padding handed over as drafted tokens, and drafts for rows that are finished or have no room."""
     target, tokens = toy(), [[2, 3, 4, 2], [3, 4, 2], [4, 3, 4], [2, 3, 2], [3, 2, 4, 3]]
@@ -189,13 +140,3 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
     And, as rows of a batch draft unequally many tokens, padding nodes that take probability from the bonus.
     """
     assert deviation(PromptLookupDrafter.from_options(toy(), gamma=3), WARPS[warp]) < LIMIT
-
-
-def test_bad_options() -> None:
-    """Catches sizes that would silently never match."""
-    target = target_of("llama")
-    with pytest.raises(ValueError, match="min_ngram is 4 and max_ngram 3"):
-        make_drafter("prompt_lookup", target, min_ngram=4)
-    for wrong in ({"gamma": 0}, {"max_ngram": 0}, {"min_ngram": 0}, {"ngram": 2}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("prompt_lookup", target, **wrong)

@@ -109,13 +109,6 @@ def test_the_ends_of_a_draft() -> None:
     assert {3, 4, 5, 6, 7, 1} <= set(found(many, alpha=40.0, chance=0.15, nodes=40).tokens)
 
 
-def test_a_chain_by_hand() -> None:
-    """Catches siblings in what is to be one path, and one that is cut where its tree would branch."""
-    many = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 6, 7, 9, 1, 2]
-    assert found(many, alpha=2.0, chance=0.0, chain=True)[:2] == ([6, 7, 9, 1, 2, 6], [-1, 0, 1, 2, 3, 4])
-    assert found(many[:2] + many[5:], alpha=2.0, chain=True, nodes=3).tokens == [6, 7, 9]
-
-
 def reference(text: list[int]) -> tuple[float, bool]:
     """The best score of any end of the text by looking at every place, and whether a tree came to the text's end."""
 
@@ -210,10 +203,3 @@ def test_output_is_distributed_as_the_targets(memory: int) -> None:
     """Catches siblings that are copied and not removed from p when they are rejected."""
     drafter = SuffixDrafter.from_options(toy(), alpha=3.0, nodes=8, memory=memory)
     assert deviation(drafter, WARPS[memory == 0], tokens=2_000) < LIMIT
-
-
-def test_bad_options() -> None:
-    """Catches a draft that could never have a node."""
-    for wrong in ({"alpha": 0.0}, {"nodes": 0}, {"chance": 1.0}, {"memory": -1}, {"gamma": 3}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("suffix", target_of("llama"), **wrong)
