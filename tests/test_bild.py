@@ -42,27 +42,24 @@ def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, s
     return found.tokens[0]
 
 
-def test_rolls_back_at_the_first_unlikely_token() -> None:
-    """Catches tokens accepted past a rejected one, and the threshold taken of p instead of -log p.
-
-    -log 0.2 = 1.61 is at most 2; -log 0.1 = 2.30 is above: two tokens stay, and the target's own third one follows,
-    though the fourth would pass again.
-    """
-    assert verdict([0.9, 0.2, 0.1, 0.9], 2.0) == [0, 1, 32]
-    assert verdict([0.9, 0.2, 0.1, 0.9], 1.0) == [0, 31]
-    assert verdict([0.9, 0.2, 0.1, 0.9], 3.0) == [0, 1, 2, 3, 34]
-    assert verdict([0.05, 0.9], 2.0) == [30]
-
-
-def test_the_threshold_is_inclusive() -> None:
-    """Catches >= for >: rolled back is what lies above tau_2, not on it."""
-    assert verdict([0.5], float(-torch.tensor(0.5).log())) == [0, 31]
-
-
-def test_likelihood_is_the_targets_own() -> None:
-    """Catches p warped by temperature or top-k: at top-k 1 every token but the argmax would have -log p infinite."""
-    assert verdict([0.3, 0.3], 2.0, Sampling(1.0, top_k=1)) == [0, 1, 32]
-    assert verdict([0.3, 0.3], 2.0, Sampling(0.01)) == [0, 1, 32]
+@pytest.mark.parametrize(
+    ("p", "rollback", "sampling", "tokens"),
+    [
+        # -log 0.2 = 1.61 and -log 0.1 = 2.30: two tokens stay, though the fourth would pass again.
+        ([0.9, 0.2, 0.1, 0.9], 2.0, Sampling(), [0, 1, 32]),
+        ([0.9, 0.2, 0.1, 0.9], 1.0, Sampling(), [0, 31]),
+        ([0.9, 0.2, 0.1, 0.9], 3.0, Sampling(), [0, 1, 2, 3, 34]),
+        ([0.05, 0.9], 2.0, Sampling(), [30]),
+        ([0.5], float(-torch.tensor(0.5).log()), Sampling(), [0, 31]),  # what lies on the threshold stays
+        ([0.3, 0.3], 2.0, Sampling(1.0, top_k=1), [0, 1, 32]),  # the likelihood is the target's own, not warped
+        ([0.3, 0.3], 2.0, Sampling(0.01), [0, 1, 32]),
+    ],
+)
+def test_rolls_back_at_the_first_unlikely_token(
+    p: list[float], rollback: float, sampling: Sampling, tokens: list[int]
+) -> None:
+    """Catches tokens accepted past a rejected one, and a threshold taken of p, of a warped p, or exclusively."""
+    assert verdict(p, rollback, sampling) == tokens
 
 
 def test_bonus_is_sampled() -> None:

@@ -50,6 +50,8 @@ TestSome = conformance.suite(lambda t: cascade(t, 0.05, 0.05), accepts="some")
 TestStrangerInside = conformance.suite(lambda t: cascade(t, 0.05, 3.0), accepts="some", families=("mistral-sliding",))
 TestOfThree = conformance.suite(of_three, accepts="some", families=("llama",))
 TestTreeInside = conformance.suite(tree_inside, accepts="some", families=("llama",))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("make", [lambda t: cascade(t, 0.05, 0.05), of_three, tree_inside])
 def test_drafts_are_the_draft_models(make, temperature: float) -> None:  # noqa: ANN001

@@ -53,10 +53,6 @@ TestHybrid = conformance.suite(
     lambda t: hybrid(t, auto_eagle(t, 0.4)), accepts="some", longest_draft=8, remembers=True,
     families=("llama", "mistral-sliding"),
 )  # fmt: skip
-TestDraftModel = conformance.suite(
-    lambda t: hybrid(t, by_length("speculative", t, draft_model=perturbed(t, 0.05))), accepts="some", longest_draft=12,
-    remembers=True, families=("llama",),
-)  # fmt: skip
 TestByMatch = conformance.suite(
     lambda t: by_match(t, eagle(t, 0.4, "static")), accepts="some", longest_draft=5, families=("llama", "qwen3")
 )

@@ -1,5 +1,6 @@
 """Lookahead: a window worked by hand, guesses that are the target's, what the pool takes in, and sampled output."""
 
+import itertools
 from typing import Any
 
 import conformance
@@ -63,10 +64,8 @@ def test_window_by_hand() -> None:
     commit(drafter, state, [0], [11], 41, 42)
     assert list(drafter.pool.items()) == [(11, (21, 31)), (12, (31, 41)), (22, (32, 42))]
     draft = drafter.propose(state)
-    assert draft.tokens.tolist() == [[21, 31, 32, 41, 42]] and (draft.extra.scratch, draft.extra.scratch_outputs) == (
-        3,
-        2,
-    )
+    assert draft.tokens.tolist() == [[21, 31, 32, 41, 42]]
+    assert (draft.extra.scratch, draft.extra.scratch_outputs) == (3, 2)
     assert draft.parents.tolist() == [[-1, 0, -1, -1, 2]]
     assert draft.ancestors()[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],  # 11
@@ -160,18 +159,15 @@ def test_what_the_pool_takes_in() -> None:
     target, ids = target_of("llama"), prompt(12)
     first = conformance.plain_greedy(target, ids, 20)
     text = ids + first
-    for from_prompt in (True, False):
-        for from_output in (True, False):
-            for from_history in (True, False):
-                switches = {"from_prompt": from_prompt, "from_output": from_output, "from_history": from_history}
-                drafter = LookaheadDrafter.from_options(target, window=1, ngram=3, guesses=8, **switches)  # type: ignore[arg-type]
-                generate(target, drafter, [ids], max_new_tokens=20, eos_token_id=NO_EOS)
-                held = set(drafter.pool.items())
-                grams = [(text[at], tuple(text[at + 1 : at + 3])) for at in range(28)]
-                assert (set(grams[:10]) <= held) is from_prompt
-                assert (set(grams[12:]) <= held) is from_output
-                generate(target, drafter, [[5]], max_new_tokens=2, eos_token_id=NO_EOS)
-                assert (len(drafter.pool) > 0) is from_history
+    names = ("from_prompt", "from_output", "from_history")
+    for switches in itertools.product((True, False), repeat=3):
+        given = dict(zip(names, switches, strict=True))
+        drafter = LookaheadDrafter.from_options(target, window=1, ngram=3, guesses=8, **given)  # type: ignore[arg-type]
+        generate(target, drafter, [ids], max_new_tokens=20, eos_token_id=NO_EOS)
+        held = set(drafter.pool.items())
+        grams = [(text[at], tuple(text[at + 1 : at + 3])) for at in range(28)]
+        generate(target, drafter, [[5]], max_new_tokens=2, eos_token_id=NO_EOS)
+        assert (set(grams[:10]) <= held, set(grams[12:]) <= held, len(drafter.pool) > 0) == switches
 
 
 @pytest.mark.parametrize("warp", [0, 1])

@@ -45,13 +45,6 @@ def test_every_sequence_keeps_its_trial() -> None:
     assert tree.q is not None and tree.q.shape == (1, 9, 10)
 
 
-def test_one_sequence_is_a_chain() -> None:
-    """Catches the explicit mask, which costs time, where a chain needs none."""
-    tree = MergedTree.merge(SEQUENCES[:1].repeat(4, 1), None, EOS)
-    assert tree.is_chain and tree.tokens.tolist() == [[5, 6, 7]]
-    assert tree.q is None and tree.inner == [], "nothing was sampled"
-
-
 def test_walk() -> None:
     """Catches a bonus from another row than the last accepted one, and a trial accepted after an accepted one."""
     tree = merged()

@@ -6,11 +6,10 @@ import torch
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
-from drafters import FeatureOutput, Sampling, TargetModel, generate
-from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
+from drafters import Sampling, TargetModel, generate
+from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.trie import Trie
-from drafters.loop.acceptance import Verdict
-from drafters.loop.state import DecodeState, last_of, padded
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.ouroboros import OuroborosDrafter
 
@@ -164,31 +163,6 @@ def test_trie_merges_and_stops() -> None:
     assert Trie.of([(1, 2)], longest=0).tokens == [] and Trie.of([(1, 2)], longest=1).tokens == [1]
 
 
-def test_window_reads_diagonals() -> None:
-    """Catches phrases read off misaligned columns, and placeholders or half-filled columns that become phrases.
-
-    Two columns, two levels (phrases of three tokens). The root is at position P.
-    """
-    window = PhraseWindow(width=2, levels=2)
-    window.start([50, 51, 52])
-    assert window.tokens == [51, 52] and window.outputs == 2 and window.parents(0, 1) == [0, 1]
-    # Predictions after root, 51, 52 are for P+1, P+2, P+3; the next root takes P+1, column 0 of the new level 0.
-    assert window.advance(10, 20, [21, 22]) == []
-    assert window.tokens == [52, 21, 22] and window.outputs == 2
-    # Level 0 is [root, 52], level 1 [21, 22]; each guess follows its own column.
-    assert window.parents(4, 5) == [4, 4, 5]
-    # Column 1 would start with placeholder 52; column 0 starts with the root.
-    assert window.advance(11, 99, [31, 32]) == [(11, (21, 31))]
-    assert window.tokens == [22, 31, 32]
-    assert window.advance(12, 99, [41, 42]) == [(12, (31, 41)), (22, (32, 42))]
-    # One level: the root's row predicts too.
-    flat = PhraseWindow(width=2, levels=1)
-    flat.start([7])
-    assert flat.tokens == [7] and flat.outputs == 1
-    assert flat.advance(1, 2, [3]) == [(1, (2,))] and flat.tokens == [3]
-    assert flat.advance(2, 4, [5]) == [(2, (4,)), (3, (5,))]
-
-
 # Phrases from verification (section 3.3).
 
 
@@ -206,35 +180,6 @@ def test_agreements_of_a_rejected_draft() -> None:
     drafter._drafted = [5, 6, 7, 8, 9, 10, 11]
     drafter._learn_agreements(1, [5, 3, 7, 8, 4, 10, 11, 60], state_of(drafter.target))
     assert list(drafter.pool.items()) == [(7, (8,)), (10, (11,))]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.05])
-def test_the_targets_words_are_those_of_their_rows(temperature: float) -> None:
-    """Catches words read off another row of the forward, from which wrong phrases would be learnt: seen only in tau."""
-    target = conformance.target_of("llama")
-    drafter = Poisoned.from_options(
-        target, draft_model=perturbed(target, 0.02), gamma=2, window=2, beta=3, k=2, guesses=2
-    )
-    propose, observe = drafter.propose, drafter.observe
-    before: list[int] = []
-    learnt = [0, 0]
-
-    def note(state: DecodeState) -> DraftTree:
-        before[:] = state.tokens[0]
-        return propose(state)
-
-    def check(state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        texts = [before + draft.tokens[0][sees].tolist() for sees in draft.ancestors()[0, :, 1:]]
-        logits = target.model(padded(texts, target.device)).logits
-        assert drafter._choice.tolist() == last_of(logits, [len(text) for text in texts]).argmax(-1).tolist()
-        observe(state, draft, output, verdict)
-        learnt[len(verdict.rows[0]) > len(drafter._drafted)] += 1
-
-    drafter.propose, drafter.observe = note, check  # type: ignore[method-assign]
-    for seed in range(2):
-        options = {"max_new_tokens": 20, "temperature": temperature, "eos_token_id": []}
-        generate(target, drafter, [conformance.prompt(9, seed)], seed=seed, **options)  # type: ignore[arg-type]
-    assert min(learnt) > 0, "drafts must be rejected, and accepted"
 
 
 def test_corrections_of_phrases_not_chosen() -> None:

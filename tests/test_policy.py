@@ -109,7 +109,7 @@ def test_rates_by_hand() -> None:
 
 
 def test_costs_by_hand() -> None:
-    """Catches a level's price that counts the first, rows that are counted twice, and noise that makes more rows cheaper."""
+    """Catches a level's price that counts the first, rows counted twice, and noise that makes more rows cheaper."""
     plans: list[tuple[Node, ...]] = [(), ((0,),), ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))]
     plans.append(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     costs = costs_of(plans, [(0.0, 1.0), (0.1, 1.1), (0.4, 1.4), (0.25, 1.3)])

@@ -110,14 +110,9 @@ def test_wrong_files(tmp_path: Path) -> None:
         ({"content": None}, "safetensors file but no phrase pool"),
         ({"format_version": "2"}, "format version 2 and this release reads 1"),
         ({"vocab_size": "101"}, "of tiny-llama, whose vocabulary has 101 tokens; that of tiny-llama has 97"),
-        ({"first": None}, "damaged: it must hold flat integers first, lengths, tails"),
         ({"first": np.zeros((2, 3), np.int32)}, r"damaged.*'first': 'int32\[2, 3\]'"),
-        ({"tails": np.zeros(14, np.float32)}, "damaged.*float32"),
-        ({"lengths": np.array([3, 2, 3, 1, 2], np.int32)}, "6 phrases have 5 lengths"),
         ({"lengths": np.array([3, 2, 3, 1, 2, 9], np.int32)}, "sum to 20 .* 14 tokens"),
-        ({"lengths": np.array([3, 3, 3, 3, 2, 0], np.int32)}, "none may be below 1"),
         ({"first": np.array([5, 5, 5, 97, 9, 9], np.int32)}, "'first' run from 5 to 97, and .* has 97"),
-        ({"tails": np.array([-1] * 14, np.int32)}, "'tails' run from -1 to -1"),
     ],
 )
 def test_damaged_files(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -138,7 +133,6 @@ def test_other_tokenizers(tmp_path: Path) -> None:
     for theirs, ours, fits in [
         (words, dict(reversed(words.items())), True),
         (words, swapped, False),
-        (words, None, True),
         (None, words, True),
     ]:
         with with_vocabulary(theirs):
