@@ -17,7 +17,8 @@ from data_prep.dialogues.loss_mask import ChatTokenizer
 from drafters import TargetModel, make_drafter
 from drafters.cli.program import keeping
 from drafters.common.energy import EnergyMeter
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.common.threads import fewest_threads, set_threads
 from drafters.common.wording import dtype_name, shortened
 from drafters.drafting.draft_model import load_draft_model

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
-from drafters.common.choices import HeadInputs
+from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
@@ -75,7 +75,7 @@ class OracleEagle(EagleDrafter):
         self._committed = [list(row) for row in state.tokens]
         self._nodes: list[list[int]] = [[] for _ in state.tokens]
         self._phase = "committed"
-        _, self._counts = self._gathered()
+        _, self._counts = self._pending.all()
         return super().propose(state)
 
     def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:

@@ -171,6 +171,13 @@ def test_a_head_with_dynamic_rope(tmp_path: Path) -> None:
         assert load_checkpoint(tmp_path / str(said))[0]["drafter"] == options
 
 
+def renamed(weights: dict[str, Tensor], prefix: str, **more: Tensor) -> None:
+    """Put ``prefix`` before every name."""
+    found = {f"{prefix}{name}": value for name, value in weights.items()}
+    weights.clear()
+    weights.update(found | more)
+
+
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 Q = "layers.0.self_attn.q_proj.weight"
 REFUSED: dict[str, tuple[Change, str]] = {
@@ -190,12 +197,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "vocabulary": (lambda config, weights: config.update(vocab_size=98), "vocab_size is 98 in config.json, 97"),
     "heads": (lambda config, weights: config.update(num_attention_heads=8), "num_attention_heads is 8"),
     "rope": (lambda config, weights: config.update(rope_theta=5e5), "RoPE is .*500000.* Give the model that it was"),
-    "no rope": (lambda config, weights: config.update(rope_theta="many"), "RoPE is told as .*'many'.* cannot be read"),
+    "no rope": (lambda config, weights: config.update(rope_theta="many"), "RoPE is given as .*'many'.* cannot be read"),
     "layers": (lambda config, weights: config.update(num_hidden_layers=2), "num_hidden_layers is 2 .* a head has 1"),
-    "EAGLE-3": (lambda config, weights: weights.update({"d2t": torch.zeros(3)}), "is an EAGLE-3 head"),
+    "EAGLE-3": (lambda config, weights: renamed(weights, "midlayer.", d2t=torch.zeros(3)), "is an EAGLE-3 head"),
     "a model": (
-        lambda config, weights: weights.update({"model.norm.weight": torch.zeros(3)}),
-        "is no EAGLE-1/2 head and",
+        lambda config, weights: renamed(weights, "model."),
+        "is no head of a known kind .known: an EAGLE",
     ),
     "ours": (
         lambda config, weights: config.update(drafter_type="eagle"),
@@ -242,7 +249,7 @@ def test_files_that_are_no_tensors(target: TargetModel, tmp_path: Path) -> None:
     for content in contents:
         file.write_bytes(content)
         with pytest.raises(
-            ValueError, match=r"pytorch_model.bin is no file of tensors alone, or is cut off .* safetensors"
+            ValueError, match=r"pytorch_model.bin holds more than tensors, or is cut off .* safetensors"
         ):
             convert(source, target.name, tmp_path / "out")
     file.write_bytes((tmp_path / "list").read_bytes())

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation import MaxLengthCriteria, StoppingCriteria
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
-from drafters.for_transformers import FromTransformers, sampling_of
+from drafters.loop.hf_generate import FromTransformers, sampling_of
 from drafters.policy import costs as cost
 
 ROOT = Path(__file__).parents[1]

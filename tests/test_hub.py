@@ -245,7 +245,7 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
     assert index["results"][0]["dataset"]["name"] == "q" and not [name for name in metrics if "other" in name]
     assert "## Losslessness\n\n**not lossless**, by `eval.lossless` (tree chain)." in card and "- a reason" in card
     assert "4,096 tokens of 32 texts against transformers' own model; 1 differ, 1 of them by more" in card
-    assert "p = 0.5; a total variation of 0.034 would have been caught with 99%" in card
+    assert "p = 0.5; a total variation of 0.034 would have been detected with probability 99%" in card
     assert "| E\\|1 | 0 | 2.00 | 1.50 (1.25 to 1.75) | 5.0 |" in card and "| E, lossy (**lossy**) |" in card
     assert "| autoregressive |" in card and "| other |" not in card and "/home/me" not in card
     assert "    python -m x 'a b'" in card

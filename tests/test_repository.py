@@ -33,10 +33,11 @@ HOUSE = {
         "model",
         "cpu",
         "loop",
-        "base for_transformers",
+        "base",
         "drafting",
         "policy",
         "methods",
+        "loading",
         "layouts",
         "cli",
     ],
@@ -47,12 +48,6 @@ HOUSE = {
 
 # Arrows that still point backwards.
 BACKWARDS = {
-    ("drafters.for_transformers", "drafters.methods"),
-    ("drafters.hub.__main__", "drafters.cli.program"),
-    ("drafters.hub.__main__", "drafters.layouts.serving"),
-    ("drafters.layouts.convert", "drafters.convert"),
-    ("drafters.layouts.convert", "drafters.export"),
-    ("drafters.layouts.export", "drafters.export"),
     ("drafters.model.draft_head", "drafters.cpu.kernels"),
     ("drafters.model.fused", "drafters.cpu.kernels"),
     ("drafters.model.fused", "drafters.cpu.layer"),
@@ -162,8 +157,10 @@ def imported(name: str, known: dict[str, Path], late: bool) -> set[str]:
 
 
 def place(name: str) -> int:
-    """Where a module stands in its package, from the left."""
+    """Where a module stands in its package, from the left; a room's ``__main__`` is a program, on the right."""
     package, *rest = name.split(".")
+    if rest[-1:] == ["__main__"]:
+        return len(HOUSE[package])
     places = [index for index, names in enumerate(HOUSE[package]) if rest and rest[0] in names.split()]
     return places[0] if places else len(HOUSE[package])
 

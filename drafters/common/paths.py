@@ -32,6 +32,16 @@ def is_missing_folder(name: str) -> bool:
     return path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
 
 
+def is_hub_id(name: str) -> bool:
+    """True if ``name`` can only be a Hub repository ("user/name"), not a folder of this machine."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def shown_name(name: str) -> str:
+    """A model's name for publishing: a Hub repository as it is, of a local path the last component."""
+    return name if is_hub_id(name) else Path(name).name
+
+
 def names_only(value: Any) -> Any:
     """Return ``value`` (JSON) for publishing: each local path in its strings is replaced by its last component."""
     if isinstance(value, Mapping):

@@ -32,8 +32,8 @@ from drafters.common.files import replacing, save_tensors, sync
 from drafters.common.paths import check_loadable
 from drafters.common.wording import dtype_name, how_to_import, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
-from drafters.hub.card_evidence import CARD_FILE
 from drafters.hub.client import look_up
+from drafters.hub.model_card import CARD_FILE
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -300,7 +300,8 @@ def snapshot(repo_id: str, files: list[str], revision: str | None = None, token:
             "(check the connection and HF_HUB_OFFLINE)"
         ) from None
     except (HFValidationError, HfHubHTTPError) as error:
-        raise ValueError(f"{looked}, and the Hub answers: {one_line(error)}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{looked}, and the Hub answers: {reason}") from None
 
 
 def _read_weights(folder: Path, name: str, source: str) -> dict[str, Tensor]:
@@ -340,7 +341,3 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
             "check the gradient norm) or the file is damaged"
         )
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -120,6 +120,7 @@ class MedusaDrafter(LearnedDrafter):
 
     name = "medusa"
     options = MedusaOptions
+    card_title = "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))"
     max_batch = None
     follows = True
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.common.choices import Quantization
+from drafters.config import Quantization
 from drafters.cpu.kernels import Tiles, multiplies
 
 # Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two

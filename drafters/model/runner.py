@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from drafters.common.choices import Engine
+from drafters.config import Engine
 from drafters.cpu.layer import CpuLayer, Stack, fits
 from drafters.model.cache import KVCache
 from drafters.model.clock import model_time

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from drafters.common.choices import Engine, Quantization
+from drafters.config import Engine, Quantization
 from drafters.cpu.kernels import multiplies
 from drafters.cpu.layer import LONGEST, TOGETHER
 from drafters.model.cache import KVCache
