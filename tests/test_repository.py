@@ -48,7 +48,6 @@ HOUSE = {
 }
 
 
-
 def sources(*folders: str) -> list[Path]:
     found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert found, f"no Python files under {folders}"
