@@ -74,7 +74,6 @@ def generate(
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
-    # Check the arguments.
     check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
