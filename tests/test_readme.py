@@ -154,19 +154,28 @@ def test_the_table_of_results_is_its_report() -> None:
     ]
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(" +", "-", re.sub(r"[^\w\- ]", "", title).lower()) for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
 def test_links_and_configs_of_a_page_exist(page: Path) -> None:
-    """Catches a link or a config that was moved or renamed, and a page that the index of docs/ forgets."""
+    """Catches a link, an anchor or a config that was moved or renamed, and a page that the index of docs/ forgets."""
     text = page.read_text()
     assert not [link for link in LINK.findall(text) if not (page.parent / link).exists()]
-    if page.name != "CONTRIBUTING.md":  # whose example brings a config of its own
+    anchors = re.findall(r"\]\(([\w./-]+\.md)#([\w-]+)\)", text)
+    assert not [(file, anchor) for file, anchor in anchors if anchor not in headings(page.parent / file)]
+    if page.name != "CONTRIBUTING.md":  # whose example has its own config
         assert not [name for name in re.findall(r"configs/[\w./-]+\.\w+", text) if not (ROOT / name).is_file()]
     if page.parent.name == "docs" and page.name != "README.md":
         assert f"]({page.name})" in (ROOT / "docs" / "README.md").read_text()
+        assert len(text.splitlines()) <= 150 or page.name == "leaderboard.md"
 
 
 def test_results_are_what_pages_quote() -> None:
-    """Catches reports that no page links, and results that fill the repository."""
+    """Catches reports that no page links, and results that grow without limit."""
     quoted = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(page.read_text())}
     quoted.remove(RESULTS.parent)
     assert not [path for path in RESULTS.rglob("*.json") if quoted.isdisjoint([path, *path.parents])]
