@@ -60,18 +60,6 @@ def test_the_quickstart_makes_the_corpus_that_all_configs_read() -> None:
     assert {str(file.parent) for file in corpus} == {made}
 
 
-def test_no_row_claims_several_drafts_where_there_is_one() -> None:
-    """Catches greedy rows of SpecTr with a draft temperature of 0: its k drafts are then one and the same."""
-    rows = 0
-    for path in CONFIGS:
-        config = yaml.safe_load(path.read_text())
-        for entry in config.get("drafters", []):
-            if entry["drafter"] == "spectr" and not entry.get("draft_temperature"):
-                rows += 1
-                assert 0.0 not in entry.get("temperatures", config.get("temperatures", [0.0, 1.0])), path
-    assert rows
-
-
 def test_the_table_of_a_real_model_is_its_report() -> None:
     """Catches a slip of the pen, and a trained head without the retrieval drafter that beats it."""
     rows = {row["drafter"]: row for row in report("smollm2/spec_bench_256")["rows"]}
