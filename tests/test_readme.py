@@ -27,7 +27,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def test_the_first_python_example_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches an example that no longer runs, drafts nothing, or whose answer runs in circles until it is cut off."""
+    """Catches an example that fails, drafts nothing, or whose answer is an endless loop."""
     (code,) = re.findall(r"^## Use a drafter from Python\n```python\n(.*?)^```", README, re.M | re.S)
     monkeypatch.chdir(ROOT)
     line = Curve((1, 64), (1.0, 1.5))  # of a machine where drafts pay: on a crowded one they may not
@@ -51,7 +51,7 @@ def texts(value: Any) -> list[str]:
 
 
 def test_the_quickstart_makes_the_corpus_that_all_configs_read() -> None:
-    """Catches commands of the README that end in "no prompt file" right after the quickstart."""
+    """Catches configs that find no prompt file after the quickstart."""
     (made,) = re.findall(r"^CORPUS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert f"python -m data_prep.stdlib_corpus --out {made} " in README
     read = [text for path in CONFIGS for text in texts(yaml.safe_load(path.read_text())) if text.endswith(".jsonl")]
