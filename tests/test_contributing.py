@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md run and pass their own tests."""
+"""The worked examples of CONTRIBUTING.md, taken out of the page and run."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FILES = (
     "train/step.py",
     "tests/test_step.py",
 )
-# Programs that find the new method by its files: the checks before a run, and the benchmark of training.
+# What nobody has told of the new method: the checks before a run, and the benchmark of training.
 PROGRAMS = """
 import tiny_run
 
@@ -54,7 +54,7 @@ def example(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples' files, as a part of the packages for pytest."""
+    """A folder with the examples' files, which pytest takes for a part of the packages."""
     folder = tmp_path_factory.mktemp("examples")
     paths = []
     for name in FILES:
@@ -70,7 +70,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_worked_examples_pass_their_tests(copied: Path) -> None:
-    """Catches examples that no longer work with the code."""
+    """Catches a page that promises one file, one config and one test file while the code has moved on."""
     style = ["ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", "I001"]
     subprocess.run([sys.executable, "-m", *style, *(copied / name for name in FILES)], check=True)
     options = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-n0", str(copied / "tests")]
@@ -81,7 +81,7 @@ def test_the_worked_examples_pass_their_tests(copied: Path) -> None:
 
 
 def test_a_new_methods_config_is_read_without_torch(copied: Path) -> None:
-    """Catches an example whose config imports torch before a mistyped key is answered."""
+    """Catches an example whose mistyped key waits for torch."""
     code = f"""
 import sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "numpy", "deepspeed"))
@@ -96,7 +96,7 @@ assert task_class("step").schema.drafter == "step"
 
 
 def test_the_examples_configs_are_read(tmp_path: Path) -> None:
-    """Catches a key that eval.speed or training has renamed."""
+    """Catches a key that eval.speed or training has renamed since."""
     path = tmp_path / "run.yaml"
     path.write_text(example("configs/speed/bigram.yaml"))
     config = load_config(SpeedConfig, path)
