@@ -11,10 +11,23 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.dialogues.reader import source_digest
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
-from drafters.config import Amount, Config, DraftSize, Layers, Length, Seed, Size, Vocabulary, Width
+from drafters.config import (
+    SHIFTED,
+    UNSHIFTED,
+    Amount,
+    Config,
+    DraftSize,
+    HeadInputs,
+    HeadLayer,
+    Layers,
+    Length,
+    Seed,
+    Size,
+    Vocabulary,
+    Width,
+)
 from drafters.methods import method_names
-from train.core.config import Lora, Recipe, TrainConfig
+from train.core.config import Lora, TrainConfig
 
 
 def trained_methods() -> list[str]:
@@ -24,8 +37,8 @@ def trained_methods() -> list[str]:
 
 
 def started_methods() -> list[str]:
-    """The methods that train.start knows a recipe for."""
-    return [name for name in trained_methods() if schema_of(name).recipe]
+    """The methods that train.start trains: their drafter has a recipe."""
+    return [name for name in trained_methods() if schema_of(name).has_recipe]
 
 
 def schema_of(method: str) -> type[TrainConfig]:
@@ -42,14 +55,7 @@ class EagleConfig(TrainConfig):
 
     drafter: ClassVar[str] = "eagle"
     older: ClassVar[dict[str, Any]] = {"layer": "target"}
-    recipe: ClassVar[Recipe | None] = Recipe(
-        keys=lambda target, small: {"start": ("regression", "fc is solved for: docs/training.md")} if small else {},
-        learning_rate=3.0e-5,
-        compared={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
-        hybrid="hybrid of lookup and EAGLE",
-        certified={"tree": "chain", "depth": 3},
-        few_tokens=True,
-    )
+    has_recipe: ClassVar[bool] = True
 
     inputs: HeadInputs = Field(SHIFTED, description="the head's inputs: Figure 8 of the paper")
     fc_bias: bool = Field(False, description="a bias of fc, as in released heads for Vicuna and Llama 2")
@@ -88,20 +94,11 @@ class EagleConfig(TrainConfig):
         return self
 
 
-EXIT_LAYER = "a tenth of the layers, at most three, as in the paper and docs/smollm2-training.md"
-
-
 class KangarooConfig(TrainConfig):
     """The keys of a Kangaroo run."""
 
     drafter: ClassVar[str] = "kangaroo"
-    recipe: ClassVar[Recipe | None] = Recipe(
-        keys=lambda target, small: {"exit_layer": (max(1, min(3, target.num_hidden_layers // 10)), EXIT_LAYER)},
-        learning_rate=5.0e-5,
-        compared={"Kangaroo": {}},
-        knobs={"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]},
-        first={"max_draft_tokens": 4},
-    )
+    has_recipe: ClassVar[bool] = True
 
     exit_layer: Layers = Field(ge=1, description="the adapter reads the hidden state after this many decoder layers")
     ffn: bool = Field(False, description="an adapter with an MLP (Table 2 of the paper): larger, and no better")

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from drafters.common.choices import SHIFTED, UNSHIFTED
+from drafters.config import SHIFTED, UNSHIFTED
 from drafters.model.ends import FrozenEnds
 from drafters.model.layers import default_layer
 from train.core.losses import Pairs, regression_sum

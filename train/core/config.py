@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from drafters.common.choices import Dtype
-from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, Width
+from drafters.config import Amount, Config, Dtype, Length, Seed, Size, Vocabulary, Width
 
 
 class OnlineData(Config):
@@ -34,30 +32,6 @@ class Lora(Config):
     targets: str | list[str] = Field("all-linear", description="names of modules, in peft's format")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How train.start trains and measures a method.
-
-    Attributes:
-        keys: from the target's config, and whether the target is small: the method's own keys, each with its reason.
-        learning_rate: of the paper, for large targets.
-        compared: options of the drafts in the report, by label.
-        hybrid: label of a row that combines the drafter with lookup; "": no such row.
-        certified: options of the draft in the lossless test.
-        few_tokens: in a short run on a CPU, the loss is over fewer tokens.
-        knobs, first: options that eval.tune searches before the report, and their first values; empty: no search.
-    """
-
-    keys: Callable[[Any, bool], dict[str, tuple[Any, str]]]
-    learning_rate: float
-    compared: dict[str, dict[str, Any]]
-    hybrid: str = ""
-    certified: dict[str, Any] = field(default_factory=dict)
-    few_tokens: bool = False
-    knobs: dict[str, list[Any]] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)
-
-
 DEVICE = r"(cpu|cuda|mps|xpu|hpu|npu|mlu|musa)(:[1-9]?\d)?"  # as torch.device knows them
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -67,7 +41,7 @@ class TrainConfig(Config):
 
     drafter: ClassVar[str]  # the method; also the name of its script in train/
     older: ClassVar[dict[str, Any]] = {}  # by key, what runs did before the key existed, if not its default
-    recipe: ClassVar[Recipe | None] = None  # of train.start, which trains the methods that have one
+    has_recipe: ClassVar[bool] = False  # whether train.start trains the method: its drafter has a ``recipe``
 
     target: str = Field(description="folder or Hub name of the frozen target")
     revision: str | None = Field(None, description="the target's Hub revision")

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from train.core.config import Recipe
+from drafters.hub.declared import Recipe
+from train.configs import schema_of
 from train.plan.facts import Data, Machine, Model
 
 ASKED = 192  # most tokens of a question
@@ -84,8 +85,9 @@ def training(
     values: dict[str, Any] = {"target": model.name, "features": "online" if online else f"{out}/features"}
     if online:
         values["data"] = {**splits, "max_length": model.longest, "target_batch_tokens": FORWARD}
-    own = recipe.keys(model.config, small)
-    values |= {"out": f"{out}/{method}"} | {key: value for key, (value, _) in own.items()}
+    values |= {"out": f"{out}/{method}"}
+    if "exit_layer" in schema_of(method).model_fields:
+        values["exit_layer"] = max(1, min(3, int(model.config.num_hidden_layers) // 10))
     values |= {
         "minutes": round(minutes, 2),
         "batch_tokens": (2048 if minutes >= SHORT else 1024) if cpu else 8192,
@@ -95,14 +97,17 @@ def training(
     }
     reasons = {
         "features": "computed while it trains: the disk is too small for them" if online else "",
+        "exit_layer": "a tenth of the layers, at most three, as in the paper and docs/smollm2-training.md",
         "minutes": "the learning rate falls to 0 by then; more: minutes=..., with --resume",
         "batch_tokens": "in a short run many small steps learn more" if cpu else "as the papers' recipes in configs/",
         "learning_rate": "docs/smollm2-training.md" if small else "the paper's; nothing larger was tried here",
         "schedule": "acceptance rises when the learning rate falls",
-    } | {key: reason for key, (_, reason) in own.items()}
+        "start": "fc is solved for: docs/training.md",
+    }
+    values |= recipe.small if small else {}
     if not small_vocabulary(model):
-        short = cpu and recipe.few_tokens and minutes < SHORT
-        values |= {"loss_vocab": FREQUENT if short else LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
+        values |= {"loss_vocab": LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
+        values |= recipe.short if cpu and minutes < SHORT else {}
         reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2-training.md"
         reasons["draft_vocab"] = "the most frequent tokens; decoding may use fewer"
     return values | {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}, reasons
@@ -138,20 +143,23 @@ def speed(model: Model, out: str, prompts: str, count: int, rows: list[dict[str,
     return values, reasons
 
 
-def methods(recipe: Recipe, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows: methods without training, and the trained drafter in several shapes."""
-    untrained: list[dict[str, Any]] = [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]
-    rows = [{"label": label, **entry, **options} for label, options in recipe.compared.items()]
-    hybrid = {"label": recipe.hybrid, "drafter": "hybrid", "head": {**entry, "tree": "auto"}}
-    return [*untrained, *rows, *([hybrid] if recipe.hybrid else [])]
+def methods(recipe: Recipe, entry: dict[str, Any], follows: bool) -> list[dict[str, Any]]:
+    """The report's rows: methods without training, the trained drafter's, and a hybrid if it ``follows``."""
+    rows: list[dict[str, Any]] = [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]
+    rows += [{"label": label, **entry, **options} for label, options in recipe.rows.items()]
+    if follows:
+        label, options = next(iter(recipe.rows.items()))
+        name = f"hybrid of lookup and {label.split(',')[0]}"
+        rows.append({"label": name, "drafter": "hybrid", "head": {**entry, **options}})
+    return rows
 
 
 def tune(recipe: Recipe, model: Model, out: str, prompts: str, entry: dict[str, Any], count: int) -> Page:
     """eval.tune's, for a method whose drafts have options that depend on the target."""
-    (label,) = recipe.compared
+    label = next(iter(recipe.rows))
     values, _ = speed(model, out, prompts, count, [{"label": label, **entry}])
     del values["stock_generate"]
-    values |= {"out": f"{out}/tune", "knobs": recipe.knobs, "start": recipe.first}
+    values |= {"out": f"{out}/tune", "knobs": dict(recipe.knobs), "start": dict(recipe.start)}
     return values, {"prompts": "not those of the report"}
 
 
@@ -161,7 +169,7 @@ def lossless(
     """eval.lossless'."""
     values = {
         "target": {"path": model.name},
-        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | recipe.certified,
+        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | dict(recipe.certified),
         "prompts": {"file": prompts, "count": begun, "seed": 0, "max_prompt_tokens": model.longest - model.answer},
         "greedy_tokens": min(64, model.answer),
         "texts": texts,

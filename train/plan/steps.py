@@ -14,6 +14,8 @@ from data_prep.common.disk import source_bytes
 from data_prep.store.quantise import token_bytes
 from drafters.common.wording import size_text
 from drafters.config import validate
+from drafters.hub.declared import Recipe
+from drafters.methods import drafter_class
 from train.configs import schema_of
 from train.core.config import TrainConfig
 from train.plan import configs
@@ -86,8 +88,9 @@ class Planner:
         self.files = configs.own_files(data, self.out)
         self.entry = configs.drafting(self.method, model, machine, self.out)
         self.schema = schema_of(self.method)
-        assert self.schema.recipe is not None
-        self.recipe = self.schema.recipe
+        kind: Any = drafter_class(self.method)
+        self.recipe: Recipe = kind.recipe
+        self.rows = configs.methods(self.recipe, self.entry, kind.follows)
         self.heldout = max(8, min(200, data.dialogues // 10))
         self.gpus = max(1, machine.gpus)
         self.measured = "measured" if self.gpus == 1 else f"from one of {self.gpus} GPUs, measured"
@@ -139,7 +142,7 @@ class Planner:
     def share_out(self) -> None:
         """Set the minutes of the steps and the tokens to train on; raise ValueError if there are too few minutes."""
         rates, data, total = self.rates, self.data, 60 * self.minutes
-        entries = configs.methods(self.recipe, self.entry)
+        entries = self.rows
         new = min(96, self.model.answer)
         self.prompts = _within(REPORT * total * rates.one / (len(entries) * new), *PROMPTS)
         self.prompts = min(self.prompts, self.heldout // 2)
@@ -306,7 +309,7 @@ class Planner:
         model, out, entry = self.model, self.out, self.entry
         prompts, folder = self.files["heldout"], f"{out}/{self.method}"
         self.plan.report = f"{out}/speed/report.md; the drafter: {folder}"
-        rows = configs.methods(self.recipe, entry)
+        rows = self.rows
         choose = []
         if self.recipe.knobs:
             found = configs.tune(self.recipe, model, out, self.files["train"], entry, self.prompts)

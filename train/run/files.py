@@ -19,12 +19,11 @@ from data_prep.common.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
 from drafters.common.files import naming, replace_text, sync_folder
-from drafters.common.provenance import changes, git_commit, hardware, library_versions
+from drafters.common.provenance import changes, git_commit, library_versions
 from drafters.config import Config
 from train.core.config import FREE_ON_RESUME, TrainConfig
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 KEPT_STATES = 2
@@ -271,9 +270,9 @@ def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict
     }
 
 
-def describe_run(config: TrainConfig, arguments: list[str], ranks: int, device: "torch.device") -> dict[str, Any]:
-    """How to run it again, and the hardware that it ran on."""
-    more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks, "hardware": hardware(device)}
+def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
+    """How to run it again."""
+    more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks}
     return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
 
 

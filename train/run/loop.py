@@ -20,6 +20,7 @@ from tqdm import tqdm
 from data_prep.common.progress import WITHOUT_TIME_LEFT, Bar
 from drafters.cli.program import Failure
 from drafters.common.files import replace_json
+from drafters.common.machine import hardware
 from drafters.common.threads import fit_threads
 from train.core.average import WeightAverage
 from train.core.engine import Engine
@@ -132,9 +133,10 @@ class TrainRun:
             "heldout": describe_heldout(self.config, inputs.heldout.manifest),
             "loss_chunk_rows": task.heads.rows_at_once(task.heads.target),
             "energy": self.energy.how,
+            "hardware": hardware(self.engine.device),
         }
         base = None if task.base is None else {"base": task.base.model_dump()}
-        return describe_run(self.config, arguments, self.ranks.count, self.engine.device) | more | (base or {})
+        return describe_run(self.config, arguments, self.ranks.count) | more | (base or {})
 
     def _restore_optimizer(self, saved: SavedState) -> None:
         """The saved optimizer state, after a check that data and base are those that the run began with."""
