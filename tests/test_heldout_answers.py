@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from matplotlib import pyplot
 from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
@@ -30,7 +31,8 @@ from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
 from drafters.config import load_config
-from train.run import picture, summary
+from train import summary
+from train.run import picture
 from train.run.answers import OWN_SHARE, answers_line, describe_answers, remake_online
 from train.run.files import read_metrics
 
@@ -240,7 +242,7 @@ def test_training_says_whose_answers_it_is_judged_on(
     run(write_config(folder, speaker, **OWN | {"heldout_answers": "given", "exit_layers": [2]}))
     shown: list[str] = []
     monkeypatch.setattr(picture, "draw", tiny_run.draw)
-    monkeypatch.setattr(picture.plt, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
+    monkeypatch.setattr(pyplot, "close", lambda figure: shown.extend(axis.get_title() for axis in figure.axes))
     capsys.readouterr()
     found = train(folder / "out", speaker, tmp_path / "given")
     assert found["answers"] == "given" and found["own_share"] < 0.5
