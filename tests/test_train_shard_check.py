@@ -65,7 +65,7 @@ def test_a_flipped_bit_stops_the_run(settings: dict[str, Any], tmp_path: Path, s
     split, name = shard.split("/")
     message = (
         rf"stopped at step \d+, no checkpoint was written yet: the content of {name} in .*{split} is not what was "
-        "written .*copy it again, or delete .* go on with --resume.*verify: false"
+        "written .*copy it again, or delete .* continue with --resume.*verify: false"
     )
     with pytest.raises(ValueError, match=message):
         tiny_run.train_here("eagle", settings)
