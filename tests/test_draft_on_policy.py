@@ -47,13 +47,14 @@ def test_it_is_the_present_weights_own(
 ) -> None:
     """Text by the weights of the beginning, by the target, or fixed; a mask beside the answer; another prompt."""
     seen: list[tuple[Any, torch.Tensor, dict[str, torch.Tensor]]] = []
-    loss = TrainRun._loss
+    with_rows = TrainRun._with_rows
 
-    def watched(self: TrainRun, batch: Any, rows: torch.Tensor, epoch: int) -> Any:
-        seen.append((batch, rows, {name: value.clone() for name, value in self.task.module.state_dict().items()}))
-        return loss(self, batch, rows, epoch)
+    def watched(self: TrainRun, given: Any, seed: int) -> Any:
+        batch = with_rows(self, given, seed)
+        seen.append((batch, batch.rows, {name: value.clone() for name, value in self.task.module.state_dict().items()}))
+        return batch
 
-    monkeypatch.setattr(TrainRun, "_loss", watched)
+    monkeypatch.setattr(TrainRun, "_with_rows", watched)
     run = tiny_run.train_here("draft_model", settings | {"out": str(tmp_path / "run")})
     assert len(seen) == 4 and any(len(batch.spans) > 1 for batch, _, _ in seen)
     for step, (batch, rows, _) in enumerate(seen):
