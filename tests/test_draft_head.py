@@ -19,9 +19,9 @@ from tiny import build
 from torch import Tensor
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
-from drafters.base import LearnedDrafter
 from drafters.drafting import draft_model
-from drafters.loop.generate import DecodeState
+from drafters.learned import LearnedDrafter
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooDrafter

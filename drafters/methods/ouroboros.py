@@ -12,7 +12,7 @@ from drafters.drafting.phrase_pool import PhraseWindow
 from drafters.drafting.pool_file import first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask
 from drafters.model.backend import most_likely
 from drafters.model.rows import Rows

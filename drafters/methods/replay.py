@@ -14,8 +14,8 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.config import Config, Seed
 from drafters.loop.acceptance import Rule, Verdict, verdict_of
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods import inner_drafter
 from drafters.model.backend import most_likely

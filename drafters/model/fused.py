@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from drafters.common.choices import Quantization
+from drafters.config import Quantization
 from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.linear import Product

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drafters.common.choices import Engine
+from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage
 from drafters.model.check import bound, differ, error, worst
 from drafters.model.files import collect_memory

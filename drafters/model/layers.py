@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
-from drafters.common.choices import HeadLayer
+from drafters.config import HeadLayer
 from drafters.model.cache import KVCache, head_sizes
 from drafters.model.files import SUPPORTED
 from drafters.model.rows import Rope

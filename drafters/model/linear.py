@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.common.choices import Quantization
+from drafters.config import Quantization
 from drafters.model import backend
 
 # Size of a weight from which oneDNN's kernel for four rows is faster than its kernel for one (4096 x 4096, two cores:

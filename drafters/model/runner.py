@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from drafters.common.choices import Engine
+from drafters.config import Engine
 from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not

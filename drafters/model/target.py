@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from drafters.common.choices import Engine, Quantization
+from drafters.config import Engine, Quantization
 from drafters.model.cache import KVCache
 from drafters.model.check import check_layers_agree
 from drafters.model.files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
