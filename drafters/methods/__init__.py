@@ -1,23 +1,26 @@
-"""A drafter by the name of its method, which is the name of its file; no file is imported before it is asked for."""
+"""``make_drafter`` and ``load_drafter``: drafters by the name of their method.
+
+A method has the name of its file, which is imported when the name is used.
+"""
 
 import difflib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait for it
+if TYPE_CHECKING:  # both import torch, and a mistyped name is answered without it
     from drafters.base import Drafter
     from drafters.model.target import TargetModel
 
 
 def method_names() -> list[str]:
-    """The methods there are: the files of this package with a class that bears the file's name."""
+    """Names of all methods: the files of this package with a class whose ``name`` is the file's."""
     files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
     return sorted(file.stem for file in files if f'    name = "{file.stem}"\n' in file.read_text(encoding="utf-8"))
 
 
 def check_method(name: str) -> None:
-    """Raise ValueError if there is no method of that name; the message lists those there are."""
+    """Raise ValueError for an unknown method."""
     known = method_names()
     if name not in known:
         near = difflib.get_close_matches(str(name), known, n=1)
@@ -29,7 +32,7 @@ def drafter_class(name: str) -> type["Drafter"]:
     """The drafter class of ``drafters/methods/<name>.py``.
 
     Raises:
-        ValueError: no such method; the message lists those there are.
+        ValueError: an unknown method.
     """
     from drafters.base import Drafter
 
@@ -41,10 +44,14 @@ def drafter_class(name: str) -> type["Drafter"]:
 
 
 def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
-    """A drafter by its method's name and options, as configs give them. Learned ones take ``checkpoint=``, which may be
-    an adapter's folder, or ``checkpoint=`` and ``adapter=``.
+    """Make a drafter from its method's name and options, as configs give them.
 
-    A draft model may also be a loaded ``TargetModel``, so that several drafters share one.
+    Args:
+        name: the method.
+        target: the target it drafts for.
+        options: the method's options. A draft model may be a loaded ``TargetModel``, which several drafters can share.
+            A learned drafter also takes ``checkpoint``, a folder or Hub repository of a drafter or of an adapter for
+            it, and ``adapter``, the same for the adapter.
 
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
@@ -61,7 +68,7 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
 
 
 def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "Drafter":
-    """The drafter within another one: built from its name and options, or already built for the same ``target``.
+    """The inner drafter of another one: made from its name and options, or already built for the same ``target``.
 
     Raises:
         ValueError: no name, an unknown method or option, or a drafter of another target.
@@ -75,18 +82,22 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
     if inner.target is not target:
         raise ValueError(
             f"the inner drafter was built for target {inner.target.name!r}, not {target.name!r}: build it with the "
-            "target object that it is to draft for"
+            "same target object"
         )
     return inner
 
 
 def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
-    """Load a trained drafter from a folder or a Hub repository; ``options`` override its saved decoding options.
+    """Load a trained drafter.
 
-    ``adapter=``: a folder or Hub repository with a LoRA for it. ``path`` may also be that, and names its drafter then.
+    Args:
+        path: folder or Hub repository of the drafter, or of a LoRA adapter, which names its drafter.
+        target: the target it was trained for.
+        revision: revision of the Hub repository.
+        options: override the saved decoding options; ``adapter``: folder or Hub repository of a LoRA adapter.
 
     Raises:
-        ValueError: nothing loadable there, unsafe or incomplete weights, or a drafter of another target.
+        ValueError: nothing to load, unsafe or incomplete weights, or a drafter of another target.
     """
     from drafters.base import LearnedDrafter
     from drafters.hub.checkpoint import drafter_type
