@@ -1,4 +1,4 @@
-"""Datastore of REST (He et al. 2024): the tokens of many texts and their suffix array, in one safetensors file.
+"""Datastore of REST (He et al. 2023): the tokens of many texts and their suffix array, in one safetensors file.
 
 The file is mapped into memory, so that a lookup reads only the parts it needs. ``python -m data_prep.datastore`` makes
 one.
