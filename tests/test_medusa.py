@@ -80,7 +80,7 @@ def test_shapes_that_there_are_no_heads_for() -> None:
     assert medusa(target, None, "chain", depth=2).max_draft == 2
     with pytest.raises(ValueError, match="depth is 5, but the drafter has 4 heads"):
         medusa(target, None, "chain", depth=5)
-    with pytest.raises(ValueError, match="a tree path has 3 nodes, and there are 2 heads"):
+    with pytest.raises(ValueError, match="a tree path has 3 nodes, but the drafter has 2 heads"):
         medusa(target, None, "static", heads=2, paths=[[0], [0, 0], [0, 0, 0]])
     with pytest.raises(ValueError, match="no parent or previous sibling"):
         medusa(target, None, "static", paths=[[1]])

@@ -21,7 +21,7 @@ from drafters.drafting.retrieval import BETWEEN
 from drafters.model.target import TargetModel
 
 CONTENT, FORMAT_VERSION = "datastore", "1"
-SORTED = 32  # tokens that suffixes are sorted by; suffixes with equal tokens stand in the order of the datastore
+SORTED = 32  # tokens that suffixes are sorted by; equal ones are in the order of the datastore
 
 
 class Datastore(NamedTuple):
