@@ -143,7 +143,7 @@ def test_bad_options() -> None:
         ({"drafter": "suffix", "nodes": "auto"}, "nodes: auto goes by what a step costs"),
         ({"drafter": "suffix", "chain": False}, "vLLM verifies chains alone"),
         ({"drafter": "suffix", "gama": 3}, "unknown key 'gama'"),
-        ({"drafter": "prompt_lookup", "min_ngram": 4, "max_ngram": 3}, "min_ngram is 4, above max_ngram"),
+        ({"drafter": "prompt_lookup", "min_ngram": 4, "max_ngram": 3}, "min_ngram is 4 and max_ngram 3"),
         ({"drafter": "rest", "datastore": "none"}, "no datastore at none"),
     ):
         with pytest.raises(ValueError, match=message):

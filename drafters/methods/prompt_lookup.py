@@ -12,7 +12,6 @@ from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.copies import CopyPolicy
 
 LONGEST = 16  # tokens that gamma: auto drafts
-INDEXED = 3  # tokens of the longest n-grams in the index; longer matches are found among their occurrences, mostly few
 
 
 class PromptLookupOptions(Config):
@@ -46,7 +45,7 @@ class PromptLookupDrafter(Retrieval):
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
         self.max_ngram, self.min_ngram = options.max_ngram or (8 if auto else 3), options.min_ngram
         if self.min_ngram > self.max_ngram:
-            raise ValueError(f"min_ngram is {self.min_ngram}, above max_ngram, which is {self.max_ngram}; swap them")
+            raise ValueError(f"min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; swap them")
         self._rows: list[NgramIndex] = []
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -81,7 +80,7 @@ class NgramIndex:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._sizes, self._longest = range(shortest, min(longest, max(shortest, INDEXED)) + 1), longest
+        self._sizes = range(shortest, longest + 1)
         self._tokens: list[int] = []
         # n-gram -> the ends of its occurrences, ascending; ``forget`` removes the last ones. An n-gram is added when
         # the token after it is read, so the end of the text never matches itself.
@@ -126,18 +125,5 @@ class NgramIndex:
         for n in reversed(self._sizes):
             ends = self._ends.get(tuple(self._tokens[-n:]))  # a text shorter than n is no n-gram of the index
             if ends is not None:
-                return (n, ends[-1]) if n < self._sizes[-1] else self._longest_of(n, ends)
+                return n, ends[-1]
         return 0, 0
-
-    def _longest_of(self, size: int, ends: list[int]) -> tuple[int, int]:
-        """Extend matches of ``size`` tokens that end at ``ends`` to the left; return the latest of the longest."""
-        tokens, most, longest = self._tokens, self._longest, (0, 0)
-        for end in reversed(ends):
-            n = size
-            while n < most and n < end and tokens[end - n - 1] == tokens[-n - 1]:
-                n += 1
-            if n > longest[0]:
-                longest = n, end
-            if n == most:
-                break
-        return longest

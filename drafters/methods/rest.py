@@ -59,7 +59,7 @@ class RestDrafter(Retrieval):
         shortest = options.min_ngram or (1 if auto else 2)
         self.max_draft, self.sizes = self.nodes, (shortest, options.max_ngram)
         if shortest > options.max_ngram:
-            raise ValueError(f"min_ngram is {shortest}, above max_ngram, which is {options.max_ngram}; swap them")
+            raise ValueError(f"min_ngram is {shortest} and max_ngram {options.max_ngram}; swap them")
         self.store = load_datastore(options.datastore, target)
         self.policy, self.remembers = CopyPolicy() if auto else None, auto
         self._last: dict[int, tuple[int, int]] = {}  # row -> tokens of its text at the last lookup, and its match
