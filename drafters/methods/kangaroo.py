@@ -155,7 +155,7 @@ class KangarooDrafter(LearnedDrafter):
     def propose(self, state: DecodeState) -> DraftTree:
         self.lm_head.read(state.tokens)
         # The shallow layers read the root; the adapter reads the last accepted exit states, and the root's.
-        states = [self._shallow(state, state.roots, CHAIN)]
+        states = [self.target.shallow(state.roots, state.cache, self.exit_layer, CHAIN)]
         rows = torch.cat([self._unread, states[0]], dim=1)
         adapted = self._adapt(rows)[:, -1:]
         self._cache.commit_first([rows.shape[1]])
@@ -171,7 +171,7 @@ class KangarooDrafter(LearnedDrafter):
             tokens.append(self.lm_head.tokens(children[:, level.parent_row, level.rank]))
             if real is not None:
                 valid.append(real[:, level.parent_row, level.rank])
-            states.append(self._shallow(state, tokens[-1], shallow_rows))
+            states.append(self.target.shallow(tokens[-1], state.cache, self.exit_layer, shallow_rows))
             if len(tokens) == depth or not len(level.inner) or self._uncertain(logits[:, 0]):
                 break
             adapted = self._adapt(states[-1][:, level.inner], level.rows)
@@ -210,10 +210,6 @@ class KangarooDrafter(LearnedDrafter):
             log_q = logits.float().log_softmax(-1)
             confidence = (log_q.exp() * log_q).nan_to_num(0.0).sum().exp()  # 0 log 0 is 0
         return confidence.item() <= self.eta
-
-    def _shallow(self, state: DecodeState, tokens: Tensor, rows: Rows) -> Tensor:
-        """Exit states ``[1, R, H]`` of uncommitted rows; their keys and values remain in the target's cache."""
-        return self.target.shallow(tokens, state.cache, self.exit_layer, rows)
 
     def _adapt(self, states: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the adapter over exit states ``[1, R, H]``: states for ``lm_head``, ``[1, R, H]``."""

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, validate
-from drafters.drafting.tree_plan import TreePlan, children_of, tree_plan
+from drafters.drafting.tree_plan import TreePlan, chain_plan, children_of, tree_plan
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of
@@ -141,11 +141,12 @@ class MedusaDrafter(LearnedDrafter):
         self.lm_heads = [self.draft_head(options, head) for head in own] or [self.draft_head(options)]
         self._ranks = min(options.top_k, self.lm_heads[0].width)
         self._read(module, options)
+        tables: dict[Way, Table] = {"greedy": PRIOR, "sampled": PRIOR}
+        tables |= options.acceptance or {}
         if options.tree == "auto":
-            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, self._tables())
+            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, tables)
             self.remembers = True
-        ways: tuple[Way, ...] = () if self.policy else ("greedy", "sampled")
-        self.plans = {way: self._plan(way) for way in ways}
+        self.plans = {} if self.policy else {way: self._plan(table) for way, table in tables.items()}
         self.max_draft = max((plan.size for plan in self.plans.values()), default=options.nodes)
         self._used: TreePlan  # of the latest draft
         self._feature: Tensor  # [B, 1, H] of the target, after the last accepted row
@@ -187,7 +188,19 @@ class MedusaDrafter(LearnedDrafter):
         if not plan.size or state.longest_draft(self.depth) < 1:
             return state.nothing
         self._read_text(state)
-        return self._draft(self._feature, plan, state.sampling, state.generator)
+        # Choose candidates: the likeliest ones or, for the lossless sampled rule, draws without replacement. A depth is
+        # drawn once, and its draws are the children of all nodes above. This is lossless: verification walks one path,
+        # which meets each depth once, and the draws of depths are independent.
+        depth, width = len(plan.levels), max(level.children for level in plan.levels)
+        logits, head = self._logits(self._feature, depth), self.lm_heads[0]  # [B, depth, W]
+        q: list[Tensor] = []
+        sampling = state.sampling if self.lossless else GREEDY
+        candidates, real = children_of(logits, width, sampling, state.generator, q)  # [B, depth, width]
+        # Fill the plan with them.
+        above, rank = plan.choice
+        tokens, valid = head.tokens(candidates[:, above, rank]), None if real is None else real[:, above, rank]
+        spread = head.spread(q[0]) if q else None
+        return DraftTree.from_parents(tokens, plan.parents, q=spread, q_row=plan.above, valid=valid)
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
@@ -201,23 +214,6 @@ class MedusaDrafter(LearnedDrafter):
     def _read_text(self, state: DecodeState) -> None:
         for head in self.lm_heads:
             head.read(state.tokens)
-
-    def _draft(
-        self, feature: Tensor, plan: TreePlan, sampling: Sampling, generator: torch.Generator | None
-    ) -> DraftTree:
-        """Fill a plan with candidates: the likeliest ones or, for the lossless sampled rule, drawn ones.
-
-        A depth is drawn once, without replacement from its q, and its draws are the children of all nodes above. This
-        is lossless: verification walks one path, which meets each depth once, and the draws of depths are independent.
-        """
-        depth, width = len(plan.levels), max(level.children for level in plan.levels)
-        logits, head = self._logits(feature, depth), self.lm_heads[0]  # [B, depth, W]
-        q: list[Tensor] = []
-        candidates, real = children_of(logits, width, sampling if self.lossless else GREEDY, generator, q)
-        above, rank = plan.choice
-        tokens, valid = head.tokens(candidates[:, above, rank]), None if real is None else real[:, above, rank]
-        spread = head.spread(q[0]) if q else None
-        return DraftTree.from_parents(tokens, plan.parents, q=spread, q_row=plan.above, valid=valid)
 
     def _read(self, module: MedusaHeads, options: MedusaOptions) -> None:
         """Prepare the blocks; the first blocks of all heads read the same feature and are one product."""
@@ -252,21 +248,15 @@ class MedusaDrafter(LearnedDrafter):
         pairs = zip(self.lm_heads, states.unbind(1), strict=False)
         return torch.stack([head(state) for head, state in pairs], dim=1)
 
-    def _tables(self) -> dict[Way, Table]:
-        both: dict[Way, Table] = {"greedy": PRIOR, "sampled": PRIOR}
-        return both | (self.given.acceptance or {})
-
-    def _plan(self, way: Way) -> TreePlan:
-        """The plan of a chain or a static tree."""
-        options = self.given
-        paths = options.paths
-        if options.tree == "chain":
-            paths = [[0] * level for level in range(1, self.depth + 1)]
-        if paths is not None:
-            return tree_plan(tuple(map(tuple, paths)), self.target.device)
-        table = Rates(self.depth, self._ranks, self._tables()[way]).table()
-        paths_by_chance = islice(likeliest(table, self.depth), options.nodes)
-        return tree_plan(tuple(path for _, path in paths_by_chance), self.target.device)
+    def _plan(self, acceptance: Table) -> TreePlan:
+        """The plan of a chain, or of a static tree: the given paths, or the likeliest ones by ``acceptance``."""
+        if self.given.tree == "chain":
+            return chain_plan(self.depth, self.target.device)
+        if self.given.paths is not None:
+            return tree_plan(tuple(map(tuple, self.given.paths)), self.target.device)
+        table = Rates(self.depth, self._ranks, acceptance).table()
+        best = islice(likeliest(table, self.depth), self.given.nodes)
+        return tree_plan(tuple(path for _, path in best), self.target.device)
 
 
 class Typical:
