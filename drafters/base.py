@@ -1,22 +1,13 @@
-"""Drafter, what the loop asks of a method; LearnedDrafter, one with trained weights."""
+"""Drafter: what the decoding loop asks of a method."""
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
-import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig
-
 from drafters.config import Config, validate
-from drafters.for_transformers import ForTransformers
-from drafters.hub import checkpoint, publishing
 from drafters.loop.acceptance import Rule, Verdict, rule_for
 from drafters.loop.call import check_loaded
+from drafters.loop.hf_generate import TransformersMixin
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import DraftTree
-from drafters.model import head_adapter
-from drafters.model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
 from drafters.model.target import FeatureOutput, TargetModel
 
 if TYPE_CHECKING:
@@ -45,7 +36,7 @@ class Expected(NamedTuple):
     choice: str
 
 
-class Drafter:
+class Drafter(TransformersMixin):
     """Proposes tokens for a target. One file per method; the loop knows only this class.
 
     Class attributes:
@@ -56,7 +47,7 @@ class Drafter:
         follows: True if another drafter may draft some of the steps (hybrid).
 
     Attributes:
-        lossless: False where the target's output distribution may change; shown wherever results are.
+        lossless: False where the target's output distribution may change; shown beside results.
         max_draft: most nodes of one draft; the loop sizes its buffers by it.
         max_context: positions that the target, and a draft model, were made for.
         taps: hidden states needed from every target forward, by the number of layers before them.
@@ -90,18 +81,6 @@ class Drafter:
         """
         check_loaded(target)
         return cls(target, validate(cls.options, options, source=f"options of drafter {cls.name!r}"))
-
-    def for_transformers(self, streamer: Any = None, seed: int | None = None) -> ForTransformers:
-        """For ``model.generate(**inputs, custom_generate=drafter.for_transformers())``, of the target's own model.
-
-        Args:
-            streamer: in the place of ``generate``'s own, which transformers does not hand on.
-            seed: of the random numbers; None takes one from torch's global generator.
-
-        Raises:
-            ValueError: the method is lossy.
-        """
-        return ForTransformers(self, streamer, seed)
 
     def rule(self, sampling: Sampling) -> Rule:
         """The acceptance rule; lossless unless overridden."""
@@ -139,7 +118,7 @@ class Drafter:
     def observe(self, state: "DecodeState", draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         """Update caches and pools after a committed step that was not the last; ``output`` holds [root, nodes].
 
-        Another drafter's nodes may stand behind the nodes of ``draft`` (hybrid): see ``Verdict.own_rows``.
+        Another drafter's nodes may follow the nodes of ``draft`` (hybrid): see ``Verdict.own_rows``.
         """
 
     def follow(self, state: "DecodeState", output: FeatureOutput, verdict: Verdict) -> None:
@@ -149,81 +128,3 @@ class Drafter:
             NotImplementedError: the method drafts every step itself; ``follows`` says so beforehand.
         """
         raise NotImplementedError(f"{self.name} drafts every step itself")
-
-
-class LearnedDrafter(Drafter):
-    """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub."""
-
-    def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
-        super().__init__(target, options)
-        self.module = module.to(target.device, target.dtype).eval().requires_grad_(False)
-        self.provenance: dict[str, Any] = {}
-
-    @classmethod
-    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
-        """The untrained module of a checkpoint's ``drafter`` section, for a target of this configuration."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_checkpoint(
-        cls, target: TargetModel, path: str, revision: str | None = None, adapter: str | None = None, **options: Any
-    ) -> Self:
-        """Load a trained drafter from a folder or a Hub repository, strictly; ``adapter``: with that LoRA merged.
-
-        Raises:
-            ValueError: nothing loadable there, another method's checkpoint, one of another target, wrong options, or an
-                adapter of another drafter.
-        """
-        check_loaded(target)
-        config, state = head_adapter.load_head(path, revision, adapter)
-        if config["drafter_type"] != cls.name:
-            raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
-        checkpoint.check_target(config, target)
-        drafter = cls.from_weights(target, state, config["drafter"] | options)
-        drafter.provenance = config
-        return drafter
-
-    @classmethod
-    def from_weights(cls, target: TargetModel, weights: dict[str, Tensor], options: dict[str, Any]) -> Self:
-        """A drafter whose module has a copy of ``weights``, and of the draft vocabulary's ids if they are among them.
-
-        Raises:
-            ValueError: weights that are not the module's, ids that are no tokens, or wrong options.
-        """
-        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
-        module = cls.build_module(target.config, options)
-        if (ids := weights.get(DRAFT_IDS)) is not None:
-            check_ids(ids, target.vocab_size, "the checkpoint")
-            module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
-        checkpoint.load_state(module, weights)
-        return cls(target, module, checked)
-
-    def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:
-        """The target's LM head, or the drafter's ``own``, as this drafter uses it.
-
-        Raises:
-            ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
-        """
-        listed = getattr(self.module, DRAFT_IDS, None)
-        ids, text = kept_ids(listed, options, self.target.vocab_size, "the checkpoint")
-        return DraftHead(self.target, ids, options.draft_dtype, own, text)
-
-    def drafter_config(self) -> dict[str, Any]:
-        """What ``build_module`` needs to build the module again."""
-        return {}
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json (for a module built by hand, with what is known of it) and model.safetensors, and the two
-        files of ``model.generate(custom_generate=folder)``.
-        """
-        known = self.provenance or checkpoint.make_config(self.name, {}, self.target)
-        checkpoint.save_checkpoint(folder, self.module, known | {"drafter": self.drafter_config()})
-        publishing.add_custom_generate(Path(folder))
-
-    def push_to_hub(self, repo_id: str, **hub_options: Any) -> str:
-        """Upload to the Hub with a model card; returns the repository's address. Options are those of
-        ``publishing.push_to_hub``: ``private``, ``revision``, ``card=Card(license=..., certificate=..., report=...)``.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return publishing.push_to_hub(folder, repo_id, **hub_options)

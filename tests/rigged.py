@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import tiny
@@ -10,13 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
-from drafters.common.choices import HeadInputs
+from drafters.config import HeadInputs
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.rows import CHAIN, Rows
+from drafters.policy.copies import CopyPolicy
 from drafters.policy.costs import Curve
 from drafters.policy.shape import Costs, Path, Shape, ShapePolicy
 
@@ -73,7 +75,7 @@ class OracleEagle(EagleDrafter):
         self._committed = [list(row) for row in state.tokens]
         self._nodes: list[list[int]] = [[] for _ in state.tokens]
         self._phase = "committed"
-        _, self._counts = self._gathered()
+        _, self._counts = self._pending.all()
         return super().propose(state)
 
     def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
@@ -198,7 +200,7 @@ AUTO_COSTS = Costs(Curve((1, 2), (1.0, 1.01)), first=0.1, level=0.1, row=0.001)
 
 
 class Cycling(ShapePolicy):
-    """Chooses another shape every step, no draft included, whatever is accepted."""
+    """Chooses another shape every step, no draft included; acceptance does not matter."""
 
     shapes: tuple[tuple[Path, ...], ...] = (
         (), ((0,), (0, 0), (0, 0, 0)), (), (), ((0,), (1,), (0, 0), (1, 0)), ((0,),)
@@ -223,15 +225,17 @@ class Cycling(ShapePolicy):
 
 def by_length(name: str, target: TargetModel, costs: Costs = AUTO_COSTS, **options: object) -> Drafter:
     """A drafter with ``gamma: auto`` that takes these costs."""
-    drafter = make_drafter(name, target, gamma="auto", **options)
-    goes_by(drafter, costs)
+    return goes_by(make_drafter(name, target, gamma="auto", **options), costs)
+
+
+def goes_by(drafter: Any, costs: Costs = AUTO_COSTS) -> Any:
+    """The drafter, whose policy takes these costs instead of measuring."""
+    policy = drafter.policy
+    if isinstance(policy, CopyPolicy):
+        policy._curve, policy.prepare = lambda state: costs.rest, lambda *given: None  # type: ignore[method-assign]
+    else:
+        policy._measured = lambda *given: costs
     return drafter
-
-
-def goes_by(drafter: Drafter, costs: Costs) -> None:
-    """Let a drafter's policy take these costs instead of measuring."""
-    assert isinstance(drafter.policy, ShapePolicy)
-    drafter.policy._measured = lambda *given: costs  # type: ignore[method-assign]
 
 
 def auto_eagle(

@@ -11,7 +11,7 @@ from test_cpu_layer import model_of
 from torch import Tensor
 
 from drafters import TargetModel, generate
-from drafters.common.choices import UNSHIFTED
+from drafters.config import UNSHIFTED
 from drafters.drafting.passes import Level, Nodes, OneCallPasses, TorchPasses
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS

@@ -54,14 +54,6 @@ def test_what_the_host_knows_of_a_tree() -> None:
     assert DraftTree(tokens, draft.parents, q, draft.q_row).levels == (6,) * 6, "unknown: the most there can be"
 
 
-def test_chain_and_empty() -> None:
-    """Catches a chain whose shortcut mask differs from the one its parents give."""
-    chain = DraftTree.chain(torch.tensor([[4, 5, 6], [7, 8, 9]]))
-    assert torch.equal(chain.ancestors(), DraftTree(chain.tokens, chain.parents).ancestors())
-    empty = DraftTree.empty(2, CPU)
-    assert empty.size == 0 and empty.ancestors().tolist() == [[[True]], [[True]]]
-
-
 def test_eagle_tree_is_the_papers() -> None:
     """Catches a wrong shape: EAGLE (Li et al. 2024), Figure 9 has 25 nodes, 4/8/8/3/2 a level, drafted in 5 passes."""
     plan = TreePlan(EAGLE_TREE, CPU)

@@ -74,18 +74,6 @@ def test_static_trees_have_the_likeliest_nodes() -> None:
     assert len(drafter.plans["sampled"].levels) == 4 > len(plan.levels)
 
 
-def test_shapes_that_there_are_no_heads_for() -> None:
-    """Catches an index error in the first step, or levels that no head drafts."""
-    target = target_of("llama")
-    assert medusa(target, None, "chain", depth=2).max_draft == 2
-    with pytest.raises(ValueError, match="depth is 5, but the drafter has 4 heads"):
-        medusa(target, None, "chain", depth=5)
-    with pytest.raises(ValueError, match="a tree path has 3 nodes, but the drafter has 2 heads"):
-        medusa(target, None, "static", heads=2, paths=[[0], [0, 0], [0, 0, 0]])
-    with pytest.raises(ValueError, match="no parent or previous sibling"):
-        medusa(target, None, "static", paths=[[1]])
-
-
 # ------------------------------------------------------------------------------------------- typical acceptance
 
 

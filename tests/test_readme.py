@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from drafters.policy.kept_costs import Costs, Curve
 
-from drafters.policy import costs as cost
+from drafters.policy.costs import Curve
+from drafters.policy.shape import Costs, ShapePolicy
 from eval.figures.metrics import ends_in_loop
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +29,8 @@ def test_the_first_python_example_answers(monkeypatch: pytest.MonkeyPatch, capsy
     """Catches an example that no longer runs, drafts nothing, or whose answer runs in circles until it is cut off."""
     (code,) = re.findall(r"^## Use a drafter from Python\n```python\n(.*?)^```", README, re.M | re.S)
     monkeypatch.chdir(ROOT)
-    line = Curve((1, 64), (1.0, 1.5))  # of a machine where drafts pay: on a crowded one they may not
-    monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.1, Curve((1, 16), (0.1, 0.2))))
+    costs = Costs(Curve((1, 64), (1.0, 1.5)), first=0.1, level=0.1, row=0.01)  # drafts are profitable
+    monkeypatch.setattr(ShapePolicy, "_measured", lambda *given: costs)
     names: dict[str, Any] = {}
     exec(code, names)
     tokens = names["result"].tokens[0].tolist()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.cpu.kernels import most_likely
 from drafters.loop.sampling import Sampling, draw, residual, without
 from drafters.loop.tree import ROOT, DraftTree
+from drafters.model.backend import most_likely
 
 TINY = torch.finfo(torch.float32).tiny
 FEW_ROWS = 4  # batch rows up to which a CPU verifies faster row by row

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from drafters.cpu.kernels import most_likely
+from drafters.model.backend import most_likely
 
 COLDEST = 1e-20  # below this temperature, logits / temperature may exceed float32's range (3e38)
 

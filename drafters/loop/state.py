@@ -82,8 +82,8 @@ class DecodeState:
 
     @property
     def longest(self) -> int:
-        """Most tokens that a row can reach, prompt included."""
-        return min(max(self.prompt_lengths) + self.max_new_tokens, self.cache.capacity)
+        """Most tokens that a row can reach, also one that joins later."""
+        return self.cache.capacity
 
     def room(self, row: int = 0) -> int:
         """Tokens that a row may still commit. Draft tokens beyond ``room - 1`` cannot be accepted."""

@@ -6,7 +6,7 @@ decoding. The prefill and its token are timed separately and not counted.
 
 from dataclasses import dataclass, field
 
-from drafters.model.clock import Clock
+from drafters.model.runner import Clock
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""``make_drafter`` and ``load_drafter``: drafters by the name of their method.
+"""``make_drafter``: a drafter by the name of its method, which is the name of its file.
 
-A method has the name of its file, which is imported when the name is used.
+A method's file is imported when its name is used.
 """
 
 import difflib
@@ -13,10 +13,16 @@ if TYPE_CHECKING:  # both import torch, and a mistyped name is answered without 
     from drafters.model.target import TargetModel
 
 
-def method_names() -> list[str]:
-    """Names of all methods: the files of this package with a class whose ``name`` is the file's."""
+def method_names(declaring: str = "name") -> list[str]:
+    """Names of the methods: the files of this package with a class that has the file's name.
+
+    Args:
+        declaring: a class attribute; methods that do not set it are left out.
+    """
     files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
-    return sorted(file.stem for file in files if f'    name = "{file.stem}"\n' in file.read_text(encoding="utf-8"))
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    named = {name: text for name, text in texts.items() if f'    name = "{name}"\n' in text}
+    return sorted(name for name, text in named.items() if f"    {declaring} = " in text)
 
 
 def check_method(name: str) -> None:
@@ -34,11 +40,9 @@ def drafter_class(name: str) -> type["Drafter"]:
     Raises:
         ValueError: an unknown method.
     """
-    from drafters.base import Drafter
-
     check_method(name)
     for value in vars(import_module(f".{name}", __package__)).values():
-        if isinstance(value, type) and issubclass(value, Drafter) and value.name == name:
+        if isinstance(value, type) and vars(value).get("name") == name:
             return value
     raise ValueError(f"drafters/methods/{name}.py holds no Drafter whose name is {name!r}")
 
@@ -56,10 +60,8 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
     """
-    from drafters.base import LearnedDrafter
-
-    kind = drafter_class(name)
-    if issubclass(kind, LearnedDrafter):
+    kind: Any = drafter_class(name)
+    if hasattr(kind, "from_checkpoint"):
         path = options.pop("checkpoint", None)
         if path is None:
             raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
@@ -85,25 +87,3 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
             "same target object"
         )
     return inner
-
-
-def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
-    """Load a trained drafter.
-
-    Args:
-        path: folder or Hub repository of the drafter, or of a LoRA adapter, which names its drafter.
-        target: the target it was trained for.
-        revision: revision of the Hub repository.
-        options: override the saved decoding options; ``adapter``: folder or Hub repository of a LoRA adapter.
-
-    Raises:
-        ValueError: nothing to load, unsafe or incomplete weights, or a drafter of another target.
-    """
-    from drafters.base import LearnedDrafter
-    from drafters.hub.checkpoint import drafter_type
-
-    name = drafter_type(path, revision=revision)
-    kind = drafter_class(name)
-    if not issubclass(kind, LearnedDrafter):
-        raise ValueError(f"{path}: drafter_type {name!r} has no weights to load")
-    return kind.from_checkpoint(target, path, revision=revision, **options)

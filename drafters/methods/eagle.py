@@ -13,19 +13,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
-from drafters.config import DraftSize
-from drafters.cpu.head_pass import CpuPass, cpu_pass
+from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
 from drafters.drafting.passes import OneCallPasses, grow_planned
+from drafters.drafting.pending import PendingFeatures
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
+from drafters.hub.declared import MLP, Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.state import DecodeState, last_of, padded, rows_of
+from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
+from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
-from drafters.model.layers import check_head, layer_kind, made, own_rope
-from drafters.model.linear import Product
+from drafters.model.layers import SERVED, check_head, layer_kind, made, own_rope
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import PRIOR, Probability, ShapePolicy, Way
@@ -138,6 +138,24 @@ class EagleDrafter(LearnedDrafter):
 
     name = "eagle"
     options = EagleOptions
+    card_title = "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))"
+    layout = Layout(
+        "an EAGLE head",
+        tensors={"fc.weight": "H 2H", **MLP},
+        code="EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{out}', use_eagle3=False)",
+        note="It reads the embedding from a target in several files (with an index), and fails for a single file.",
+        readers=("official", "vllm", "sglang"),
+        families=SERVED,
+        options={"inputs": SHIFTED},
+        bias="fc.bias",
+    )
+    recipe = Recipe(
+        learning_rate=3.0e-5,
+        rows={"EAGLE, auto": {"tree": "auto"}, "EAGLE, chain of 3": {"tree": "chain", "depth": 3}},
+        small={"start": "regression"},
+        short={"loss_vocab": 2048},
+        certified={"tree": "chain", "depth": 3},
+    )
     max_batch = None
     follows = True
     policy: ShapePolicy | None = None
@@ -158,7 +176,7 @@ class EagleDrafter(LearnedDrafter):
             self.max_draft, self.remembers = options.nodes, True
         self._make_head(options)
         self._cache = KVCache.nothing()
-        self._new: list[tuple[Tensor, list[int]]]  # true features [B, R, H] to take in, and how many each row has
+        self._pending: PendingFeatures
 
     def _make_head(self, options: EagleOptions) -> None:
         target, head = self.target, cast(Any, self.module)
@@ -179,10 +197,9 @@ class EagleDrafter(LearnedDrafter):
         self._head = target.runner.part(head.layers, enter, rope=own_rope(head, target.config, target.runner.rope))
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
-        self._one_call: CpuPass | None = None
-        whole, product = getattr(self._head.layers[0].layer, "whole", None), self.lm_head.product
-        if self.inputs == SHIFTED and isinstance(fc, Product):
-            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens, self._head.rope)
+        self._one_call = None  # a pass of the head over a draft of one sequence
+        if options.inputs == SHIFTED:
+            self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.body.embed_tokens)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -207,19 +224,18 @@ class EagleDrafter(LearnedDrafter):
             given = self._given(output.features[:, :-1], prompts, state)
             self._extend(given, padded(prompts, self.target.device))
             self._cache.commit_first([len(prompt) for prompt in prompts])
-        self._new = [(last_of(output.features, state.prompt_lengths)[:, None], [1] * state.batch)]
+        self._pending = PendingFeatures(output, state.prompt_lengths)
         self.lm_head.read(state.tokens)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        whole, (features, counts) = self._cache, self._gathered()
-        policy, self.policy, self._cache = self.policy, None, KVCache.nothing()
+        whole, pending, policy = self._cache, self._pending, self.policy
+        self._cache, self.policy = KVCache.nothing(), None
         self.begin(part, output)
-        (first, _), *_ = self._new
         for number, row in enumerate(rows):
             whole.copy_row(row, self._cache, number)
-            features[row, 0], counts[row] = first[number, 0], 1
         self._cache.release()
-        self._cache, self.policy, self._new = whole, policy, [(features[:, : max(counts)], counts)]
+        pending.replace(rows, self._pending)
+        self._cache, self._pending, self.policy = whole, pending, policy
 
     def propose(self, state: DecodeState) -> DraftTree:
         depth = state.longest_draft(self.depth)
@@ -229,9 +245,9 @@ class EagleDrafter(LearnedDrafter):
             return state.nothing
         head = self.lm_head
         head.read(state.tokens)
-        features, counts = self._gathered()
+        features, counts = self._pending.all()
         following = [row[len(row) - count :] for row, count in zip(state.tokens, counts, strict=True)]
-        self._new = []
+        self._pending.clear()
         if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
             passes = OneCallPasses(self._one_call, head, features[0], following[0], self._cache)
             return grow_planned(passes, self.plan, self.target.device)
@@ -252,19 +268,7 @@ class EagleDrafter(LearnedDrafter):
             self.policy.learn(self.plan, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        self._new.append((rows_of(output.features, verdict.rows), [len(rows) for rows in verdict.rows]))
-
-    def _gathered(self) -> tuple[Tensor, list[int]]:
-        """Features ``[B, R, H]`` of all committed rows that the head has not taken in, and how many each row has."""
-        if len(self._new) == 1:
-            return self._new[0]
-        rows: list[list[int]] = [[] for _ in self._new[0][1]]
-        start = 0
-        for features, counts in self._new:
-            for row, count in zip(rows, counts, strict=True):
-                row.extend(range(start, start + count))
-            start += features.shape[1]
-        return rows_of(torch.cat([features for features, _ in self._new], dim=1), rows), [len(row) for row in rows]
+        self._pending.add(output, verdict)
 
     def _given(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
         """True features ``[B, R, H]`` as the head takes them, given the tokens after each."""

@@ -11,9 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, Layers
 from drafters.drafting.tree_plan import TreePlan, children_of
+from drafters.hub.declared import Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask
@@ -105,6 +106,25 @@ class KangarooDrafter(LearnedDrafter):
 
     name = "kangaroo"
     options = KangarooOptions
+    card_title = "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))"
+    layout = Layout(
+        "a Kangaroo adapter",
+        tensors={"layers.0.input_layernorm.weight": "H", "norm.weight": "H"},
+        code="python -m evaluation.inference_kangaroo --model-path {target} --adapter-path {out} "
+        "--exitlayer {exit_layer} --threshold 0.6 --steps 6 --dtype float16 --bench-name Kangaroo --model-id kangaroo",
+        note="With another --exitlayer than {exit_layer} it drafts nonsense. The code reads only `pytorch_model.bin` "
+        "(plain tensors here), and the LM head of a target whose weights are in several such files.",
+        readers=("official",),
+        options={"ffn": False, "own_lm_head": False},
+        pickled=True,
+        rope_theta=10000.0,
+    )
+    recipe = Recipe(
+        learning_rate=5.0e-5,
+        rows={"Kangaroo": {}},
+        knobs={"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]},
+        start={"max_draft_tokens": 4},
+    )
 
     def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
         super().__init__(target, module, options)

@@ -14,15 +14,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, validate
 from drafters.drafting.tree_plan import TreePlan, chain_plan, children_of, tree_plan
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of
 from drafters.loop.tree import DraftTree
-from drafters.model.clock import model_time
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
+from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import Probability, Rates, ShapePolicy, Table, Way, likeliest
 
@@ -123,6 +123,7 @@ class MedusaDrafter(LearnedDrafter):
 
     name = "medusa"
     options = MedusaOptions
+    card_title = "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))"
     max_batch = None
     follows = True
 

@@ -22,20 +22,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drafters.common.files import replace_json
+from drafters.common.machine import hardware
 from drafters.common.paths import user_cache
-from drafters.common.provenance import hardware
 from drafters.common.wording import dtype_name
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.step import start, step
+from drafters.model import backend
 from drafters.model.target import TargetModel
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
 
 CACHE, AGAIN = "DRAFTERS_CACHE", "DRAFTERS_MEASURE_AGAIN"  # environment: the folder; "1" measures again
-SECONDS = 4.0  # measuring stops after the round that exceeds this
-IN_A_ROW = 3  # equal steps in a row, of which the first is not timed: a large forward slows the step after it
+ROUNDS, SECONDS = 20, 4.0  # measuring stops after these rounds, or after the round that exceeds these seconds
+IN_A_ROW = 2  # equal steps in a row; only the last is timed, because a large forward slows the step after it
 CONTEXTS = (512, 4096, 32768)  # upper limits of context lengths, in tokens, with costs of their own
 
 _known: dict[str, Any] = {}  # what this process has measured or read, by key
@@ -91,31 +92,28 @@ def time_plans(
     """
     numbers = random.Random(0)
     prompts = [[numbers.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
-    room = target.max_context - context - drafter.max_draft - 1
+    margin = drafter.max_draft + 1  # cache rows that one step may need
+    room = max(min(32 * margin, target.max_context - context - margin), 2)
     generator = torch.Generator(device=target.device).manual_seed(0)
-    use(plans[0])
+    rule, state = drafter.rule(sampling), None
     found: list[list[PlanTime]] = [[] for _ in plans]
-    began, rule = time.perf_counter(), drafter.rule(sampling)
-    state: DecodeState | None = None
-    while min(map(len, found)) < 2 or time.perf_counter() - began < SECONDS:
+    began = time.perf_counter()
+    for done in range(ROUNDS):
+        if done > 1 and time.perf_counter() - began > SECONDS:
+            break
         for plan, times in zip(plans, found, strict=True):
             use(plan)
             for _ in range(IN_A_ROW):
-                # Start anew where the cache has no room for another step.
-                if state is None or state.room() <= drafter.max_draft + 1 or all(state.finished):
-                    most = max(min(room, 32 * (drafter.max_draft + 1)), 2)
-                    rows, capacity = [list(prompt) for prompt in prompts], context + most + drafter.max_draft + 1
-                    state = DecodeState.of(target, rows, capacity, most, sampling, generator, frozenset())
+                if state is None or state.room() <= margin or all(state.finished):
+                    rows = [list(prompt) for prompt in prompts]
+                    capacity = context + room + margin
+                    state = DecodeState.of(target, rows, capacity, room, sampling, generator, frozenset())
                     start(state, drafter)
                 marks = [_now(target.device)]
-                step(state, drafter, rule, lambda: marks.append(_now(target.device)))  # noqa: B023
-                times.append(PlanTime(marks[1] - marks[0], marks[3] - marks[1]))
-            del times[-IN_A_ROW]
-        if time.perf_counter() - began > SECONDS and min(map(len, found)) >= IN_A_ROW - 1:
-            break
+                step(state, drafter, rule, lambda marks=marks: marks.append(_now(target.device)))  # type: ignore[misc]
+            times.append(PlanTime(marks[1] - marks[0], marks[3] - marks[1]))
     # The first round warms up: kernels are chosen, graphs captured.
-    timed = [times[IN_A_ROW - 1 :] or times for times in found]
-    return [PlanTime(median(one.draft for one in times), median(one.rest for one in times)) for times in timed]
+    return [PlanTime(*(median(part) for part in zip(*times[1:], strict=True))) for times in found]
 
 
 def _now(device: torch.device) -> float:
@@ -190,6 +188,7 @@ def _machine(target: TargetModel) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "quantize": target.quantize,
         "engine": target.engine,
+        "kernels": backend.available(),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -125,7 +126,7 @@ class Costs(NamedTuple):
         return self.rest.at(1)
 
     def step(self, nodes: int, levels: int, extended: int) -> float:
-        """Seconds of a step with a tree of ``nodes`` in ``levels``, of which ``extended`` nodes have children."""
+        """Seconds of a step with a tree of ``nodes`` in ``levels``; ``extended`` nodes have children."""
         if not nodes:
             return self.plain
         return self.rest.at(1 + nodes) + self.first + (levels - 1) * self.level + (extended - levels + 1) * self.row
@@ -255,7 +256,7 @@ class ShapePolicy:
         return self._decided(state).shape
 
     def _decided(self, state: "DecodeState") -> _Course:
-        """The course of this batch size and sampling, decided anew every ``DECIDE`` steps."""
+        """The choice for this batch size and sampling; it is made again every ``DECIDE`` steps."""
         key = state.batch, state.sampling
         course = self._courses.get(key)
         if course is None or (course.steps >= course.decide_at):
@@ -307,9 +308,9 @@ def costs_of(plans: Sequence[tuple[Path, ...]], times: Sequence[Sequence[float]]
     chains = [plan for plan in plans if plan and len(plan) == len(plan[-1])]
     first, longest = draft[chains[0]], max(chains, key=len)
     level = max(draft[longest] - first, 0.0) / max(len(longest) - 1, 1)
-    extra = [0.0]
+    extra: list[float] = []
     for plan in plans:
         levels, extended = max(map(len, plan), default=0), len({path[:-1] for path in plan if len(path) > 1})
-        if extended >= levels > 0:
+        if extended >= levels > 1:
             extra.append((draft[plan] - first - (levels - 1) * level) / (extended - levels + 1))
-    return Costs(rest, first, level, max(*extra, 0.0))
+    return Costs(rest, first, level, max(fmean(extra), 0.0) if extra else 0.0)
