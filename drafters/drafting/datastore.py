@@ -44,7 +44,7 @@ class Datastore(NamedTuple):
         """
         pieces = [piece for text in texts if len(text) for piece in (np.asarray(text, np.int32), [BETWEEN])]
         if not pieces:
-            raise ValueError("a datastore needs a text with at least one token")
+            raise ValueError("a datastore needs at least one token, found none in the texts")
         tokens = np.concatenate(pieces).astype(np.int32)
         if len(tokens) > np.iinfo(np.int32).max:
             raise ValueError(f"a datastore holds at most 2,147,483,647 tokens, found {len(tokens):,}")
