@@ -16,8 +16,8 @@ from test_eagle import check_draft
 from test_prompt_lookup import Primed
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
-from drafters.drafting.one_tree import held_nodes, with_copies
-from drafters.drafting.retrieval import NOTHING, Found
+from drafters.drafting.one_tree import overlaps, with_copies
+from drafters.drafting.retrieval import NOTHING, Copy
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter
@@ -69,12 +69,12 @@ TestOneTreeWeighed = conformance.suite(
 class Spoilt(PromptLookupDrafter):
     """Its index holds whatever is given to it, for what the model says next: now right, now wrong."""
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         known = len(state.tokens[row])
         answer = conformance.plain_greedy(self.target, state.tokens[row], 2)
         wrong = (answer[1] + 1) % self.target.vocab_size
         drafts = ([answer[0], wrong], answer, [wrong, wrong])
-        return Found(drafts[known % 3], [-1, 0], [0.5, 0.5], known % 5)
+        return Copy(drafts[known % 3], [-1, 0], [0.5, 0.5], known % 5)
 
 
 @pytest.mark.parametrize(("rows", "temperature"), [(1, 0.0), (1, 0.9), (3, 0.0)])
@@ -129,8 +129,8 @@ TREE = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), [-1, -1, 0])  # 5 (then
 def test_one_tree_by_hand() -> None:
     """Catches a copy that is not merged with what the head drafted, one below another node, rows that change their
     number, a sampled node's q given to a copied one, levels at which verification stops, filling that is accepted."""
-    copy = Found([5, 7, 8, 9, 4], [-1, 0, 1, 2, -1], [0.5] * 5, 3)
-    held = held_nodes(TREE, [copy])
+    copy = Copy([5, 7, 8, 9, 4], [-1, 0, 1, 2, -1], [0.5] * 5, 3)
+    held = overlaps(TREE, [copy])
     assert held == [{0: 0, 1: 2}]
     whole = with_copies(TREE, [copy], held, [[4, 3, 2]])
     assert whole.tokens.tolist() == [[5, 6, 7, 8, 9, 4]] and whole.parents.tolist() == [[-1, -1, 0, 2, 3, -1]]
@@ -141,7 +141,7 @@ def test_one_tree_by_hand() -> None:
     assert sampled.q is q and sampled.q_row is not None and sampled.q_row.tolist() == [[0, 0, -1, -1]]
     assert sampled.levels == (2, 0, 0)
     chain = DraftTree.chain(torch.tensor([[5, 7]]))
-    assert with_copies(chain, [copy], held_nodes(chain, [copy]), [[2, 3]]).is_chain
+    assert with_copies(chain, [copy], overlaps(chain, [copy]), [[2, 3]]).is_chain
     rows = replace(TREE, tokens=TREE.tokens.expand(2, -1), parents=TREE.parents.expand(2, -1), see=None)
     both = with_copies(rows, [copy, NOTHING], [held[0], {}], [[2], []])
     assert both.valid is not None and both.valid.tolist() == [[True] * 4, [True] * 3 + [False]]
@@ -218,9 +218,9 @@ def test_rows_of_a_batch_come_and_go(match: int | str) -> None:
 class Wrong(PromptLookupDrafter):
     """Finds what the model does not say next."""
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         (right,) = conformance.plain_greedy(self.target, state.tokens[row], 1)
-        return Found([(right + 1) % self.target.vocab_size], [-1], [0.5], 4)
+        return Copy([(right + 1) % self.target.vocab_size], [-1], [0.5], 4)
 
 
 def test_each_where_it_is_right() -> None:

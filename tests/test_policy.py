@@ -18,7 +18,7 @@ from test_prompt_lookup import Primed as PrimedLookup
 from test_suffix import Primed as PrimedSuffix
 
 from drafters import generate, generate_many, make_drafter
-from drafters.drafting.retrieval import NOTHING, Found
+from drafters.drafting.retrieval import NOTHING, Copy
 from drafters.drafting.tree_plan import TreePlan
 from drafters.loop.sampling import Sampling
 from drafters.methods.cascade import CascadeDrafter
@@ -251,7 +251,7 @@ def going(rows: int, finished: int = 0) -> Any:
     return SimpleNamespace(finished=[True] * finished + [False] * (rows - finished))
 
 
-CHAIN = Found([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
+CHAIN = Copy([5, 6, 7, 8], [-1, 0, 1, 2], [0.5] * 4, 3)
 
 
 def test_copy_rates_by_hand() -> None:
@@ -264,7 +264,7 @@ def test_copy_rates_by_hand() -> None:
     taught(rates, 3, 1.0)
     taught(rates, 3, 0.0)
     assert rates.of(3, 0.5) < 0.05
-    (first, one), (second, two), _ = rates.chances(Found([4, 5, 6], [-1, -1, 1], [0.3, 0.8, 0.6], 3))
+    (first, one), (second, two), _ = rates.chances(Copy([4, 5, 6], [-1, -1, 1], [0.3, 0.8, 0.6], 3))
     assert (one, two) == (1, 2) and second == pytest.approx(first * rates.of(4, 0.6)) and first == rates.of(3, 0.8)
 
 
@@ -290,18 +290,18 @@ def test_copies_are_cut_to_what_is_profitable() -> None:
 
 def test_of_a_tree_the_likeliest_nodes_are_copied() -> None:
     """Catches nodes kept without their parent, renumbered wrongly, or by their claim and not by their chance."""
-    policy, tree = copies(0.3), Found([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)
+    policy, tree = copies(0.3), Copy([4, 5, 6, 7], [-1, -1, 1, 2], [0.25, 0.65, 0.75, 0.2], 6)
     for match, claim, rate in ((6, 0.25, 0.2), (6, 0.65, 0.9), (7, 0.75, 0.8), (8, 0.2, 0.1)):
         taught(policy.rates, match, rate, claim)
-    assert policy.select([tree], going(1))[0] == Found([5, 6], [-1, 0], [0.65, 0.75], 6)
+    assert policy.select([tree], going(1))[0] == Copy([5, 6], [-1, 0], [0.65, 0.75], 6)
     taught(policy.rates, 6, 0.9, 0.25)
     taught(policy.rates, 6, 0.1, 0.65)
-    assert policy.select([tree], going(1))[0] == Found([4], [-1], [0.25], 6)
+    assert policy.select([tree], going(1))[0] == Copy([4], [-1], [0.25], 6)
 
 
 def test_copies_are_learnt_by_hand() -> None:
     """Catches siblings and tokens behind a wrong one that are counted, and rows whose tokens are mixed up."""
-    policy, tree = CopyPolicy(), Found([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
+    policy, tree = CopyPolicy(), Copy([5, 6, 7], [-1, -1, 1], [0.4, 0.6, 0.5], 3)
     verdict: Any = SimpleNamespace(tokens=[[6, 7], [5, 6, 9], []])
     for _ in range(100):
         policy.learn([tree, CHAIN._replace(match=8), CHAIN], verdict)

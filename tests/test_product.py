@@ -10,8 +10,8 @@ from conformance import NO_EOS, prompt, rows_of
 from rigged import eagle, perturbed
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.cpu.kernels import multiplies
 from drafters.methods.speculative import SpeculativeDrafter
+from drafters.model import backend
 from drafters.model.linear import GROUP, Int4, Int8, Product, Quantization, fit_groups
 
 
@@ -66,7 +66,7 @@ def test_int8_product_is_near(dtype: torch.dtype, kernel: bool, biased: bool) ->
 def test_int4_product_is_near(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches groups along the wrong axis, nibbles swapped, a way round a missing kernel that gives something else."""
     if way != "ours":
-        monkeypatch.setattr("drafters.model.linear.multiplies", lambda weight: False)
+        monkeypatch.setattr(backend, "pack", lambda *given: None)
     outputs, inputs = (70 if way == "spread" else 64), 96  # torch's CPU kernel takes multiples of 16
     weight = (torch.randn(outputs, inputs) * torch.logspace(-2, 1, inputs)).to(dtype)  # inputs of very unequal size
     weight[3, :GROUP], weight[5] = 0.5, 0.0  # groups of one value
@@ -74,8 +74,8 @@ def test_int4_product_is_near(dtype: torch.dtype, way: str, monkeypatch: pytest.
     product = Product(weight, bias)
     product.quantize("int4")
     four = product.quantized
-    ours = way == "ours" and multiplies(weight)
-    assert isinstance(four, Int4) and (four.tiles is not None) == ours and four.kernel == (way != "spread" and not ours)
+    ours = way == "ours" and backend.pack(weight) is not None
+    assert isinstance(four, Int4) and (four.own is not None) == ours and four.kernel == (way != "spread" and not ours)
     assert product.nbytes < weight.nbytes
     kept = (product(torch.eye(inputs, dtype=dtype)) - bias).T.float()
     grouped = weight.float().view(outputs, -1, GROUP)
@@ -154,7 +154,7 @@ def test_the_lm_head_of_a_quantised_target(tied: bool) -> None:
     layers = sum(product.nbytes for layer in target.layers for product in layer.products)
     norms = sum(w.nbytes for name, w in target.model.named_parameters() if "norm" in name)
     read, whole = target.bytes_read() - layers - norms, 2 * head.numel()
-    assert head.numel() < read < 0.7 * whole if multiplies(head) else read == whole
+    assert head.numel() < read < 0.7 * whole if backend.pack(head) is not None else read == whole
 
 
 def test_bytes_read() -> None:

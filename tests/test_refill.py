@@ -140,7 +140,7 @@ def test_bad_calls() -> None:
     """Catches a prompt that does not fit found as an assertion of the cache, and methods of one row run on many."""
     target = target_of("llama")
     plain = make_drafter("autoregressive", target)
-    with pytest.raises(ValueError, match=r"a prompt of 9 tokens came, and longest is 4"):
+    with pytest.raises(ValueError, match=r"longest is 4, found a prompt of 9 tokens"):
         list(generate_many(target, plain, ask([prompt(9, 1)]), batch=2, longest=4))
     with pytest.raises(ValueError, match="decodes at most 1 row"):
         lookahead = make_drafter("lookahead", target)

@@ -19,7 +19,7 @@ from data_prep import datastore as program
 from drafters import TargetModel, make_drafter
 from drafters.drafting.datastore import Datastore, load_datastore, save_datastore, suffix_order
 from drafters.drafting.draft_model import vocabulary_facts
-from drafters.drafting.retrieval import BETWEEN, Found
+from drafters.drafting.retrieval import BETWEEN, Copy
 from drafters.methods.rest import RestDrafter
 
 
@@ -84,22 +84,22 @@ def test_continuations_by_hand(tmp_path: Path) -> None:
     target = toy()
     store = written(tmp_path / "s.safetensors", [[2, 3, 4, 3, 2], [2, 3, 4, 4], [2, 3, 0, 1, 4], [0, 2, 3]], target)
 
-    def of(text: list[int], eos: int = 9, room: int = 99, **options: Any) -> Found:
+    def of(text: list[int], eos: int = 9, room: int = 99, **options: Any) -> Copy:
         drafter = RestDrafter.from_options(target, datastore=store, **options)
         return drafter.retrieve(state_of(text, eos, room))
 
     # 2 3 is followed by 4 twice, by 0 once, and once by the end.
     whole = of([1, 2, 3])
-    assert whole.match == 2 and whole.tokens[0] == 4 and whole.claims[0] == pytest.approx(2 / 5)
+    assert whole.match == 2 and whole.tokens[0] == 4 and whole.shares[0] == pytest.approx(2 / 5)
     paths = {tuple(path_of(whole, node)) for node in range(len(whole.tokens))}
     assert paths == {(4,), (4, 3), (4, 3, 2), (4, 4), (0,), (0, 1), (0, 1, 4)}
     assert of([1, 2, 3], nodes=1).tokens == [4] and set(of([1, 2, 3], nodes=2).tokens) <= {4, 3, 0}
     assert len(of([1, 2, 3], depth=1).tokens) == 2 == len(of([1, 2, 3], room=2).tokens)
     assert of([1, 2, 3], room=1).tokens == [] and sorted(of([1, 2, 3], eos=4, depth=2).tokens) == [0, 1, 4]
-    assert of([0, 2, 3]) == Found([], [], [], 3) and of([1, 1]) == of([1, 0]) == Found([], [], [], 0)
+    assert of([0, 2, 3]) == Copy([], [], [], 3) and of([1, 1]) == of([1, 0]) == Copy([], [], [], 0)
     assert of([1, 0], min_ngram=1).match == of([1, 0], nodes="auto").match == 1
     # Of the four places every other one, in the order of what follows: the end, and 4 3.
-    assert of([1, 2, 3], places=2, depth=2) == Found([4, 3], [-1, 0], [1 / 3, 0.5], 2)
+    assert of([1, 2, 3], places=2, depth=2) == Copy([4, 3], [-1, 0], [1 / 3, 0.5], 2)
 
 
 @pytest.mark.parametrize("shortest", [1, 3])
@@ -122,7 +122,7 @@ def test_a_text_that_goes_on_is_looked_up_from_where_it_was(shortest: int, tmp_p
             state.tokens[0].extend(rng.randrange(4) for _ in range(rng.randrange(5)))
 
 
-def path_of(found: Found, node: int) -> list[int]:
+def path_of(found: Copy, node: int) -> list[int]:
     return [] if node < 0 else [*path_of(found, found.parents[node]), found.tokens[node]]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
 # A path of this machine within a text: from the root, a home, a drive, a server (UNC) or the working directory, also
 # behind an option's letter (-I/home/u). No URL, no "a/b".

@@ -1,6 +1,6 @@
-"""``generate``: continue prompts in the one decoding loop.
+"""``generate``: continue prompts with a target and a drafter.
 
-Every method, plain decoding included, runs through it: the same cache, stop rules, token counts and clock.
+All methods, plain decoding included, share this loop and so its cache, stop rules, token counts and clock.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.step import start, step
 from drafters.loop.trace import Trace
-from drafters.model.clock import Clock
+from drafters.model.runner import Clock
 from drafters.model.target import TargetModel
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerateResult:
-    """What ``generate`` returns.
+    """Result of ``generate``.
 
     Attributes:
-        tokens: ``[B, n]`` new token ids on the CPU; rows that ended early are filled with ``fill`` (EOS, else 0).
-        lengths: new tokens of each row.
+        tokens: ``[B, n]`` new token ids on the CPU; rows that ended early are padded with EOS, or with 0 without EOS.
+        lengths: number of new tokens of each row.
         trace: steps and times.
     """
 
@@ -59,25 +59,33 @@ def generate(
     """Continue prompts with a target accelerated by a drafter.
 
     Args:
-        input_ids: ``[B, T]``, padded behind ``prompt_lengths`` or where ``attention_mask`` is 0; or a list of id lists.
-        max_new_tokens: exactly this many at most, cut at the first EOS.
-        temperature: 0 is greedy. top_k, top_p: 0 and 1 switch them off.
-        eos_token_id: where rows end; None takes the target's generation config's, ``[]`` is none.
-        seed: of the one generator that all random numbers come from.
-        on_tokens: called with (row, new ids) as soon as they are committed, for streaming.
-        control: logits processors and stopping criteria; where it alters scores, the options above are for drafting.
-        trace: an empty one, filled before ``on_tokens`` is called; its times are read at the end. None: the result's.
+        input_ids: ``[B, T]`` token ids, or a list of id lists. Padding is given by ``prompt_lengths`` or
+            ``attention_mask``.
+        max_new_tokens: most new tokens of a row; a row ends earlier at its first EOS.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        eos_token_id: tokens that end a row; None takes those of the target's generation config, ``[]`` is none.
+        prompt_lengths: tokens of each row before its padding.
+        attention_mask: ``[B, T]``, 0 at padding.
+        seed: of the generator of all random numbers.
+        on_tokens: called with (row, new ids) after each commit, for streaming.
+        control: logits processors and stopping criteria. If it alters scores, temperature, top_k and top_p only shape
+            the drafts.
+        trace: an empty trace to fill, for example to read steps in ``on_tokens``; times are set at the end. None makes
+            one.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
+    # Check the arguments.
     check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
     max_new_tokens, seed = whole(max_new_tokens, "max_new_tokens"), check_seed(seed)
     check_call(target, drafter, prompts, max_new_tokens)
-    # Set up: the one generator, and a cache with room for the prompt, the new tokens and one draft.
+    # Set up the generator of random numbers, and a cache for prompt, new tokens and one draft.
     generator = torch.Generator(device=target.device).manual_seed(seed)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + drafter.max_draft + 1
     eos = eos_ids(target, eos_token_id)
@@ -86,6 +94,7 @@ def generate(
     trace = Trace() if trace is None else trace
     rule = ByText(state) if control is not None and control.alters else drafter.rule(sampling)
     clock = Clock(target.device)
+    # Decode: the prefill, then steps until all rows have ended.
     start(state, drafter)
     clock.lap()
     _notify(state, on_tokens, state.prompt_lengths)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], object] = lambda: None) -> list[Step]:
-    """Run one step and return what each unfinished batch row did. A cascade runs steps with a draft model as target.
+    """Run one step and return what each unfinished batch row did. A cascade calls it with a draft model as target.
 
     Args:
         lap: called after the draft, after the verification, and at the end.
     """
-    # Draft. The roots are copied to the device first: queued after the draft, the copy would wait for all of it.
+    # Draft. Copy the roots to the device first: queued after the draft, the copy would wait for it.
     _ = state.roots
     draft = drafter.propose(state)
     lap()
@@ -44,7 +44,7 @@ def step(state: DecodeState, drafter: "Drafter", rule: Rule, lap: Callable[[], o
 
 
 def start(state: DecodeState, drafter: "Drafter") -> None:
-    """Run the prompts, sample each row's first token, and let the drafter begin."""
+    """Prefill, and let the drafter begin."""
     output = prefill(state, drafter.taps)
     if not all(state.finished):
         drafter.begin(state, output)
@@ -82,7 +82,7 @@ def _forward(state: DecodeState, drafter: "Drafter", draft: DraftTree, see: Tens
 
 
 def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step]:
-    """Append the accepted tokens and keep the cache rows of all but the last of them."""
+    """Append the accepted tokens to the rows, and commit the cache rows of the root and of all but the last of them."""
     steps = []
     for row in range(state.batch):
         if state.finished[row]:
@@ -90,8 +90,8 @@ def _commit(state: DecodeState, draft: DraftTree, verdict: Verdict) -> list[Step
             continue
         accepted = len(verdict.rows[row]) - 1
         kept = state.append(row, verdict.tokens[row])
-        # The root and the kept draft tokens have rows; the last kept token is the next root. Cut short by EOS or the
-        # limit, the last kept one is a draft token, whose row is dropped for the invariant's sake.
+        # The last committed token is the next root, which has no cache row. If EOS or the limit cut the tokens, it is a
+        # draft token, and its row is dropped.
         verdict.rows[row], verdict.tokens[row] = verdict.rows[row][:kept], verdict.tokens[row][:kept]
         nodes = draft.size - draft.extra.scratch
         steps.append(

@@ -1,4 +1,4 @@
-"""The draft: a tree of tokens that hangs from the last committed token (the root). A chain is a tree."""
+"""The draft: a tree of tokens below the last committed token (the root). A chain is a tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ ROOT = -1
 
 @dataclass
 class Extra:
-    """What a few methods need beyond a tree.
+    """Fields of a draft that only some methods use.
 
     Attributes:
         hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, which ran while drafting
@@ -48,12 +48,12 @@ class DraftTree:
         q_row: ``[B, N]`` the row of ``q`` that a node was sampled from; -1 marks a deterministic node (top-k, an
             n-gram), which is verified as if its q were one-hot. Siblings of one row were drawn WITHOUT replacement, in
             order.
-        valid: ``[B, N]`` False for padding nodes, which can never be accepted; None when all count.
+        valid: ``[B, N]`` False for padding nodes, which can never be accepted; None if there is no padding.
         is_chain: True if every node is the child of the one before it.
-        see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the host knows the shape of the tree.
+        see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, if it is already known.
         draws: per level from the root, the most children of one row that were sampled from ``q``. Verification
-            walks these levels; None stands for a tree as deep and as wide as N nodes can be.
-        extra: fields of single methods.
+            walks these levels. None is the largest value that N nodes allow.
+        extra: fields that only some methods use.
     """
 
     tokens: Tensor
@@ -73,11 +73,11 @@ class DraftTree:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """``draws``, or what they are at most."""
+        """``draws``, or their largest possible values."""
         return self.draws if self.draws is not None else (0 if self.q is None else self.size,) * self.size
 
     def proposed(self, see: Tensor) -> tuple["DraftTree", Tensor]:
-        """The draft and its ancestor mask without the scratch nodes: what an acceptance rule judges."""
+        """The draft and its ancestor mask without the scratch nodes, for the acceptance rule."""
         if not self.extra.scratch:
             return self, see
         n = self.size - self.extra.scratch
@@ -109,11 +109,12 @@ class DraftTree:
         extra: Extra | None = None,
         **more: Any,
     ) -> Self:
-        """A tree of ``tokens [B, N]`` whose shape, the same in every row, the host knows.
+        """A tree of ``tokens [B, N]`` with the same shape in every batch row.
 
         Args:
-            parents: of each node, in topological order. q, q_row, valid, extra: see the class; ``q_row`` per node.
-            more: any other attribute.
+            parents: parent of each node, in topological order.
+            q_row: row of ``q`` of each node.
+            more: other attributes of the class.
         """
         extra = Extra() if extra is None else extra
         drawn = tuple(q_row) if q is not None and q_row is not None else None
@@ -125,11 +126,11 @@ class DraftTree:
 
     @classmethod
     def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> Self:
-        """Deterministic trees, each batch row's of its own shape; smaller ones are filled with padding nodes.
+        """Deterministic trees of a different shape in each batch row; smaller ones are padded.
 
         Args:
-            tokens: of each row's nodes, in topological order.
-            parents: likewise; ROOT of the root's children.
+            tokens: per batch row, the nodes' tokens in topological order.
+            parents: per batch row, the nodes' parents; ROOT for the root's children.
         """
         sizes = [len(row) for row in tokens]
         width = max(sizes)
@@ -156,7 +157,7 @@ class DraftTree:
             return self.see.expand(batch, -1, -1)
         if self.is_chain:
             return tree_mask(tuple(range(ROOT, n - 1)), device)[0].expand(batch, -1, -1)
-        # Squaring "itself or its parent" doubles the reach: after k squarings every ancestor up to 2^k is there.
+        # Squaring the matrix "itself or its parent" doubles the reach: after k squarings it has ancestors up to 2^k.
         step = torch.eye(n + 1, device=device).repeat(batch, 1, 1)
         step[:, 1:].scatter_(2, (self.parents + 1)[..., None], 1.0)
         for _ in range(n.bit_length()):
@@ -164,18 +165,18 @@ class DraftTree:
         return step > 0
 
     def depths(self, ancestors: Tensor) -> Tensor:
-        """``[B, N+1]`` depth of each row, the root's being 0; RoPE position = position of the root + depth."""
+        """``[B, N+1]`` depth of each row, 0 for the root. RoPE position = position of the root + depth."""
         return ancestors.sum(-1) - 1
 
 
 def to_device(device: torch.device, *lists: list[int]) -> list[Tensor]:
-    """Each list as a one-dimensional tensor: one copy for all of them."""
+    """Each list as a one-dimensional tensor, with one copy for all of them."""
     packed = torch.tensor([value for values in lists for value in values], dtype=torch.long, device=device)
     return list(packed.split([len(values) for values in lists]))
 
 
 class _Shape(NamedTuple):
-    """What the host knows of a tree: ``parents [1, N]``, ``q_row [1, N]`` and, as in ``DraftTree``, the others."""
+    """Tensors of a tree's shape, cached: ``parents [1, N]``, ``q_row [1, N]``, and as in ``DraftTree``."""
 
     parents: Tensor
     q_row: Tensor | None
@@ -185,10 +186,10 @@ class _Shape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...], q_row: tuple[int, ...] | None, judged: int, device: torch.device) -> _Shape:
-    """Of a tree whose first ``judged`` nodes can be accepted."""
-    depths, drawn = [0], [0] * (judged + 1)  # of each row
-    for node, parent in enumerate(parents[:judged]):
+def _shape(parents: tuple[int, ...], q_row: tuple[int, ...] | None, proposed: int, device: torch.device) -> _Shape:
+    """Shape of a tree; ``proposed``: number of nodes without the scratch nodes."""
+    depths, drawn = [0], [0] * (proposed + 1)  # of each row: its depth, and how many of its children were sampled
+    for node, parent in enumerate(parents[:proposed]):
         depths.append(depths[parent + 1] + 1)
         drawn[parent + 1] += q_row is not None and q_row[node] >= 0
     draws = [0] * max(depths)
@@ -210,8 +211,8 @@ def tree_mask(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
 
 
 def see_ancestors(see: np.ndarray, parents: Sequence[int], first: int) -> np.ndarray:
-    """Fill the rows of the nodes ``parents[first:]`` in a mask over [root, nodes] where each sees but itself so far."""
+    """Add the ancestors of the nodes from ``first`` on to ``see``, a mask over [root, nodes] with a True diagonal."""
     for node in range(first, len(parents)):
-        assert parents[node] < node, f"node {node} stands before its parent {parents[node]}"
+        assert parents[node] < node, f"node {node} comes before its parent {parents[node]}"
         see[node + 1] |= see[parents[node] + 1]
     return see

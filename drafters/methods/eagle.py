@@ -13,20 +13,19 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
-from drafters.cpu.head_pass import CpuPass, cpu_pass
 from drafters.drafting.passes import OneCallPasses, grow_planned
 from drafters.drafting.pending import PendingFeatures
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
 from drafters.hub.declared import MLP, Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
+from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
 from drafters.model.layers import SERVED, check_head, layer_kind, made, own_rope
-from drafters.model.linear import Product
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import PRIOR, Probability, ShapePolicy, Way
@@ -198,10 +197,9 @@ class EagleDrafter(LearnedDrafter):
         self._head = target.runner.part(head.layers, enter, rope=own_rope(head, target.config, target.runner.rope))
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
-        self._one_call: CpuPass | None = None
-        whole, product = getattr(self._head.layers[0].layer, "whole", None), self.lm_head.product
-        if self.inputs == SHIFTED and isinstance(fc, Product):
-            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens, self._head.rope)
+        self._one_call = None  # a pass of the head over a draft of one sequence
+        if options.inputs == SHIFTED:
+            self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.body.embed_tokens)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:

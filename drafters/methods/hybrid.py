@@ -11,8 +11,8 @@ from pydantic import Field, InstanceOf
 
 from drafters.base import Drafter
 from drafters.config import Config, Length
-from drafters.drafting.one_tree import held_nodes, with_copies
-from drafters.drafting.retrieval import NOTHING, Found, Retrieval, draft_of
+from drafters.drafting.one_tree import overlaps, with_copies
+from drafters.drafting.retrieval import NOTHING, Copy, Retrieval, draft_of
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
@@ -73,7 +73,7 @@ class HybridDrafter(Drafter):
         self.taps = self.head.taps
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
         self.policy: CopyPolicy | None = CopyPolicy() if self.match == "auto" else None
-        self._found: list[Found] = []
+        self._copies: list[Copy] = []
         self._head_drafted = False
         self._own: DraftTree  # the head's part of the latest draft
 
@@ -88,12 +88,12 @@ class HybridDrafter(Drafter):
         self.lookup.join(state, rows, part, output)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        self._found = self.lookup.retrieve_all(state)
+        self._copies = self.lookup.retrieve_all(state)
         if isinstance(self.policy, CopyPolicy) and isinstance(self.head.policy, ShapePolicy):
-            copies = self.policy.select(self._found, state, other=self.head.policy.outlook(state))
+            copies = self.policy.select(self._copies, state, other=self.head.policy.outlook(state))
             copied = any(one.tokens for one in copies)
         else:
-            copies = _matching(self._found, state.finished.count(False), self.match)
+            copies = _matching(self._copies, state.finished.count(False), self.match)
             copied = any(one.tokens for one in copies) and not self.one_tree
         self._head_drafted = not copied
         if copied:
@@ -104,11 +104,11 @@ class HybridDrafter(Drafter):
         draft.extra.source = self.head.name
         return self._with_copies(state, draft, copies) if self.one_tree else draft
 
-    def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Found]) -> DraftTree:
+    def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Copy]) -> DraftTree:
         """The head's draft with further nodes of the copies: the profitable ones, or all that match."""
         if self.policy is not None:
-            copies = self._found
-        held = held_nodes(draft, copies)
+            copies = self._copies
+        held = overlaps(draft, copies)
         if self.policy is not None:
             extra = self.policy.beside(copies, held, draft.size, state)
         else:
@@ -121,7 +121,7 @@ class HybridDrafter(Drafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         if self.policy is not None:
-            self.policy.learn(self._found, verdict)
+            self.policy.learn(self._copies, verdict)
         if self._head_drafted:
             self.head.observe(state, self._own, output, verdict)
         else:
@@ -129,7 +129,7 @@ class HybridDrafter(Drafter):
         self.lookup.follow(state, output, verdict)
 
 
-def _matching(found: list[Found], unfinished: int, match: int | str) -> list[Found]:
+def _matching(found: list[Copy], unfinished: int, match: int | str) -> list[Copy]:
     """Copies of at least ``match`` matching tokens; none unless half of the unfinished rows have one."""
     long = [isinstance(match, int) and bool(one.tokens) and one.match >= match for one in found]
     copied = 2 * sum(long) >= unfinished

@@ -11,10 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, Layers
 from drafters.drafting.tree_plan import TreePlan, children_of
 from drafters.hub.declared import Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask

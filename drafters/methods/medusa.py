@@ -16,15 +16,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, validate
 from drafters.drafting.tree_plan import TreePlan, children_of, tree_plan
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState, last_of
 from drafters.loop.tree import DraftTree
-from drafters.model.clock import model_time
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
+from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.shape import Path, Probability, Rates, ShapePolicy, Table, Way, likeliest
 

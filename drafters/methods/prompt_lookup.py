@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from drafters.config import Config, DraftSize
-from drafters.drafting.retrieval import Found, Retrieval
+from drafters.drafting.retrieval import Copy, Retrieval
 from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT
 from drafters.model.target import FeatureOutput, TargetModel
@@ -61,12 +61,12 @@ class PromptLookupDrafter(Retrieval):
         for row in rows:
             self._rows[row] = NgramIndex(self.min_ngram, self.max_ngram)
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         index = self._rows[row]
         index.read(state.tokens[row])
         tokens = index.continuation(min(self.gamma, state.room(row) - 1), state.eos)
         match = index.latest()[0] if tokens else 0
-        return Found(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
+        return Copy(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         for index in self._rows:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from drafters.config import Amount, Config, DraftSize
 from drafters.drafting.datastore import load_datastore
-from drafters.drafting.retrieval import NOTHING, Found, Next, Retrieval, likeliest_tree
+from drafters.drafting.retrieval import NOTHING, Copy, Next, Retrieval, likeliest_tree
 from drafters.loop.state import DecodeState
 from drafters.model.target import FeatureOutput, TargetModel
 from drafters.policy.copies import CopyPolicy
@@ -70,7 +70,7 @@ class RestDrafter(Retrieval):
         for row in rows:
             self._looked.pop(row, None)
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         text, (size, match) = state.tokens[row], self._looked.get(row, (0, 0))
         # What ends with a match ends with a shorter one where it ended earlier.
         longest = min(max(match, self.sizes[0] - 1) + len(text) - size, self.sizes[1])
@@ -78,7 +78,7 @@ class RestDrafter(Retrieval):
         self._looked[row] = len(text), match
         return self._after(match, found, min(self.depth, state.room(row) - 1), state.eos)
 
-    def _after(self, match: int, found: range, depth: int, stop: frozenset[int]) -> Found:
+    def _after(self, match: int, found: range, depth: int, stop: frozenset[int]) -> Copy:
         """What follows a match in the datastore, up to ``depth`` tokens."""
         if not match or depth < 1:
             return NOTHING

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from drafters.config import Amount, Config, DraftSize
-from drafters.drafting.retrieval import BETWEEN, NOTHING, Found, Next, Retrieval, likeliest_tree
+from drafters.drafting.retrieval import BETWEEN, NOTHING, Copy, Next, Retrieval, likeliest_tree
 from drafters.drafting.suffix_automaton import SuffixAutomaton
 from drafters.loop.state import DecodeState
 from drafters.model.target import FeatureOutput, TargetModel
@@ -36,7 +36,7 @@ class _Guess(NamedTuple):
     """A draft tree and its score: the expected number of tokens accepted, were what followed to follow again."""
 
     score: float
-    found: Found
+    found: Copy
 
 
 class _Row:
@@ -89,7 +89,7 @@ class SuffixDrafter(Retrieval):
             one.in_past = 0, 0
             one.go_on(self._past, one.tokens[: one.read.size])
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         one, past = self._rows[row], self._past
         new = state.tokens[row][one.read.size :]
         for token in new:

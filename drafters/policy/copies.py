@@ -1,6 +1,6 @@
 """How much of a copy to draft: as many copied tokens as are profitable, by how often such copies were right.
 
-A copied token is counted by the length of its match and by its share of the places found (``Found``). Each step, the
+A copied token is counted by the length of its match and by its share of the places found (``Copy``). Each step, the
 policy compares plain decoding, a head's draft and copies of every size. It takes the one with the most expected tokens
 beyond those that its time would give at the average pace (Dinkelbach 1967).
 """
@@ -13,8 +13,8 @@ import torch
 
 from drafters.base import Drafter, Expected
 from drafters.config import Config
-from drafters.drafting.one_tree import Held
-from drafters.drafting.retrieval import NOTHING, Found, part_of
+from drafters.drafting.one_tree import Overlap
+from drafters.drafting.retrieval import NOTHING, Copy, part_of
 from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.policy.costs import Curve, cached, context_limit, context_limits, measuring_context, time_plans
@@ -59,11 +59,11 @@ class CopyRates:
     def _kind(match: int, claim: float) -> int:
         return bisect_left(MATCHES, match) * (len(CLAIMS) + 1) + bisect_left(CLAIMS, claim)
 
-    def chances(self, found: Found) -> list[tuple[float, int]]:
+    def chances(self, found: Copy) -> list[tuple[float, int]]:
         """``(chance of being accepted, node)`` of each node, the likeliest first: no child before its parent."""
         chances: list[float] = []
         matches: list[int] = []
-        for parent, claim in zip(found.parents, found.claims, strict=True):
+        for parent, claim in zip(found.parents, found.shares, strict=True):
             # The token behind a copied token continues a match that is longer by one.
             matches.append(found.match if parent == ROOT else matches[parent] + 1)
             chances.append((1.0 if parent == ROOT else chances[parent]) * self.of(matches[-1], claim))
@@ -117,7 +117,7 @@ class CopyPolicy:
             curve = Curve.of({1 + size: rest for size, (_, rest) in zip(sizes, times, strict=True)})
             self._costs[batch, sampling, limit] = curve
 
-    def select(self, found: list[Found], state: "DecodeState", other: Shape | None = None) -> list[Found]:
+    def select(self, found: list[Copy], state: "DecodeState", other: Shape | None = None) -> list[Copy]:
         """Cut each row's copy to its likeliest nodes, equally many in each row; nothing where that is not profitable.
 
         Args:
@@ -141,7 +141,7 @@ class CopyPolicy:
             part_of(one, sorted(node for _, node in nodes[:count])) for one, nodes in zip(found, ordered, strict=True)
         ]
 
-    def beside(self, found: list[Found], held: list[Held], size: int, state: "DecodeState") -> list[list[int]]:
+    def beside(self, found: list[Copy], held: list[Overlap], size: int, state: "DecodeState") -> list[list[int]]:
         """Nodes of each row's copy that are profitable behind a head's draft of ``size`` nodes (hybrid ``one_tree``).
 
         Args:
@@ -161,14 +161,14 @@ class CopyPolicy:
             self._sums[1], self._sums[2] = self._sums[1] + more, self._sums[2] + row
         return [[node for _, node in nodes[:count]] for nodes in ordered]
 
-    def learn(self, found: list[Found], verdict: "Verdict") -> None:
+    def learn(self, found: list[Copy], verdict: "Verdict") -> None:
         """Learn from committed tokens which of the found tokens were right, drafted or not."""
         for one, tokens in zip(found, verdict.tokens, strict=True):
             at, match = ROOT, one.match
             for token in tokens:
                 nodes = [node for node, parent in enumerate(one.parents) if parent == at]
                 for node in nodes:
-                    self.rates.learn(match, one.claims[node], one.tokens[node] == token)
+                    self.rates.learn(match, one.shares[node], one.tokens[node] == token)
                 at = next((node for node in nodes if one.tokens[node] == token), ROOT - 1)
                 match += 1
                 if at < ROOT:

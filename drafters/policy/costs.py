@@ -28,6 +28,7 @@ from drafters.common.wording import dtype_name
 from drafters.loop.sampling import Sampling
 from drafters.loop.state import DecodeState
 from drafters.loop.step import start, step
+from drafters.model import backend
 from drafters.model.target import TargetModel
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def _machine(target: TargetModel) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "quantize": target.quantize,
         "engine": target.engine,
+        "kernels": backend.available(),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
