@@ -167,7 +167,7 @@ def test_features_taken_in_are_true() -> None:
 
     def checked(state, draft, output, verdict) -> None:  # noqa: ANN001
         observe(state, draft, output, verdict)
-        features, _ = drafter._gathered()
+        features, _ = drafter._pending.all()
         count = features.shape[1]
         accepted.append(count)
         known = state.tokens[0]
