@@ -42,7 +42,7 @@ def of_three(target: TargetModel) -> Drafter:
 
 
 def tree_inside(target: TargetModel) -> Drafter:
-    """The inner drafts are trees: what they accept seldom lies in the first rows of the draft model's forward."""
+    """The inner drafts are trees: accepted nodes are seldom the first rows of the draft model's forward."""
     draft_model = perturbed(target, 0.05)
     inner = SpecTrDrafter.from_options(
         draft_model, draft_model=perturbed(draft_model, 0.05, seed=1), gamma=3, drafts=4, draft_temperature=0.7

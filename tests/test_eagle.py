@@ -31,7 +31,7 @@ def from_scratch(drafter: EagleDrafter, known: list[int], path: list[int], made:
 
 
 def _features(drafter: EagleDrafter, known: list[int], path: list[int], made: Made) -> torch.Tensor:
-    """``[1, T, H]``, of which the last was predicted at the end of ``path``."""
+    """``[1, T, H]`` features; the last was predicted at the end of ``path``."""
     if tuple(path) in made:
         return made[tuple(path)]
     target, tokens = drafter.target, known + path

@@ -1,4 +1,4 @@
-"""What the front page shows runs, lies where it says, and is what was measured."""
+"""The front page: its examples run, its links exist, and its figures are the measured ones."""
 
 import json
 import re
