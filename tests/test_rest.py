@@ -166,7 +166,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             make_drafter("rest", target, datastore=str(tmp_path / f"{name}.safetensors"))
     with pytest.raises(ValueError, match="min_ngram is 4 and max_ngram 3"):
         make_drafter("rest", target, datastore=str(path), min_ngram=4, max_ngram=3)
-    with pytest.raises(ValueError, match="a datastore needs a text"):
+    with pytest.raises(ValueError, match="a datastore needs at least one token"):
         Datastore.of([[]])
 
 

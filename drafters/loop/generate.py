@@ -59,27 +59,21 @@ def generate(
     """Continue prompts with a target accelerated by a drafter.
 
     Args:
-        input_ids: ``[B, T]`` token ids, or a list of id lists. Padding is given by ``prompt_lengths`` or
-            ``attention_mask``.
+        input_ids: ``[B, T]`` token ids, or a list of id lists.
         max_new_tokens: most new tokens of a row; a row ends earlier at its first EOS.
-        temperature: 0 is greedy.
-        top_k: 0 is off.
-        top_p: 1 is off.
+        temperature, top_k, top_p: 0 is greedy; 0 and 1 switch top_k and top_p off.
         eos_token_id: tokens that end a row; None takes those of the target's generation config, ``[]`` is none.
-        prompt_lengths: tokens of each row before its padding.
-        attention_mask: ``[B, T]``, 0 at padding.
+        prompt_lengths, attention_mask: tokens of each row before its padding; ``[B, T]``, 0 at padding.
         seed: of the generator of all random numbers.
         on_tokens: called with (row, new ids) after each commit, for streaming.
         control: logits processors and stopping criteria. If it alters scores, temperature, top_k and top_p only shape
             the drafts.
-        trace: an empty trace to fill, for example to read steps in ``on_tokens``; times are set at the end. None makes
-            one.
+        trace: an empty trace to fill, so that ``on_tokens`` can read the steps; times are set at the end.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a prompt too long for the target, too many rows for the
             drafter, or parameters out of range or of a wrong type.
     """
-    # Check the arguments.
     check_types(target, drafter, on_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     prompts = prompts_of(input_ids, prompt_lengths, attention_mask, padding_id(target))
