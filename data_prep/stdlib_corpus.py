@@ -1,12 +1,10 @@
 """Make ShareGPT dialogues from the source files of the installed Python standard library.
 
-Nothing is downloaded and nothing is imported: the files are parsed with `ast`. The result is a real, licence-clear
-corpus of prose and code on which a small target model can be trained on a laptop.
-
     python -m data_prep.stdlib_corpus --out runs/stdlib
-"""
 
-from __future__ import annotations
+The files are parsed with `ast`; nothing is downloaded or imported. The result is a corpus of prose and code with a
+clear licence, on which a small target can be trained on a laptop.
+"""
 
 import ast
 import contextlib
@@ -54,25 +52,25 @@ THEN_DOC = ("What does it do?", "Explain what this code does.", "Describe it in 
 
 @dataclass(frozen=True)
 class StdlibObject:
-    """A module, class or function of the standard library, with what its source file says of it."""
+    """A module, class or function of the standard library, with its documentation and source."""
 
     name: str
     module: str
     kind: str
-    group: str  # the top-level object it belongs to: the unit of the train / held-out split
+    group: str  # its top-level object: the unit of the train / held-out split
     doc: str
     source: str
     methods: tuple[str, ...] = ()
 
 
 def stable_hash(*parts: object) -> int:
-    """A hash that is the same in every process and on every machine (the built-in `hash` is salted)."""
+    """A hash that is the same in every process, unlike the built-in `hash`."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def cut_text(text: str, limit: int) -> str:
-    """The longest prefix of whole lines within `limit` characters; blank lines are preferred as the cut."""
+    """The longest prefix of whole lines within `limit` characters, cut at a blank line if possible."""
     if len(text) <= limit:
         return text
     head = text[: limit + 1]
@@ -82,7 +80,7 @@ def cut_text(text: str, limit: int) -> str:
 
 
 def source_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(module name, path) of every standard-library source file worth reading, in a fixed order."""
+    """(module name, path) of the source files, without tests and tools, in a fixed order."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(SKIPPED_PREFIXES) for part in parts):
@@ -106,7 +104,7 @@ def _clean_doc(node: ast.AST) -> str:
 
 def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
     """The module itself and its classes, methods and functions, in source order."""
-    tree, lines = ast.parse(text), text.split("\n")  # not splitlines: a form feed is no line end to ast
+    tree, lines = ast.parse(text), text.split("\n")  # not splitlines: for ast, a form feed does not end a line
     yield StdlibObject(module, module, "module", module, _clean_doc(tree), "")
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for node in tree.body:
@@ -116,7 +114,7 @@ def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
         inner = [child for child in node.body if isinstance(child, functions)] if kind == "class" else []
         methods = tuple(dict.fromkeys(child.name for child in inner))
         yield StdlibObject(name, module, kind, name, _clean_doc(node), _source_of(node, lines), methods)
-        # A one-method class is its method: showing both would only repeat the text.
+        # A class with one method has the same text as its method.
         for child in inner if len(inner) > 1 else ():
             about = _clean_doc(child), _source_of(child, lines)
             yield StdlibObject(f"{name}.{child.name}", module, "method", name, *about)
@@ -166,8 +164,8 @@ def build_corpus(
 ) -> list[tuple[str, dict]]:
     """(split, ShareGPT record) for each dialogue, in a fixed shuffled order, without duplicates.
 
-    The first ``max_dialogues`` are for training and, by their objects, held out. Of those after them, the ones about
-    held-out objects that no held-out dialogue is about are for tuning: nothing is trained on them, nothing measured.
+    The first ``max_dialogues`` are for training or held out, depending on their objects. Later dialogues about held-out
+    objects without a held-out dialogue are for tuning: nothing is trained or measured on them.
     """
     if max_chars < 200:
         raise ValueError(f"max_chars is {max_chars}; answers need at least 200 characters")
@@ -181,7 +179,7 @@ def build_corpus(
     for item in read_objects(root):
         held_out = stable_hash("split", item.group) % 1000 < HELDOUT_PER_MILLE
         for kind, turns in dialogues_of(item, seed, max_chars):
-            # The same text under two names (copies between modules) would leak from train into held-out.
+            # The same text under two names (copied between modules) would be in both training and held-out data.
             answer = hashlib.sha256("\n".join(turns[1::2]).encode()).hexdigest()
             if seen.setdefault(answer, item.name) != item.name or (answer + kind) in seen:
                 continue
@@ -201,11 +199,7 @@ def build_corpus(
 
 
 def write_corpus(out: Path, root: Path, max_dialogues: int | None = None, seed: int = 0, max_chars: int = 1600) -> dict:
-    """Write train.jsonl, heldout.jsonl, tune.jsonl and manifest.json into `out`; return the manifest.
-
-    Raises:
-        ValueError: a wrong argument, or a file where the folder should be.
-    """
+    """Write train.jsonl, heldout.jsonl, tune.jsonl and manifest.json into `out`; return the manifest."""
     check_folder(out, "--out")
     records = build_corpus(root, max_dialogues, seed, max_chars)
     texts = dict.fromkeys((TRAIN, HELDOUT, TUNE), "")

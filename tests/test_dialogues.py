@@ -19,7 +19,7 @@ from data_prep.dialogues.reader import (
     read_dialogues,
     source_digest,
 )
-from data_prep.split import record as written_record
+from data_prep.dialogues.sharegpt import record as written_record
 
 CORPUS = Path(__file__).resolve().parents[2] / "shared" / "data" / "train" / "sharegpt.jsonl.gz"
 

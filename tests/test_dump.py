@@ -15,8 +15,9 @@ from chat_formats import dialogue
 from safetensors import SafetensorError
 from test_features import run, write_config
 
-from data_prep import features, features_run
-from data_prep.store.dump import IN_FLIGHT, Background, plan_batches
+from data_prep.configs import FeaturesConfig
+from data_prep.extraction import stores
+from data_prep.extraction.dump import IN_FLIGHT, Background, plan_batches
 from data_prep.store.manifest import plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import StoreWriter
@@ -97,18 +98,16 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_dump(
     """Catches an error of the writing thread that is lost, comes hours late, or costs finished shards."""
     config = write_config(tmp_path, target_folder, count=40, shard_tokens=100)
     computed: list[Any] = []
-    exact = features_run.run_shard
-    monkeypatch.setattr(
-        features_run, "run_shard", lambda *arguments: computed.append(arguments[3]) or exact(*arguments)
-    )
+    exact = stores.run_shard
+    monkeypatch.setattr(stores, "run_shard", lambda *arguments: computed.append(arguments[3]) or exact(*arguments))
     with monkeypatch.context() as patch:
         disk_full_after(4, patch)
         with pytest.raises(OSError, match=r"disk is full; the \d+ shards before it .* are kept.*run the same command"):
             run(config)
-    stores = [tmp_path / "out" / split for split in ("heldout", "train")]
-    assert sum(len(read_manifest(store).shards) for store in stores if store.exists()) == 4
+    folders = [tmp_path / "out" / split for split in ("heldout", "train")]
+    assert sum(len(read_manifest(store).shards) for store in folders if store.exists()) == 4
     assert len(computed) <= 4 + 1 + IN_FLIGHT + 1  # and not the whole corpus
-    assert not [file for store in stores for file in store.glob("*.tmp")]
+    assert not [file for store in folders for file in store.glob("*.tmp")]
     run(config)
     run(config, f"out={tmp_path / 'whole'}")
     for split in ("train", "heldout"):
@@ -123,7 +122,7 @@ def test_a_target_that_fails_leaves_what_was_handed_over(
 ) -> None:
     """Catches shards that were computed and thrown away because a later one ran out of memory."""
     config = write_config(tmp_path, target_folder, count=40, shard_tokens=100)
-    exact, slow = features_run.run_shard, StoreWriter.write
+    exact, slow = stores.run_shard, StoreWriter.write
 
     def out_of_memory(*arguments: Any) -> Any:
         if arguments[3][0] > 8:
@@ -134,7 +133,7 @@ def test_a_target_that_fails_leaves_what_was_handed_over(
         time.sleep(0.05)  # so that shards are waiting when it happens
         return slow(*arguments)
 
-    monkeypatch.setattr(features_run, "run_shard", out_of_memory)
+    monkeypatch.setattr(stores, "run_shard", out_of_memory)
     monkeypatch.setattr(StoreWriter, "write", write)
     with pytest.raises(ValueError, match="out of memory"):
         run(config, f"splits={json.dumps({'train': str(tmp_path / 'train.jsonl')})}")
@@ -158,7 +157,7 @@ LIKE_SHAREGPT = [round(40 * 50 ** (((index * 7919) % 997) / 997)) for index in r
 @pytest.mark.parametrize("file", ["stdlib.yaml", "vicuna-7b-sharegpt.yaml"])
 def test_padding_at_the_shipped_settings(file: str) -> None:
     """Catches batches that waste a tenth of the target's time, or that got so small that a GPU idles."""
-    config = load_config(features.FeaturesConfig, Path(__file__).parents[1] / "configs" / "features" / file)
+    config = load_config(FeaturesConfig, Path(__file__).parents[1] / "configs" / "features" / file)
     padded = batches = 0
     for first, last in plan_shards(LIKE_SHAREGPT, config.shard_tokens):
         lengths = LIKE_SHAREGPT[first:last]

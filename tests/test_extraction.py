@@ -15,8 +15,8 @@ import torch
 from fake_extraction import Fake
 from test_features import run, write_config
 
-from data_prep import features_run, throughput
-from data_prep.extraction import process, worker
+from data_prep import throughput
+from data_prep.extraction import process, stores, worker
 from data_prep.extraction.job import Job
 from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
@@ -51,7 +51,7 @@ def apart(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def here(apart: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same without the process."""
-    monkeypatch.setattr(features_run, "VLLM", Here)
+    monkeypatch.setattr(stores, "VLLM", Here)
     return apart
 
 
@@ -101,7 +101,7 @@ def test_what_died_goes_on(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None
     done = {file: file.stat().st_mtime_ns for file in train.glob("*.safetensors")}
     assert done and not read_manifest(train).complete
     monkeypatch.delenv("FAKE_DIES")
-    monkeypatch.setattr(features_run, "VLLM", Here)
+    monkeypatch.setattr(stores, "VLLM", Here)
     run(here)
     assert {file: file.stat().st_mtime_ns for file in done} == done
     assert_same(here)
@@ -124,13 +124,13 @@ def test_what_does_not_load(apart: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("device=cpu", "device is 'cpu', and vLLM takes the GPUs that it sees"),
+        ("device=cpu", "device is 'cpu', but vLLM uses all visible GPUs"),
         ("device_map=auto", "device_map is 'auto'.*tensor_parallel_size"),
-        ("vllm.python=none", r"not installed: there is no none; run make \.venv-vllm/\.installed"),
+        ("vllm.python=none", r"not installed, no file none; run make \.venv-vllm/\.installed"),
         ('vllm.options={"enable_lora": true}', "enable_lora: .*merge the adapter"),
         ('vllm.options={"max_model_len": 99}', "max_model_len: give max_length"),
         ("dtype=float8", "dtype.*float8"),
-        ("heldout_answers=own", "the target is not loaded here to write them"),
+        ("heldout_answers=own", "this process does not load the target to write them"),
         ("vllm.python=pyproject.toml", "pyproject.toml cannot be started"),
     ],
 )

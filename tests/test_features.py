@@ -19,13 +19,16 @@ import yaml
 from chat_formats import CHAT_VOCAB, CHATML, CHATML_SPECIALS, DATED, byte_level, dialogue, pretend_today
 from transformers import AutoTokenizer
 
-from data_prep import features, features_run
+from data_prep import features
 from data_prep.common import disk
+from data_prep.common import target as loading
 from data_prep.common.ranks import Rank
+from data_prep.configs import FeaturesConfig
 from data_prep.dialogues import loss_mask
 from data_prep.dialogues.encoding import encode_split, template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer, RenderedDialogue
-from data_prep.store.dump import FORWARD_COST, plan_batches
+from data_prep.extraction import stores
+from data_prep.extraction.dump import FORWARD_COST, plan_batches
 from data_prep.store.manifest import MANIFEST, plan_shards, read_manifest
 from data_prep.store.reader import FeatureStore
 from drafters.config import load_config
@@ -104,7 +107,7 @@ def test_a_finished_store_is_skipped(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(features_run.TargetModel, "from_pretrained", never)
+    monkeypatch.setattr(TargetModel, "from_pretrained", never)
     run(config)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all("is finished already: " in line for line in lines)
@@ -170,7 +173,7 @@ def test_limit_takes_the_first_dialogues(tmp_path: Path, target_folder: Path) ->
         ('splits={"../up": "x.jsonl"}', "a split's name becomes a folder"),
         ("exit_layer=[2]", "unknown key 'exit_layer'; did you mean 'exit_layers'"),
         ("dtype=int4", "dtype"),
-        ("chat_template=none.jinja", r"chat_template none\.jinja is no readable text file"),
+        ("chat_template=none.jinja", r"chat_template: no file none\.jinja"),
         ("splits.heldout=TRAIN", "splits '.*' and '.*' are the same data"),
     ],
 )
@@ -180,8 +183,8 @@ def test_mistakes_are_found_before_the_target_is_loaded(
     """Catches an hour of loading and tokenizing before a message that could have come at once."""
     config = write_config(tmp_path, target_folder)
     override = override.replace("TRAIN", str(tmp_path / "train.jsonl"))
-    monkeypatch.setattr(features_run, "encode_split", None)
-    monkeypatch.setattr(features_run, "TargetModel", None)
+    monkeypatch.setattr(stores, "encode_split", None)
+    monkeypatch.setattr(loading, "TargetModel", None)
     with pytest.raises(ValueError, match=message):
         run(config, override)
     assert not (tmp_path / "out").exists()
@@ -214,7 +217,7 @@ def test_a_misspelt_split_is_refused(tmp_path: Path, target_folder: Path, name: 
     config = write_config(tmp_path, target_folder)
     with pytest.raises(ValueError, match=f"training reads splits named train and heldout, found {name}"):
         run(config, f"splits.{name}={tmp_path / 'train.jsonl'}")
-    features.FeaturesConfig(target="t", out="o", splits={f"{near}-2": "a", "other": "b"})
+    FeaturesConfig(target="t", out="o", splits={f"{near}-2": "a", "other": "b"})
 
 
 def test_an_answer_of_megabytes_is_not_read_to_its_end(tmp_path: Path, target_folder: Path) -> None:
@@ -299,7 +302,7 @@ def test_killed_run_continues_to_the_same_bytes(
     capsys.readouterr()
     run(config)
     resumed = capsys.readouterr().out
-    assert f"process {process.pid} on" in resumed and "died here; going on after its" in resumed
+    assert f"process {process.pid} on" in resumed and "died here; continuing after its" in resumed
     assert first.stat().st_mtime_ns == written
     run(config, f"out={tmp_path / 'whole'}")
     for split in ("train", "heldout"):
@@ -334,17 +337,17 @@ def test_a_dialogue_that_overflows_is_left_out(
 ) -> None:
     """Catches one overflow that ends every attempt for good, and a resumed run that is off by what was left out."""
     config = write_config(tmp_path, target_folder)
-    exact = features_run.run_shard
+    exact = stores.run_shard
 
     def dies_late(*arguments: Any) -> Any:
         if arguments[3][0] > 6:  # after the overflow
             raise KeyboardInterrupt
         return exact(*arguments)
 
-    monkeypatch.setattr(features_run, "run_shard", dies_late)
+    monkeypatch.setattr(stores, "run_shard", dies_late)
     with pytest.raises(KeyboardInterrupt):
         run(config)
-    monkeypatch.setattr(features_run, "run_shard", exact)
+    monkeypatch.setattr(stores, "run_shard", exact)
     state = read_manifest(tmp_path / "out" / "train")
     assert 5 < state.consumed == state.dialogues + 1 < 12
     run(config)
@@ -369,7 +372,7 @@ def test_verify_names_the_bad_shards(
     assert not (tmp_path / "out").exists()
     run(config)
     capsys.readouterr()
-    monkeypatch.setattr(features_run, "load_tokenizer", None)  # the check needs no target
+    monkeypatch.setattr(stores, "load_tokenizer", None)  # the check needs no target
     run(config, "--verify")
     assert capsys.readouterr().out.count("is as it was written: ") == 2
     shard = tmp_path / "out" / "train" / "shard-00001.safetensors"
@@ -456,20 +459,20 @@ def test_tokenizer_hash() -> None:
 @pytest.mark.parametrize("file", ["stdlib.yaml", "vicuna-7b-sharegpt.yaml"])
 def test_shipped_configs_fit_the_schema(file: str) -> None:
     """Catches a shipped config with a key that the schema no longer has."""
-    loaded = load_config(features.FeaturesConfig, ROOT / "configs" / "features" / file)
+    loaded = load_config(FeaturesConfig, ROOT / "configs" / "features" / file)
     assert {"train", "heldout"} == set(loaded.splits)
 
 
 def test_a_target_over_several_gpus_is_one_process_a_machine() -> None:
     """Catches two processes that both fill all of a machine's GPUs, and a device map that never reaches the target."""
     settings = {"target": "nowhere", "splits": {"train": "a"}, "out": "b", "device_map": "auto"}
-    config = features.FeaturesConfig(**settings)
+    config = FeaturesConfig(**settings)
     with pytest.raises(ValueError, match="start one process a machine"):
-        features_run.load_target(config.target, config, Rank(1, 2, local=1))
+        loading.load_target(config.target, config, Rank(1, 2, local=1))
     with pytest.raises(ValueError, match="device 'cpu' and device_map 'auto' are both given"):
-        features_run.load_target(config.target, config.model_copy(update={"device": "cpu"}), Rank())
+        loading.load_target(config.target, config.model_copy(update={"device": "cpu"}), Rank())
     with mock.patch.object(TargetModel, "from_pretrained") as load:
-        features_run.load_target(config.target, config, Rank(1, 2, local=0))
+        loading.load_target(config.target, config, Rank(1, 2, local=0))
     assert load.call_args.kwargs == {"device_map": "auto"} and load.call_args.args[2] is None
 
 
@@ -485,7 +488,7 @@ def test_families_without_heads_are_refused_before_the_target_runs(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(features_run.TargetModel, "from_pretrained", never)
+    monkeypatch.setattr(TargetModel, "from_pretrained", never)
     for exit_layers in ([2], []):
         with pytest.raises(ValueError, match="no learned head can be made .* 'gemma'"):
             run(write_config(tmp_path, other, exit_layers=exit_layers))

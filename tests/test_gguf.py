@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_gguf import Kind, write
 
 from data_prep import gguf
+from data_prep.common.gguf import FACTS
 from drafters import TargetModel
 from drafters.model.files import load_bare_tokenizer
 
@@ -32,7 +33,7 @@ def test_weights_are_those_of_the_file(tmp_path: Path, kind: str, dtype: str) ->
     said = tokenizer.apply_chat_template([{"role": "user", "content": "the the"}], tokenize=False)
     assert "<|im_start|>user" in said and "quantization" not in (out / "config.json").read_text()
     assert target.features(torch.tensor([tokenizer(said)["input_ids"]])).features.isfinite().all()
-    facts = json.loads((out / gguf.FACTS).read_text())
+    facts = json.loads((out / FACTS).read_text())
     assert facts["tensors"][kind] == len(made) and facts["dtype"] == dtype and len(facts["sha256"]) == 64
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     assert {path.suffix for path in out.iterdir()} <= {".json", ".safetensors", ".jinja"}

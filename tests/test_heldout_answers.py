@@ -19,12 +19,11 @@ from test_features import run, write_config
 
 from data_prep import features
 from data_prep.answers import target as target_answers
+from data_prep.answers.heldout import regeneration
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal
 from data_prep.answers.ownership import whose
+from data_prep.configs import FeaturesConfig, RegenerateConfig
 from data_prep.dialogues.encoding import load_tokenizer
-from data_prep.features import FeaturesConfig
-from data_prep.heldout_answers import regeneration
-from data_prep.regenerate import RegenerateConfig
 from data_prep.store.lock import LOCK
 from data_prep.store.manifest import MANIFEST, read_manifest
 from data_prep.store.reader import FeatureStore

@@ -11,8 +11,9 @@ from test_features import run, write_config
 from test_store_ranks import LENGTHS, work
 from transformers import AutoTokenizer
 
-from data_prep import inspect, inspect_run
+from data_prep import inspect
 from data_prep.common.ranks import Rank
+from data_prep.store import inspection
 from data_prep.store.manifest import read_manifest
 from data_prep.store.reader import FeatureStore
 
@@ -65,7 +66,7 @@ def test_features_that_are_not_finite(tmp_path: Path, features: Path, capsys: py
 def test_statistics_of_the_states(made: Path) -> None:
     """Catches a mean over dialogues in place of tokens, a largest value without the negative ones, and taps swapped."""
     store = FeatureStore.open(made / "train")
-    table = inspect_run.states_table(inspect_run.state_sums(store, list(range(len(store)))), len(store))
+    table = inspection.states_table(inspection.state_sums(store, list(range(len(store)))), len(store))
     cells = {name: column for name, *column in zip(*(column.cells for column in table.columns), strict=True)}
     for name, values in (
         ("features", torch.cat([dialogue.features for dialogue in store]).double()),
@@ -75,7 +76,7 @@ def test_statistics_of_the_states(made: Path) -> None:
         assert float(mean) == pytest.approx(values.abs().mean().item(), rel=1e-3)
         assert float(largest) == pytest.approx(values.abs().max().item(), rel=1e-3)
         assert float(zeros.rstrip("%")) / 100 == pytest.approx((values == 0).double().mean().item(), abs=1e-4)
-    assert inspect_run.spread(10, 4) == [0, 2, 5, 7] and inspect_run.spread(3, 64) == [0, 1, 2]
+    assert inspection.spread(10, 4) == [0, 2, 5, 7] and inspection.spread(3, 64) == [0, 1, 2]
 
 
 def test_a_flipped_byte(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,17 +134,17 @@ def test_colour_and_what_a_terminal_must_not_see(made: Path, target_folder: Path
     """Catches colours on the user's words, colours where NO_COLOR or a pipe forbids them, and escape codes in data."""
     store = FeatureStore.open(made / "heldout")
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
-    plain = inspect_run.decoded(store[0], tokenizer, coloured=False).plain
+    plain = inspection.decoded(store[0], tokenizer, coloured=False).plain
     assert plain.replace("[[", "").replace("]]", "") == tokenizer.decode(store[0].input_ids)
     trained = tokenizer.decode(store[0].input_ids[store[0].loss_mask])
     assert "".join(part.partition("]]")[0] for part in plain.split("[[")[1:]) == trained
-    text = inspect_run.decoded(store[0], tokenizer, coloured=True)
+    text = inspection.decoded(store[0], tokenizer, coloured=True)
     assert "".join(text.plain[span.start : span.end] for span in text.spans) == trained
     console = Console(force_terminal=True, color_system="standard", width=200)
     with console.capture() as captured:
         console.print(text)
     assert "\x1b[1;32m" in captured.get()
-    assert inspect_run.printable("a\x1b[2J\x07b\n\tü") == "a�[2J�b\n\tü"
+    assert inspection.printable("a\x1b[2J\x07b\n\tü") == "a�[2J�b\n\tü"
 
 
 def test_another_tokenizer_is_noticed(

@@ -23,13 +23,15 @@ from chat_formats import (
     sentencepiece_like,
 )
 
-from data_prep import magpie, magpie_run, regenerate
+from data_prep import magpie, regenerate
+from data_prep.answers import questions as work
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, read_journals
+from data_prep.answers.questions import DONE, Asked
 from data_prep.common.ranks import Rank
+from data_prep.configs import MagpieConfig
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import DroppedError, ReadCounts, parse_record, read_dialogues
-from data_prep.magpie_run import DONE, Asked
-from data_prep.split import same_question
+from data_prep.dialogues.sharegpt import same_question
 from drafters import TargetModel, make_drafter
 from drafters.config import load_config
 
@@ -110,7 +112,7 @@ def test_a_system_message_stands_before_the_question(chat: ChatTokenizer) -> Non
     [
         (
             "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}",
-            "cannot be let ask: .* prints no user turn",
+            "cannot write questions: .* prints no user turn",
         ),
         ("{% for message in messages %}{{ message.content }}\n{% endfor %}", "prints nothing before a question"),
     ],
@@ -172,13 +174,13 @@ def test_as_many_as_were_wanted_and_each_once(target_folder: Path, tmp_path: Pat
 
 def test_questions_follow_the_targets_own_distribution(target_folder: Path, tmp_path: Path) -> None:
     """The first tokens, of many questions of one token: a prompt cut at the wrong place would have other ones."""
-    config = load_config(magpie.MagpieConfig, write_config(tmp_path, target_folder, max_new_tokens=2, batch=32), [])
+    config = load_config(MagpieConfig, write_config(tmp_path, target_folder, max_new_tokens=2, batch=32), [])
     chat = ChatTokenizer(byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB))
     target = TargetModel.from_pretrained(str(target_folder), "float32", "cpu")
     prompt = chat.tokenizer("<|im_start|>user\n", add_special_tokens=False)["input_ids"]
     assert chat.question_prompt()[0] == prompt
     asked = Asked(chat, "<|im_end|>", Rank(), 1, [])
-    drawn = magpie_run.draw(config, target, make_drafter("autoregressive", target), prompt, asked)
+    drawn = work.draw(config, target, make_drafter("autoregressive", target), prompt, asked)
     count = 4000
     first = torch.bincount(torch.tensor([next(drawn)[0] for _ in range(count)]), minlength=CHAT_VOCAB) / count
     p = target.model(torch.tensor([prompt])).logits[0, -1].detach().float().softmax(-1)
@@ -209,7 +211,7 @@ def test_a_killed_run_goes_on_with_other_draws(
         run(config)
     monkeypatch.setattr(AnswerJournal, "write", write)
     before = [turn.answer for turn in calls[0].turns + calls[1].turns if turn.answer is not None]
-    assert before and magpie_run.kept(load_config(magpie.MagpieConfig, config, [])).startswith(f"{len(before)} quest")
+    assert before and work.kept(load_config(MagpieConfig, config, [])).startswith(f"{len(before)} quest")
     questions = run(config)
     assert questions[: len(before)] == before and len(questions) == 24
     assert len(set(questions[len(before) :])) == 24 - len(before)
@@ -240,10 +242,10 @@ def test_a_target_with_one_question_ends(
     target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a run without end, and one that throws away what there is."""
-    monkeypatch.setattr(magpie_run, "NOTHING_NEW", 10)
+    monkeypatch.setattr(work, "NOTHING_NEW", 10)
     config = write_config(tmp_path, target_folder, top_k=1, batch=1)
     assert len(run(config)) == 1
-    assert "nothing new came in" in (said := capsys.readouterr().out) and "it ends with 1 of 9" in said
+    assert "no new question in" in (said := capsys.readouterr().out) and "the run ends with 1 of 9" in said
     assert "1 of 9 questions" in said
 
 
@@ -261,14 +263,14 @@ def test_what_was_out_of_time_goes_on_with_more(
 
 
 def test_what_two_processes_both_asked_is_there_once(target_folder: Path, tmp_path: Path) -> None:
-    config = load_config(magpie.MagpieConfig, write_config(tmp_path, target_folder, count=4), [])
-    chat = magpie_run.load_tokenizer(config.target)
-    identity = magpie_run.make_identity(config, chat)
+    config = load_config(MagpieConfig, write_config(tmp_path, target_folder, count=4), [])
+    chat = work.load_tokenizer(config.target)
+    identity = work.make_identity(config, chat)
     for rank, texts in enumerate((["Why?", "How?"], ["why?", "When?"])):
-        with AnswerJournal(magpie_run.unfinished(config.out), identity, Rank(rank, 2)) as journal:
+        with AnswerJournal(work.unfinished(config.out), identity, Rank(rank, 2)) as journal:
             turns = [Turn(number, 0, text, 2) for number, text in enumerate(texts)]
             journal.write(AnsweredBatch([*turns, Turn(2, 0, end=DONE)]))
-    magpie_run.merge(config, identity, Rank(1, 2))
+    work.merge(config, identity, Rank(1, 2))
     kept = [parse_record(json.loads(line), "", unanswered=True) for line in Path(config.out).read_text().splitlines()]
     assert [one.messages[0]["content"] for one in kept] == ["Why?", "How?", "When?"]
     assert facts(tmp_path / "magpie.yaml")["dropped"] == {"asked_before": 1}

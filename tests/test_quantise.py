@@ -9,8 +9,8 @@ from test_store import header
 from torch import Tensor
 
 from data_prep.store import reader as store_module
-from data_prep.store.manifest import StoreManifest
-from data_prep.store.quantise import SCALED, from_storage, storage_dtype, to_storage, token_bytes
+from data_prep.store.manifest import StoreManifest, token_bytes
+from data_prep.store.quantise import SCALED, from_storage, storage_dtype, to_storage
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import Shard, StoreWriter
 from train.data.packing import collate

@@ -20,8 +20,8 @@ from data_prep.answers import finished
 from data_prep.answers import target as target_answers
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Conversation, Turn, read_journals, replay
 from data_prep.answers.target import TargetAnswers, text_ends, turn_ends
-from data_prep.answers.writing import Writing
 from data_prep.common.ranks import Rank
+from data_prep.configs import RegenerateConfig, Writing
 from data_prep.dialogues.encoding import encode_split
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
@@ -596,5 +596,5 @@ def test_no_dialogue_left_is_an_error(tmp_path: Path, target_folder: Path) -> No
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/regenerate/*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path: Path) -> None:
     """Catches a key of a shipped config that the schema no longer knows."""
-    config = load_config(regenerate.RegenerateConfig, path)
+    config = load_config(RegenerateConfig, path)
     assert (config.target is None) != (config.endpoint is None)

@@ -266,7 +266,7 @@ def test_too_many_refusals_end_the_run_and_are_tried_again(
         ((405, b"", {}), "405 .*no explanation"),
         ((418, b"I am a teapot", {}), "418 .*I am a teapot"),
         ((301, b"", {"Location": "https://elsewhere/v1"}), "redirects to https://elsewhere/v1"),
-        ((200, b"<html>a login page", {}), "no chat completion: '<html>a login page'"),
+        ((200, b"<html>a login page", {}), "did not send a chat completion: '<html>a login page'"),
         (error(500, "CUDA error"), "500 .*CUDA error"),
     ],
 )
@@ -325,8 +325,8 @@ def test_a_server_that_hangs_is_given_up(tmp_path: Path, server: ChatServer) -> 
     ("changes", "message"),
     [
         ({"endpoint": {"url": "localhost:8000/v1"}}, "give an address like"),
-        ({"endpoint": {"url": "http://user:pass@localhost/v1"}}, "no user, password or query"),
-        ({"endpoint": {"url": "http://localhost/v1?key=x"}}, "no user, password or query"),
+        ({"endpoint": {"url": "http://user:pass@localhost/v1"}}, "without user, password or query"),
+        ({"endpoint": {"url": "http://localhost/v1?key=x"}}, "without user, password or query"),
         ({"endpoint": {"concurrency": 0}}, "concurrency"),
         ({"endpoint": {"modell": "x"}}, "did you mean 'model'"),
         ({"batch": 4, "drafter": {"drafter": "eagle"}}, "batch, drafter: only for a target"),

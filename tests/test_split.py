@@ -11,7 +11,8 @@ import pytest
 from data_prep import split as program
 from data_prep.common import disk
 from data_prep.dialogues.reader import Dialogue, ReadCounts, read_dialogues
-from data_prep.split import main, split, unanswered_record
+from data_prep.dialogues.sharegpt import unanswered_record
+from data_prep.split import main, split
 
 
 def one(index: int, question: str | None = None) -> Dialogue:
@@ -145,7 +146,7 @@ def test_nobodys_data_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="would overwrite the source"):
         run(source, corpus)
     other = write(tmp_path / "other.jsonl", records(12))
-    with pytest.raises(ValueError, match=r"holds a train.jsonl that no split has made"):
+    with pytest.raises(ValueError, match=r"has a train.jsonl that no split has made"):
         run(other, corpus)
     assert source.read_bytes() == before
     out = tmp_path / "out"
@@ -159,7 +160,7 @@ def test_nobodys_data_is_overwritten(tmp_path: Path) -> None:
         run(source, out, 4)
     assert (read(out / "train.jsonl"), read(out / "heldout.jsonl")) == first
     (out / "split.json").write_text("{")
-    with pytest.raises(ValueError, match=r"split.json is not what this program writes"):
+    with pytest.raises(ValueError, match=r"split.json was not written by this program"):
         run(source, out)
 
 

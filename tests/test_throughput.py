@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from test_features import write_config
 
-from data_prep import throughput, throughput_run
-from data_prep.store import dump
+from data_prep import throughput
+from data_prep.extraction import dump
+from data_prep.extraction import throughput as measuring
 from drafters.model.target import TargetModel
 
 
@@ -22,7 +23,7 @@ def test_both_sides_run_the_same_batches(
     config = write_config(tmp_path, target_folder, count=30)
     shapes: list[tuple[int, ...]] = []
     order: list[str] = []
-    exact, bare, written = TargetModel.features, throughput_run.bare_pass, throughput_run.write_store
+    exact, bare, written = TargetModel.features, measuring.bare_pass, measuring.write_store
 
     def features_of(self: TargetModel, ids: Any, lengths: Any, taps: Any) -> Any:
         shapes.append((*ids.shape, *taps))
@@ -32,8 +33,8 @@ def test_both_sides_run_the_same_batches(
         return lambda *arguments, **options: (order.append(f"{name} {len(shapes)}"), call(*arguments, **options))[1]
 
     monkeypatch.setattr(TargetModel, "features", features_of)
-    monkeypatch.setattr(throughput_run, "bare_pass", noted("bare", bare))
-    monkeypatch.setattr(throughput_run, "write_store", noted("dump", written))
+    monkeypatch.setattr(measuring, "bare_pass", noted("bare", bare))
+    monkeypatch.setattr(measuring, "write_store", noted("dump", written))
     out = tmp_path / "result" / "throughput.json"
     throughput.main(["--config", str(config), "--split", "train", "--rounds", "2", "--out", str(out), "limit=20"])
     assert [entry.split()[0] for entry in order] == ["bare", "bare", "dump", "dump", "bare"]

@@ -1,4 +1,4 @@
-"""What a dump hands to vLLM's process: a folder with the store's header, the shards to write and their dialogues."""
+"""A job of vLLM's process: a folder with the store's header, the shards to write and their dialogues."""
 
 import json
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ JOB, DIALOGUES, FAILED = "job.json", "dialogues.safetensors", "failed"
 
 @dataclass(frozen=True)
 class Job:
-    """Shards of one split, on either side.
+    """Shards of one split.
 
     Attributes:
-        store: the folder that they are written to, whose lock the dump holds.
-        header: of the store, without counts.
+        store: the store's folder; the dump holds its lock. header: the store's, without counts.
         spans: of each shard its number and the dialogues ``first..last`` of the split.
-        dialogues: ``input_ids`` and ``loss_mask`` of those of all shards, laid end to end, and their ``offsets``.
+        dialogues: ``input_ids`` and ``loss_mask`` of all shards' dialogues end to end, and their ``offsets``.
     """
 
     folder: Path
@@ -38,7 +37,7 @@ class Job:
     def write(
         cls, folder: Path, store: Path, header: StoreManifest, spans: list[tuple[int, int, int]], split: EncodedSplit
     ) -> None:
-        """Make the folder."""
+        """Make the folder of a job."""
         taken = [split.dialogues[row] for _, first, last in spans for row in range(first, last)]
         ids = [split.ids[row] for _, first, last in spans for row in range(first, last)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,20 +50,20 @@ class Job:
 
     @classmethod
     def read(cls, folder: str) -> "Job":
-        """What ``write`` wrote."""
+        """Read a folder that ``write`` made."""
         facts: dict[str, Any] = json.loads((Path(folder) / JOB).read_text())
         spans = [(number, first, last) for number, first, last in facts["spans"]]
         header, dialogues = StoreManifest(**facts["header"]), load_file(Path(folder) / DIALOGUES)
         return cls(Path(folder), Path(facts["store"]), header, spans, facts["ids"], dialogues)
 
     def rows(self, place: int) -> range:
-        """Which of the job's dialogues are the shard's at ``place`` among the ``spans``."""
+        """Indices of the job's dialogues in the shard at ``place`` among the ``spans``."""
         start = sum(last - first for _, first, last in self.spans[:place])
         _, first, last = self.spans[place]
         return range(start, start + last - first)
 
     def tokens(self, row: int) -> list[int]:
-        """Of one dialogue."""
+        """Token ids of one dialogue."""
         start, end = self.dialogues["offsets"][row : row + 2].tolist()
         tokens: list[int] = self.dialogues["input_ids"][start:end].tolist()
         return tokens

@@ -1,4 +1,4 @@
-"""vLLM's process, as a dump sees it: started once, then given the missing shards of one split after the other."""
+"""vLLM's process, from the dump's side: started once, then given the missing shards of one split after another."""
 
 import contextlib
 import json
@@ -24,11 +24,11 @@ class VLLM:
 
     Args:
         python: of its environment.
-        settings: of ``vllm.LLM``, and ``layers``: the hidden states that are kept, by the number of layers before them.
-        folder: for what is handed over, and for the log; on several machines it must be one that they share.
+        settings: keywords of ``vllm.LLM``, and ``layers``: the hidden states to keep, as numbers of layers before them.
+        folder: for jobs and log; shared by all machines that vLLM uses.
 
     Raises (on entering):
-        ValueError: it cannot be started, or not with these settings.
+        ValueError: it cannot be started with these settings.
     """
 
     def __init__(self, python: Path, settings: dict[str, Any], folder: Path) -> None:
@@ -66,13 +66,12 @@ class VLLM:
         split: EncodedSplit,
         progress: Callable[[int], object],
     ) -> None:
-        """Have shards written, whose store's lock the caller holds; ``progress`` is told of tokens.
+        """Let vLLM write shards of a store whose lock the caller holds; ``progress`` gets numbers of tokens.
 
-        Raises:
-            ValueError: one could not be, or vLLM failed; what is written stays.
+        Raises ValueError if vLLM fails; finished shards stay.
         """
         self._jobs += 1
-        job = (self._folder / f"job-{self._jobs}").absolute()  # of a name that the connector has not read yet
+        job = (self._folder / f"job-{self._jobs}").absolute()  # a new name, because the connector caches jobs
         shutil.rmtree(job, ignore_errors=True)
         Job.write(job, store, header, spans, split)
         self._say(str(job))
@@ -80,12 +79,12 @@ class VLLM:
         shutil.rmtree(job)
 
     def _say(self, value: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is gone: why is heard next
+        with contextlib.suppress(BrokenPipeError):  # ``_hear`` reports why it ended
             _pipe(self._process.stdin).write(json.dumps(value) + "\n")
             _pipe(self._process.stdin).flush()
 
     def _hear(self, last: str, progress: Callable[[int], object] = lambda tokens: None) -> None:
-        """Read answers up to the one that has the key ``last``."""
+        """Read messages up to one with the key ``last``."""
         for line in _pipe(self._process.stdout):
             told = json.loads(line)
             if "error" in told:
@@ -99,7 +98,7 @@ class VLLM:
         raise ValueError(f"vLLM ended (status {status}){said} ({self.log})")
 
     def _end(self) -> None:
-        """It leads a session of its own, which ends with it."""
+        """End the process and its session."""
         with contextlib.suppress(OSError):
             _pipe(self._process.stdin).close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,19 +1,19 @@
-"""Hidden states from the blocks of vLLM's cache to the shards of a feature store: what needs nothing of vLLM."""
+"""Copy hidden states from the blocks of vLLM's cache to the shards of a feature store. Does not import vLLM."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from data_prep.extraction.dump import Background
 from data_prep.extraction.job import FAILED, Job
-from data_prep.store.dump import Background
 from data_prep.store.quantise import SCALED, state_names, storage_dtype, to_storage
 from data_prep.store.writer import StoreWriter
 
 
 @dataclass
 class Ended:
-    """A request whose states can be read: of a job's folder, its dialogue ``row`` of the shard at ``place``."""
+    """A request whose states can be read: dialogue ``row`` of the shard at ``place`` of the job in folder ``job``."""
 
     request: str
     job: str
@@ -24,7 +24,7 @@ class Ended:
 
 
 class _Open:
-    """A shard of which some dialogues are there."""
+    """A shard that still lacks ``left`` dialogues."""
 
     def __init__(self, job: Job, place: int, pinned: bool) -> None:
         rows, offsets = job.rows(place), job.dialogues["offsets"]
@@ -38,11 +38,10 @@ class _Open:
 
 
 class Shards:
-    """Puts dialogues together in the order of the data file, whatever order they end in, and writes what is whole.
+    """Collects dialogues, which end in any order, in the order of the data file, and writes complete shards.
 
     Args:
-        cache: ``[blocks, states, tokens of a block, H]``; the last state is the last layer's. norm: what makes it the
-            feature.
+        cache: ``[blocks, states, tokens of a block, H]``; the last state is the last layer's. norm: the final norm.
     """
 
     def __init__(self, cache: torch.Tensor, norm: torch.nn.Module) -> None:
@@ -54,11 +53,7 @@ class Shards:
 
     @torch.inference_mode()
     def take(self, ended: Ended) -> None:
-        """Copy a dialogue's states to their place.
-
-        Raises:
-            ValueError, OSError: an earlier shard could not be written.
-        """
+        """Copy a dialogue's states to their place; raises the error of an earlier shard's write."""
         self._background.check()
         if ended.job not in self._jobs:
             job = Job.read(ended.job)
@@ -86,7 +81,7 @@ class Shards:
 
 
 def _write(job: Job, writer: StoreWriter, place: int, whole: _Open, event: Any) -> None:
-    """In the thread; what goes wrong is also written down, for after the last shard nobody asks."""
+    """Write a shard, in the thread. An error also goes into a file, because nothing checks after the last shard."""
     try:
         if event is not None:
             event.synchronize()

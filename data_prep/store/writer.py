@@ -1,8 +1,8 @@
-"""Writing a feature store so that a kill, a full disk or a second process never leaves a wrong one behind.
+"""Write a feature store so that a kill, a full disk or a second process never leaves a damaged one.
 
-A shard is written under a temporary name, flushed to disk and renamed; then its record is written in the same way.
-What has no record does not exist: a run that died between the two writes that shard again. Shards are numbered over
-the whole split, so that any number of processes can share the work, and another number can go on with it.
+A shard is written under a temporary name, flushed to disk and renamed; then its record is written in the same way. A
+shard without a record counts as missing and is written again. Shards are numbered over the whole split, so any number
+of processes can share the work, and another number can continue it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data_prep.common.disk import write_error
+from data_prep.common.disk import file_sha256, write_error
 from data_prep.common.ranks import Rank
 from data_prep.store.lock import LOCK, RankLock, folder_lock
 from data_prep.store.manifest import (
@@ -30,18 +30,18 @@ from data_prep.store.manifest import (
     shard_file,
 )
 from data_prep.store.quantise import to_storage
-from data_prep.store.reader import file_sha256, size_problem
+from data_prep.store.reader import size_problem
 from drafters.common.files import replace_text, replacing, save_tensors
 
-# Odd dialogues overflow one by one; so many mean that the dtype is too narrow, or the target broken.
+# Single dialogues may overflow. Above this number and share, the dtype is too narrow or the target broken.
 MOST_NON_FINITE, SHARE_NON_FINITE = 20, 0.05
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Whole dialogues laid end to end; ``states`` {"features", "tap_3", ...} are [tokens, H] in floating point.
+    """Whole dialogues end to end; ``states`` {"features", "tap_3", ...} are [tokens, H] in floating point.
 
-    Or as they are to be stored already, where ``scales`` {name: float32 [tokens]} tells so.
+    With ``scales`` {name: float32 [tokens]} they are quantised already.
     """
 
     ids: list[str]
@@ -52,13 +52,13 @@ class Shard:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The shard's tensors by the names of the store's format."""
+        """The shard's tensors by their names in the file."""
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
         named = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.bool(), "offsets": offsets}
         return {**named, **self.states, **{f"{name}_scale": scale for name, scale in self.scales.items()}}
 
     def stored_as(self, dtype: str) -> "Shard":
-        """This shard with its states as the store's ``dtype`` wants them."""
+        """This shard with its states in the store's ``dtype``."""
         if self.scales:
             return self
         pairs = {name: to_storage(values, dtype) for name, values in self.states.items()}
@@ -66,8 +66,8 @@ class Shard:
         return replace(self, states={name: stored for name, (stored, _) in pairs.items()}, scales=scales)
 
     def finite(self) -> tuple["Shard", list[str]]:
-        """The dialogues without NaN or infinite values; of each other one, its id and what is not finite."""
-        # By token. An 8-bit value cannot be NaN or infinite, but its scale is where the value was.
+        """The dialogues without NaN or infinite values, and id and states of each other dialogue."""
+        # By token. 8-bit values are always finite; their scale is not if the value was not.
         good = {name: torch.isfinite(self.scales.get(name, values)) for name, values in self.states.items()}
         good = {name: tokens if name in self.scales else tokens.all(-1) for name, tokens in good.items()}
         if all(tokens.all() for tokens in good.values()):
@@ -92,23 +92,27 @@ class Shard:
 
 
 class StoreWriter:
-    """Writes one process's shards of one split's store, as a context manager that holds its rank's lock of the folder.
+    """Writes one process's shards of one store, as a context manager that holds its rank's lock of the folder.
 
     Args:
         path: the store's folder; it is made if missing. A half-written store in it is continued.
         header: the manifest's settings (and plan), with all counts zero.
         rank: this process among those that write the store.
 
+    Attributes:
+        stale_writer: the process that held the lock and died without releasing it.
+        damaged: problems of finished shards that were missing or cut short and have to be written again.
+
     Raises (on entering):
-        ValueError: another process writes there as the same rank or with another number of ranks, the folder holds
-            something else, or a store made with other settings.
+        ValueError: another process writes there as the same rank or with another number of ranks, or the folder holds
+            other files or a store with other settings.
     """
 
     def __init__(self, path: str | Path, header: StoreManifest, rank: Rank | None = None) -> None:
         self.path = Path(path)
         self.rank = rank or Rank()
-        self.stale_writer: str | None = None  # who held the lock and died without releasing it
-        self.damaged: list[str] = []  # finished shards that were found missing or cut, and have to be written again
+        self.stale_writer: str | None = None
+        self.damaged: list[str] = []
         self._header = header.model_copy(deep=True)
         self._records: dict[int, ShardRecord] = {}
         self._open = contextlib.ExitStack()
@@ -128,13 +132,13 @@ class StoreWriter:
 
     @property
     def manifest(self) -> StoreManifest:
-        """The manifest with all shards that this process knows of: those it found on entering, and its own."""
+        """The manifest with the shards found on entering and those written by this process."""
         return self._header if self._header.complete else self._header.with_records(self._records.values())
 
     def missing(self, lengths: list[int]) -> list[tuple[int, int, int]]:
         """``(number, first, last)`` of the shards of dialogues ``first..last`` that this rank has still to write.
 
-        ``lengths``: the tokens of all dialogues of the split. How they are cut was settled by whoever began the store.
+        ``lengths``: tokens of all dialogues of the split; the plan of the process that began the store cuts them.
         """
         assert self._header.plan is not None
         if self._header.complete:
@@ -143,18 +147,18 @@ class StoreWriter:
         return [(number, *span) for number, span in plan if self.rank.takes(number) and number not in self._records]
 
     def write(self, shard: Shard, number: int | None = None) -> list[str]:
-        """Write one shard, without the dialogues that hold NaN or infinite values, and its record; counts them.
+        """Write one shard, without dialogues with NaN or infinite values, and its record.
 
         Args:
             shard: its states are converted to the store's dtype.
             number: its place in the plan; None: the next one.
 
         Returns:
-            of each dialogue left out, its id and what is not finite in it.
+            id and non-finite states of each dialogue left out.
 
         Raises:
-            ValueError: so many are not finite that the dtype or the target is to blame; the shard is not written.
-            OSError: the disk is full or the file cannot be written; the shards before it stay.
+            ValueError: too many dialogues are not finite; the shard is not written.
+            OSError: the disk is full or the file cannot be written; earlier shards stay.
         """
         if number is None:
             number = max(self._records, default=-1) + 1
@@ -171,7 +175,7 @@ class StoreWriter:
         return wrong
 
     def _write_shard(self, shard: Shard, record: ShardRecord) -> None:
-        """The file first, then its record; a shard of no dialogue has no file."""
+        """The file first, then its record; a shard without dialogues has no file."""
         name = shard_file(record.number)
         try:
             if shard.lengths:
@@ -192,14 +196,11 @@ class StoreWriter:
         self._records[record.number] = record
 
     def finish(self, dropped: dict[str, int], changed: dict[str, int]) -> StoreManifest:
-        """Merge all ranks' records into the manifest and mark the store complete, if every shard is there.
+        """If all shards exist, merge all ranks' records into the manifest and mark the store complete.
 
-        Otherwise another rank has shards to write, and merges when it is through: ``complete`` of the manifest
-        returned tells. A kill before, in or after the merging loses nothing. ``dropped``: the records left out before
-        the target ran, by reason; ``changed``: those kept in another form.
-
-        Raises:
-            ValueError: it holds no dialogue, or few of all, since the others were not finite.
+        Otherwise another rank merges later; ``complete`` of the returned manifest tells. A kill at any moment loses
+        nothing. ``dropped``: records left out before the target ran, by reason; ``changed``: kept in another form.
+        Raises ValueError if too many dialogues are not finite.
         """
         with folder_lock(self.path):
             self._header = read_header(self.path)
@@ -227,7 +228,7 @@ class StoreWriter:
             if foreign:
                 raise ValueError(
                     f"{self.path} is no feature store, yet holds {', '.join(foreign[:3])}; give another `out`, or "
-                    f"empty the folder"
+                    "empty the folder"
                 )
             self._save_header(wanted)
             return
@@ -238,11 +239,11 @@ class StoreWriter:
         check_same(self.path, found.with_records(self._records.values()), wanted, shared)
         if found.complete or self._records or shared:
             self._header = found
-        else:  # nothing was written yet: with the settings of now
+        else:  # nothing was written yet: use the new settings
             self._save_header(wanted)
 
     def _load_records(self) -> None:
-        """The records there; one whose shard is missing or cut is removed, so that the shard is written again."""
+        """Load the records, and remove those whose shard is missing or cut, so that it is written again."""
         self._records = {}
         for record in read_shard_records(self.path):
             if record.entry is not None and (problem := size_problem(self.path, record.entry)):
@@ -255,7 +256,7 @@ class StoreWriter:
         return (self.path / shard_file(number)).with_suffix(".json")
 
     def _remove_temporaries(self) -> None:
-        """What a dead process left of its share; the other ranks may be writing theirs."""
+        """Remove a dead process's temporary files, but not those of other ranks, which may be writing."""
         for leftover in self.path.glob(".shard-*.tmp"):
             number = leftover.name.removeprefix(".shard-").partition(".")[0]
             if number.isdigit() and self.rank.takes(int(number)):
@@ -275,7 +276,7 @@ class StoreWriter:
         if "float16" in (ran, stored):
             fix = "float16 ends at 65,504: set dtype (and store_dtype, if given) to bfloat16 or float32"
         else:
-            fix = f"In {ran} no sound target overflows: look at its weights, or try dtype float32"
+            fix = f"In {ran} a sound target does not overflow: check its weights, or try dtype float32"
         example = "".join(f"; for example {dialogue}" for dialogue in wrong[:1])
         kept = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
         return (

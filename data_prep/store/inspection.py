@@ -1,4 +1,4 @@
-"""What data_prep.inspect prints."""
+"""Print the content of feature stores, for data_prep.inspect."""
 
 import argparse
 import sys
@@ -10,21 +10,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.answers.ownership import WORDS
 from data_prep.common.progress import Bar
 from data_prep.dialogues.encoding import tokenizer_hash
-from data_prep.store.manifest import StoreManifest, read_manifest
+from data_prep.store.manifest import ANSWERS, StoreManifest, read_manifest
 from data_prep.store.reader import FeatureStore, StoredDialogue, broken_shards, size_problem
 from drafters.model.files import load_bare_tokenizer
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 TRAINED = "bold green"  # colour of the tokens that the loss counts
-MARKS = ("[[", "]]")  # around them where there is no colour
+MARKS = ("[[", "]]")  # around them without colour
 MOST_TOKENS = 600  # of the decoded dialogue
 
 
-def run(stores: list[Path], options: argparse.Namespace) -> int:
-    """Print all stores, and the verdict on them in the last line; 1 if something in them is damaged."""
+def inspect_all(stores: list[Path], options: argparse.Namespace) -> int:
+    """Print all stores, and a verdict in the last line; returns 1 if something is damaged."""
     console = Console(highlight=False, soft_wrap=True)
     problems = []
     for folder in stores:
@@ -37,7 +36,7 @@ def run(stores: list[Path], options: argparse.Namespace) -> int:
 
 
 def verdict(stores: list[Path], problems: list[str], verified: bool) -> str:
-    """One line: whether the stores can be trained on, and how closely that was looked at."""
+    """One line: whether the stores can be trained on, and how that was checked."""
     if problems:
         more = f", and {len(problems) - 1} more, named above" if len(problems) > 1 else ""
         return f"Result: NOT fine: {problems[0]}{more}"
@@ -49,7 +48,7 @@ def verdict(stores: list[Path], problems: list[str], verified: bool) -> str:
 
 
 def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list[str]:
-    """Print one store; returns what is damaged in it."""
+    """Print one store and return its problems."""
     manifest = read_manifest(folder)
     console.rule(Text(str(folder)), align="left")
     console.print(facts_table(manifest))
@@ -83,7 +82,7 @@ def inspect(folder: Path, options: argparse.Namespace, console: Console) -> list
 
 
 def facts_table(manifest: StoreManifest) -> Table:
-    """What the manifest says, line by line."""
+    """The manifest as a table."""
     answers = manifest.response_tokens / max(manifest.tokens, 1)
     rows = {
         "state": _state(manifest),
@@ -100,7 +99,7 @@ def facts_table(manifest: StoreManifest) -> Table:
         + (f" from {manifest.chat_template}" if manifest.chat_template else "")
         + (f", dated {manifest.template_date}" if manifest.template_date else ""),
         "source": f"{manifest.source}, digest {manifest.source_digest}",
-        "answers": WORDS[manifest.answers],
+        "answers": ANSWERS[manifest.answers],
         "limits": f"max_length {manifest.max_length:,}, limit {manifest.limit or 'none'}",
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not recorded",
         "commit": manifest.commit or "not recorded",
@@ -120,10 +119,7 @@ def lengths_table(lengths: torch.Tensor) -> Table:
 
 
 def state_sums(store: FeatureStore, sample: list[int]) -> dict[str, torch.Tensor]:
-    """Over the dialogues in ``sample``, of the features and of each tap: float64 ``[4]``.
-
-    They are the sum of absolute values, the number of zeros, the number of values, and the largest.
-    """
+    """Sum of absolute values, zeros, values and maximum, float64 ``[4]``, by state over the dialogues ``sample``."""
     sums: dict[str, torch.Tensor] = {}
     for index in sample:
         dialogue = store[index]
@@ -137,7 +133,7 @@ def state_sums(store: FeatureStore, sample: list[int]) -> dict[str, torch.Tensor
 
 
 def states_table(sums: dict[str, torch.Tensor], dialogues: int) -> Table:
-    """Size of the features and of each tap over the tokens of a sample of dialogues."""
+    """Mean and maximum size and share of zeros of the features and of each tap."""
     table = Table(f"states of {dialogues:,} dialogues", "mean |x|", "max |x|", "zeros", box=None)
     for name, (total, zeros, count, largest) in ((name, values.tolist()) for name, values in sums.items()):
         table.add_row(name, f"{total / count:.4g}", f"{largest:.4g}", f"{zeros / count:.2%}")
@@ -151,7 +147,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, console: Console) -> None:
-    """Decode a dialogue, with the tokens that are trained on in colour, or in brackets where there is none."""
+    """Decode a dialogue, with the trained tokens in colour, or in brackets without colour."""
     name = tokenizer or store.manifest.target_name
     revision = None if tokenizer else store.manifest.target_revision
     try:
@@ -172,9 +168,9 @@ def print_dialogue(store: FeatureStore, index: int, tokenizer: str | None, conso
 
 
 def decoded(dialogue: StoredDialogue, tokenizer: Any, coloured: bool) -> Text:
-    """The dialogue's text, runs of trained tokens marked.
+    """The dialogue's text with runs of trained tokens marked.
 
-    Each run is what the text grows by with its tokens: decoded alone, some tokenizers would drop its first space.
+    A run is the text that its tokens add: decoded separately, some tokenizers would drop its first space.
     """
     ids, mask = dialogue.input_ids[:MOST_TOKENS], dialogue.loss_mask[:MOST_TOKENS]
     changes = [0, *((mask[1:] != mask[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
@@ -193,7 +189,7 @@ def decoded(dialogue: StoredDialogue, tokenizer: Any, coloured: bool) -> Text:
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters: a data file must not be able to steer the terminal."""
+    """``text`` without control characters, with which a data file could control the terminal."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

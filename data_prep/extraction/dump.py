@@ -1,7 +1,7 @@
-"""The target over the shards of a split: batches by length, copies to the host without waiting, writing in a thread.
+"""Run the target on the shards of a split: batches by length, asynchronous copies to the host, writes in a thread.
 
-What is computed for a dialogue depends on its shard alone (batches never reach over the end of one), so that any number
-of processes, and a run that was interrupted, write the same bytes.
+The states of a dialogue depend only on its shard (a batch never has dialogues of two shards), so any number of
+processes, and a resumed run, write the same bytes.
 """
 
 import contextlib
@@ -20,30 +20,30 @@ from data_prep.store.writer import Shard
 from drafters.common.threads import fit_threads
 from drafters.model.target import FeatureOutput, TargetModel
 
-IN_FLIGHT = 2  # shards that wait to be written or are being written while the next one is computed
-# What one more forward costs, in tokens. More batches mean less padding, fewer mean larger products: with 128 the
-# padding is 4% of ShareGPT-like lengths in shards of 65,536 tokens, and an average batch still has thousands of tokens.
+IN_FLIGHT = 2  # shards that wait or are being written while the next one is computed
+# Cost of one more forward, in tokens. More batches have less padding, fewer have larger products: with 128, padding is
+# 4% for ShareGPT-like lengths in shards of 65,536 tokens, and an average batch still has thousands of tokens.
 FORWARD_COST = 128
 
 
 def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of dialogues of similar length, longest first; padded, a batch has at most ``batch_tokens`` tokens.
+    """Batches of dialogues of similar length, by index, longest first; at most ``batch_tokens`` padded tokens each.
 
-    Of all ways to cut the dialogues, sorted by length, into batches, the one with the least padded tokens, where each
-    batch counts ``FORWARD_COST`` more. A single longer dialogue is a batch of its own.
+    Dynamic programming over the dialogues sorted by length minimises the padded tokens plus ``FORWARD_COST`` per batch.
+    A single longer dialogue is a batch of its own.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     count = len(order)
-    # Forward over the cuts: batch after batch, the cheapest way to have run the n longest dialogues.
-    best: list[float] = [0.0] + [float("inf")] * count  # cost of the first n dialogues
-    starts = [0] * (count + 1)  # where the last batch of that cheapest cut begins
+    # Forward: the lowest cost of the n longest dialogues, and the start of its last batch.
+    best: list[float] = [0.0] + [float("inf")] * count
+    starts = [0] * (count + 1)
     for start in range(count):
         longest = lengths[order[start]]
         for rows in range(1, min(max(1, batch_tokens // longest), count - start) + 1):
             cost = best[start] + FORWARD_COST + rows * longest
             if cost < best[start + rows]:
                 best[start + rows], starts[start + rows] = cost, start
-    # Backward along the cheapest one.
+    # Backward: the batches of the lowest cost.
     batches, end = [], count
     while end:
         batches.append(order[starts[end] : end])
@@ -53,25 +53,19 @@ def plan_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Tokens:
-    """What the target was given: tokens of dialogues, and the padded size of their batches."""
+    """Tokens on which the target ran, without and with padding."""
 
     real: int = 0
     padded: int = 0
 
     @property
     def padding(self) -> float:
-        """The share of what was computed that was padding."""
+        """Share of padding."""
         return 1 - self.real / self.padded if self.padded else 0.0
 
 
 class Buffers:
-    """Host memory for ``IN_FLIGHT`` + 1 shards, taken in turns; page-locked (``pinned``) where a GPU copies into it.
-
-    Args:
-        target: whose states they take.
-        header: dtype and taps of the store.
-        tokens: of the longest shard.
-    """
+    """Host memory for ``IN_FLIGHT`` + 1 shards of at most ``tokens`` tokens; page-locked (``pinned``) with a GPU."""
 
     def __init__(self, target: TargetModel, header: StoreManifest, tokens: int) -> None:
         self._free: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
@@ -85,7 +79,7 @@ class Buffers:
                 self._kinds[f"{name}_scale"] = shape[:1], torch.float32
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Tensors ``[tokens, H]`` and scales ``[tokens]`` by name; waits until one is given back if all are in use."""
+        """Tensors ``[tokens, H]`` and scales ``[tokens]`` by name; waits if all buffers are in use."""
         if self._unmade and self._free.empty():
             self._unmade -= 1
             return {
@@ -95,20 +89,20 @@ class Buffers:
         return self._free.get()
 
     def give_back(self, buffer: dict[str, torch.Tensor]) -> None:
-        """Take a buffer back whose contents are on disk."""
+        """Return a buffer whose content is on disk."""
         self._free.put(buffer)
 
 
 @dataclass
 class Computed:
-    """A shard whose states are on their way to the host."""
+    """A shard whose states are being copied to the host."""
 
     shard: Shard
     buffer: dict[str, torch.Tensor]
     events: list["torch.cuda.Event"]
 
     def wait(self) -> Shard:
-        """The shard, once all of it has arrived."""
+        """The shard after the copies."""
         for event in self.events:
             event.synchronize()
         return self.shard
@@ -124,19 +118,16 @@ def run_shard(
     buffers: Buffers,
     after_batch: Callable[[int, int], None],
 ) -> Computed:
-    """Features and taps of the dialogues of ``span``: run by length, laid down in the order of the data file.
+    """Features and taps of the dialogues of ``span``, in the order of the data file.
 
-    Args:
-        after_batch: called with each batch's tokens, without and with its padding, when it was handed to the device.
-
-    Raises:
-        ValueError: the device's memory does not suffice for a batch.
+    ``after_batch`` gets each batch's tokens without and with padding, after its launch. Raises ValueError if the
+    device's memory does not suffice.
     """
     dialogues = split.dialogues[slice(*span)]
     lengths = [len(dialogue.input_ids) for dialogue in dialogues]
     starts = [0, *itertools.accumulate(lengths)]
     buffer, names = buffers.take(), state_names(header.taps)
-    # Batch by batch: the target, the store's dtype, and each dialogue's states to its place in the shard's order.
+    # Per batch: run the target, convert to the store's dtype, and copy each dialogue's states to its place.
     devices: set[torch.device] = set()
     for rows, ids in make_batches(split, span, batch_tokens, pinned=buffers.pinned):
         fit_threads()
@@ -152,7 +143,7 @@ def run_shard(
                     scales = buffer[f"{name}_scale"][place]
                     scales.copy_(scale[position, :length], non_blocking=buffers.pinned)
         after_batch(sum(lengths[row] for row in rows), ids.numel())
-    # The shard is views of the buffer, which the copies may still be filling.
+    # The shard's tensors are views of the buffer; copies may still be running.
     parts = {name: values[: starts[-1]] for name, values in buffer.items()}
     shard = Shard(
         ids=split.ids[slice(*span)],
@@ -162,10 +153,10 @@ def run_shard(
         states={name: parts[name] for name in names},
         scales={name: parts[f"{name}_scale"] for name in names if header.dtype in SCALED},
     )
-    # On a GPU, events tell when the last copy has arrived.
+    # On a GPU, events mark the end of the last copy.
     events = []
     for device in devices if buffers.pinned else ():
-        events.append(torch.cuda.Event(blocking=True))  # whoever waits for it sleeps: the cores are wanted
+        events.append(torch.cuda.Event(blocking=True))  # waiting threads sleep and leave the cores free
         events[-1].record(torch.cuda.current_stream(device))
     return Computed(shard, buffer, events)
 
@@ -173,7 +164,7 @@ def run_shard(
 def make_batches(
     split: EncodedSplit, span: tuple[int, int], batch_tokens: int, pinned: bool
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """The batches of a shard: the rows' places among the dialogues of ``span``, and their ids int64 ``[R, T]``."""
+    """The batches of a shard: the rows' indices among the dialogues of ``span``, and their ids int64 ``[R, T]``."""
     dialogues = split.dialogues[slice(*span)]
     lengths = [len(dialogue.input_ids) for dialogue in dialogues]
     for rows in plan_batches(lengths, batch_tokens):
@@ -186,18 +177,14 @@ def make_batches(
 def forward(
     target: TargetModel, header: StoreManifest, ids: torch.Tensor, lengths: list[int], batch_tokens: int
 ) -> FeatureOutput:
-    """The target's forward of one batch.
-
-    Raises:
-        ValueError: the device's memory does not suffice.
-    """
+    """The target's forward of one batch; raises ValueError if the device's memory does not suffice."""
     with explained(ids, batch_tokens):
         return target.features(ids.to(target.device, non_blocking=True), lengths, tuple(header.taps))
 
 
 @contextlib.contextmanager
 def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
-    """Turn running out of the device's memory in a batch into a ValueError that says what to do."""
+    """Turn running out of the device's memory into a ValueError with a fix."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -208,10 +195,10 @@ def explained(ids: torch.Tensor, batch_tokens: int) -> Iterator[None]:
 
 
 class Background:
-    """Runs jobs one after the other in a thread, at most ``IN_FLIGHT`` of them waiting or running.
+    """Runs jobs one after the other in a thread, with at most ``IN_FLIGHT`` of them waiting or running.
 
-    As a context manager: on leaving it waits for all jobs, also when the caller failed. A job's error is raised in the
-    caller's thread, at its next ``submit`` or ``check`` or on leaving; no job is begun after one that failed.
+    On leaving the context it waits for all jobs, also after an error of the caller. A job's error is raised in the
+    caller's thread at its next ``submit`` or ``check`` or on leaving; no job starts after a failed one.
     """
 
     def __init__(self) -> None:
@@ -228,7 +215,7 @@ class Background:
             self.check()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Hand over a job; waits while ``IN_FLIGHT`` are not done."""
+        """Add a job; waits while ``IN_FLIGHT`` jobs are not done."""
         self.check()
         while len(self._jobs) >= IN_FLIGHT:
             self._jobs.pop(0).result()
@@ -236,12 +223,12 @@ class Background:
         self._jobs.append(self._last)
 
     def check(self) -> None:
-        """Raise the error of a job that failed; costs nothing, so ask often."""
+        """Raise the error of a failed job; does not wait."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
 
 def _after(before: "Future[None] | None", job: Callable[[], None]) -> None:
     if before is not None:
-        before.result()  # raises its error in place of beginning the job
+        before.result()  # raises its error, so that the job does not start
     job()

@@ -1,0 +1,318 @@
+"""Write the feature stores of all splits, for data_prep.features and data_prep.throughput."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data_prep.answers.heldout import HELDOUT, answers_file, with_own_answers
+from data_prep.answers.ownership import begun_on
+from data_prep.answers.regeneration import answered
+from data_prep.common.disk import check_room, free_bytes
+from data_prep.common.progress import Bar
+from data_prep.common.ranks import Rank
+from data_prep.common.target import dtype_here, load_target, say_dtype
+from data_prep.configs import FeaturesConfig
+from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
+from data_prep.dialogues.loss_mask import ChatTokenizer
+from data_prep.extraction.dump import Background, Buffers, Computed, Tokens, run_shard
+from data_prep.extraction.headers import make_headers
+from data_prep.extraction.process import VLLM
+from data_prep.store.manifest import (
+    ANSWERS,
+    MANIFEST,
+    ShardPlan,
+    StoreManifest,
+    check_same,
+    read_header,
+    read_manifest,
+)
+from data_prep.store.reader import FeatureStore
+from data_prep.store.writer import StoreWriter
+from drafters.cli.program import command
+from drafters.common.files import existing_folder
+from drafters.common.wording import size_text
+from drafters.model.files import load_config_only
+from drafters.model.target import TargetModel
+
+
+@dataclass
+class Work:
+    """One split whose store is not finished."""
+
+    name: str
+    path: Path
+    header: StoreManifest
+    encoded: EncodedSplit
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each dialogue."""
+        return [len(dialogue.input_ids) for dialogue in self.encoded.dialogues]
+
+    @property
+    def written(self) -> int:
+        """Tokens that are stored already, by an interrupted run or by other ranks."""
+        return read_manifest(self.path).tokens if (self.path / MANIFEST).is_file() else 0
+
+
+def make_stores(config: FeaturesConfig, rank: Rank) -> None:
+    """Make the stores, or this rank's share of them, except finished ones."""
+    chat = load_tokenizer(config.target, config.revision, config.chat_template, start_date(config))
+    own = config.model_copy(update={"dtype": target_dtype(config)})
+    headers = make_headers(config, chat, own.dtype, config.store_dtype)
+    target = functools.cache(lambda: load_target(config.target, own, rank))
+    with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # the first rank prints for all
+        say_dtype(config.target, config.dtype, own.dtype, rank)
+        if config.engine == "own":
+            config = with_own_answers(config, headers, target)
+        else:
+            check_answers(config, headers)
+        missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
+        work = [encode(config, chat, split, headers[split]) for split in missing]
+        if not work:
+            return
+        check_batch_tokens(config, work)
+        check_disk(config, work)
+
+    vllm = config.engine == "vllm"
+    with contextlib.ExitStack() as stack:
+        served = functools.cache(lambda: stack.enter_context(start_vllm(config, work, rank)))
+        for split in work:
+            report_written(split, rank, *write_store(target, split, config, rank, served if vllm else None))
+
+
+def begun(config: FeaturesConfig) -> list[StoreManifest]:
+    """The settings in the manifests of existing stores."""
+    stores = [Path(config.out) / split for split in config.splits]
+    return [read_header(store) for store in stores if (store / MANIFEST).is_file()]
+
+
+def start_date(config: FeaturesConfig) -> str | None:
+    """The earliest date (YYYY-MM-DD) in the prompts of existing stores, else of their answers; None: no date.
+
+    With it, a template that prints today's date prints the same date in a resumed run.
+    """
+    dates = [header.template_date for header in begun(config)]
+    if not any(dates):
+        dates = [begun_on(file) for file in (answers_file(config), *config.splits.values())]
+    return min(filter(None, dates), default=None)
+
+
+def target_dtype(config: FeaturesConfig) -> str:
+    """The dtype in which the target runs; with ``dtype: auto``, that of existing stores."""
+    if config.dtype == "auto" and (headers := begun(config)):
+        return headers[0].target_dtype
+    return dtype_here(config)
+
+
+def kept(config: FeaturesConfig) -> str:
+    """Last line of an interrupted run: what is kept, and the command that continues."""
+    stores = [Path(config.out) / split for split in config.splits]
+    dialogues = sum(read_manifest(store).consumed for store in stores if (store / MANIFEST).is_file())
+    if not dialogues and (answers := answered(answers_file(config))):
+        return f"{answers:,} held-out answers are kept in {config.out}; to go on: {command()}"
+    if not dialogues:
+        return f"nothing was written yet; to start again: {command()}"
+    return f"{dialogues:,} dialogues are kept in {config.out}; to go on: {command()}"
+
+
+def report_finished(path: Path, header: StoreManifest) -> bool:
+    """Whether the store is complete; if so, print a line. ValueError if it has other settings or is damaged."""
+    if not (path / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(path)
+    check_same(path, manifest, header)
+    if manifest.complete:
+        FeatureStore.open(path)  # checks the files' sizes
+        print(f"{path} is finished already: {describe(manifest)}")
+    return manifest.complete
+
+
+def verify_stores(config: FeaturesConfig) -> None:
+    """Compare the checksums of all stores; ValueError lists those that are missing, half written or damaged."""
+    problems = []
+    for split in config.splits:
+        try:
+            store = FeatureStore.open(Path(config.out) / split)
+            store.verify()
+        except ValueError as error:  # after the other splits
+            problems.append(str(error))
+        else:
+            print(f"{store.path} is as it was written: {describe(store.manifest)}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: StoreManifest) -> Work:
+    """Tokens and masks of a split; prints the counts."""
+    encoded = encode_split(config.splits[split], chat, config.max_length, config.limit)
+    print(f"{split}: {config.splits[split]}: {encoded.counts.describe()}")
+    work = Work(split, Path(config.out) / split, header, encoded)
+    header.plan = ShardPlan.of(work.lengths, config.shard_tokens)
+    return work
+
+
+def check_batch_tokens(config: FeaturesConfig, work: list[Work]) -> None:
+    """Raise ValueError if one dialogue has more than ``batch_tokens`` tokens."""
+    longest = max(length for split in work for length in split.lengths)
+    if longest > config.batch_tokens:
+        raise ValueError(
+            f"batch_tokens is {config.batch_tokens:,}, and the longest dialogue has {longest:,} tokens; set "
+            f"batch_tokens={longest} or more, or max_length={max(config.batch_tokens, 2)} to cut dialogues there"
+        )
+
+
+def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
+    """Raise ValueError if the stores will not fit on the disk."""
+    out = Path(config.out)
+    needed = 1.02 * sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
+    fix = "give an `out` on another disk, store_dtype int8, a `limit`, or fewer exit_layers"
+    check_room(out, needed, f"out: {out}", fix)
+    print(f"the features take {size_text(needed)}; {size_text(free_bytes(out))} are free at {existing_folder(out)}")
+
+
+def write_store(
+    target: Callable[[], TargetModel],
+    work: Work,
+    config: FeaturesConfig,
+    rank: Rank,
+    served: Callable[[], VLLM] | None = None,
+) -> tuple[StoreManifest, Tokens]:
+    """Write this rank's missing shards of a split.
+
+    ``served`` (vLLM) or else ``target`` is called only if shards are missing. Returns the manifest, which is not
+    ``complete`` while other ranks have shards to write, and the tokens on which the target ran.
+
+    Raises:
+        ValueError: see ``StoreWriter`` and ``dump.forward``.
+        OSError: the disk is full or cannot be written; finished shards stay.
+    """
+    tokens, counts = Tokens(), work.encoded.counts
+    with StoreWriter(work.path, work.header, rank) as writer:
+        report_found(work, writer, config)
+        missing = writer.missing(work.lengths)
+        size = sum(sum(work.lengths[first:last]) for _, first, last in missing)
+        if missing:
+            name = f"{work.name} {rank.describe()}".strip()
+            with Bar(desc=name, total=size, unit="tok", unit_scale=True, disable=rank.index > 0) as progress:
+                if served is not None:
+                    served().write(work.path, work.header, missing, work.encoded, progress.update)
+                    tokens.real = tokens.padded = size
+                else:
+                    _run_here(target(), work, writer, missing, config, tokens, progress.update)
+        return writer.finish(counts.dropped, counts.changed), tokens
+
+
+def _run_here(
+    target: TargetModel,
+    work: Work,
+    writer: StoreWriter,
+    missing: list[tuple[int, int, int]],
+    config: FeaturesConfig,
+    tokens: Tokens,
+    progress: Callable[[int], object],
+) -> None:
+    """Compute each shard while a thread writes the shard before it; adds to ``tokens``."""
+    lengths = work.lengths
+    buffers = Buffers(target, work.header, max(sum(lengths[first:last]) for _, first, last in missing))
+    with Background() as background:
+
+        def after_batch(real: int, padded: int) -> None:
+            tokens.real += real
+            tokens.padded += padded
+            progress(real)
+            background.check()
+
+        for number, *span in missing:
+            task = work.header, work.encoded, (span[0], span[1]), config.batch_tokens
+            computed = run_shard(target, *task, buffers, after_batch)
+            background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
+
+
+def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buffers: Buffers) -> None:
+    try:
+        for lost in writer.write(computed.wait(), number):
+            tqdm.write(f"warning: {name}: left out, NaN or infinite: dialogue {lost}", file=sys.stderr)
+    finally:
+        buffers.give_back(computed.buffer)
+
+
+def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
+    """vLLM for the target, with room for the longest dialogue and the one token that a request must ask for.
+
+    Raises:
+        ValueError: the target's context has no room for that token.
+    """
+    model = load_config_only(config.target, config.revision)
+    longest = max(length for split in work for length in split.lengths) + 1
+    context = getattr(model, "max_position_embeddings", None)
+    if context is not None and longest > context:
+        raise ValueError(
+            f"a dialogue has {longest - 1} tokens and {config.target} was made for {context}, but vLLM always "
+            f"generates one token: set max_length={context - 1}"
+        )
+    settings = {
+        "model": config.target,
+        "revision": config.revision,
+        "dtype": work[0].header.target_dtype,
+        "max_model_len": longest,
+        "max_num_batched_tokens": config.batch_tokens,
+        "layers": [*config.exit_layers, model.num_hidden_layers],
+    }
+    folder = Path(config.out) / f".vllm-{rank.index:05d}"
+    print(f"starting vLLM, which takes a minute or more (its log: {folder / 'vllm.log'})")
+    return VLLM(config.vllm.python, settings | config.vllm.options, folder)
+
+
+def check_answers(config: FeaturesConfig, headers: dict[str, StoreManifest]) -> None:
+    """Raise ValueError if held-out answers are missing, which this process does not write with ``engine: vllm``."""
+    header = headers.get(HELDOUT)
+    if header is not None and header.answers == "given" and config.heldout_answers == "own":
+        raise ValueError(
+            "heldout_answers is own, but with engine vllm this process does not load the target to write them: have a "
+            f"vLLM server answer {config.splits[HELDOUT]} (python -m data_prep.regenerate with endpoint, "
+            "docs/regeneration.md), give its output as splits.heldout and set heldout_answers=given"
+        )
+
+
+def report_found(work: Work, writer: StoreWriter, config: FeaturesConfig) -> None:
+    """Print what an earlier run left in the store's folder, if the user should know."""
+    if writer.stale_writer:
+        shards = len(writer.manifest.shards)
+        print(f"{work.path}: {writer.stale_writer} died here; continuing after its {shards} shards")
+    for problem in writer.damaged:
+        print(f"{problem}; that shard is made again")
+    plan = writer.manifest.plan
+    if plan is not None and plan.shard_tokens != config.shard_tokens and not writer.manifest.complete:
+        print(f"{work.path}: begun with shard_tokens={plan.shard_tokens}, and continues with that")
+
+
+def report_written(split: Work, rank: Rank, manifest: StoreManifest, tokens: Tokens) -> None:
+    """Print the state of a split's store after this rank's work."""
+    if tokens.real:
+        print(f"{split.name}: {tokens.padding:.1%} of the tokens on which the target ran were padding")
+    if manifest.complete:
+        print(f"{split.name}: {describe(manifest)} -> {split.path}")
+    else:
+        print(
+            f"{split.name}: {rank.describe()} has written its share; the store has {manifest.consumed:,} of "
+            f"{len(split.encoded.ids):,} dialogues. The last rank to finish completes it; if no rank is running any "
+            "more, run the same command again, with any number of ranks"
+        )
+
+
+def describe(manifest: StoreManifest) -> str:
+    """One line: dialogues, tokens, size, and drops."""
+    dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest.dropped.items()) or "none"
+    changed = "".join(f", {reason} {count:,}" for reason, count in manifest.changed.items())
+    share = manifest.response_tokens / max(manifest.tokens, 1)
+    return (
+        f"{manifest.dialogues:,} dialogues, {manifest.tokens:,} tokens ({share:.0%} of them the assistant's), "
+        f"{len(manifest.shards)} shards, {size_text(manifest.size)} of {manifest.dtype} (each token "
+        f"{manifest.token_bytes:,} bytes); answers: {ANSWERS[manifest.answers]}; dropped: {dropped}{changed}"
+    )
