@@ -31,38 +31,26 @@ ONLY_REASONING = "only_reasoning"  # reason to end a dialogue: the answer was cu
 
 @dataclass(frozen=True)
 class Turn:
-    """Outcome of one user turn: an answer, or the reason why there is none.
+    """Outcome of one user turn: an answer, or the reason why there is none."""
 
-    Attributes:
-        index: number of the dialogue. turn: number of its user turn, from 0.
-        answer: the assistant's text; None with ``end`` or ``drop``. reasoning: text before the answer, if the endpoint
-            returns it separately.
-        tokens: number of generated tokens. truncated: the answer ran into the limit.
-        end: reason to end the dialogue before this turn. drop: reason to drop the dialogue.
-    """
-
-    index: int
-    turn: int
-    answer: str | None = None
-    tokens: int = 0
-    truncated: bool = False
-    end: str | None = None
-    drop: str | None = None
-    reasoning: str | None = None
+    index: int  # of the dialogue
+    turn: int  # of its user turns, from 0
+    answer: str | None = None  # None with ``end`` or ``drop``
+    tokens: int = 0  # generated
+    truncated: bool = False  # the answer ran into the limit
+    end: str | None = None  # reason to end the dialogue before this turn
+    drop: str | None = None  # reason to drop the dialogue
+    reasoning: str | None = None  # text before the answer, if the endpoint returns it separately
 
 
 @dataclass(frozen=True)
 class AnsweredBatch:
-    """Turns that finished together: a line of the journal.
-
-    ``committed``: tokens committed after the prefill, and ``forwards`` of the target for them, over all rows.
-    ``seconds``: wall time since the line before, set by the journal.
-    """
+    """Turns that finished together: a line of the journal."""
 
     turns: list[Turn]
-    committed: int = 0
-    forwards: int = 0
-    seconds: float = 0.0
+    committed: int = 0  # tokens committed after the prefill, over all rows
+    forwards: int = 0  # of the target, for these tokens
+    seconds: float = 0.0  # wall time since the line before, set by the journal
 
 
 @dataclass
@@ -77,7 +65,6 @@ class Conversation:
     answers: list[str] = field(default_factory=list)
     reasoning: list[str | None] = field(default_factory=list)  # of each answer, if returned separately
     truncated: int = 0
-    tokens: int = 0
     ended: str | None = None
     dropped: str | None = None
 
@@ -114,7 +101,6 @@ class Conversation:
             self.answers.append(turn.answer)
             self.reasoning.append(turn.reasoning)
             self.truncated += turn.truncated
-            self.tokens += turn.tokens
 
     def result(self) -> Dialogue | None:
         """The new dialogue; None if it was dropped."""

@@ -35,10 +35,8 @@ class Asked:
     """One process's questions: which are new, and whether there are enough.
 
     Args:
-        mark: text after a question in the target's template.
-        rank: this process among those that share the work. share: number of questions for it to keep.
-        turns: turns in its journal, from an earlier start.
-        others: questions in other journals.
+        mark: text after a question in the target's template. rank: this process.
+        share: questions for it to keep. turns: in its journal. others: questions in other journals.
 
     Attributes:
         ends: tokens that end a question.

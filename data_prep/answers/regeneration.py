@@ -48,9 +48,7 @@ def regenerate(config: RegenerateConfig, rank: Rank, target: Callable[[], Target
     Args:
         target: returns the loaded target if the caller needs it, too; default: it is loaded here.
     """
-    if config.drafter is not None:
-        check_drafter(config.drafter)
-    check_target(config)
+    check(config)
     chat = None
     if config.target is not None:
         chat = load_tokenizer(config.target, config.revision, config.chat_template, begun_on(config.out))
@@ -85,20 +83,18 @@ def answered(out: str) -> int:
     return sum(len(batch.turns) for batch in read_journals(unfinished(out)))
 
 
-def check_drafter(options: DrafterOptions) -> None:
-    """Before the target is loaded, raise ValueError for a lossy method or a missing checkpoint."""
-    kind = drafter_class(options.drafter)
-    if not kind.lossless:
-        raise ValueError(
-            f"drafter {options.drafter!r} is lossy, so the answers would not be the target's own; use a lossless one"
-        )
-    checkpoint = (options.model_extra or {}).get("checkpoint")
-    if issubclass(kind, LearnedDrafter) and checkpoint is not None:
-        drafter_type(checkpoint)
-
-
-def check_target(config: RegenerateConfig) -> None:
-    """Raise ValueError if the config does not fit the target."""
+def check(config: RegenerateConfig) -> None:
+    """Before the target is loaded, raise ValueError for an unusable drafter or settings that do not fit the target."""
+    if config.drafter is not None:
+        kind = drafter_class(config.drafter.drafter)
+        if not kind.lossless:
+            raise ValueError(
+                f"drafter {config.drafter.drafter!r} is lossy, so the answers would not be the target's own; use a "
+                "lossless one"
+            )
+        checkpoint = (config.drafter.model_extra or {}).get("checkpoint")
+        if issubclass(kind, LearnedDrafter) and checkpoint is not None:
+            drafter_type(checkpoint)  # raises the error
     if config.target is None:
         return
     resolve_device(config.device)
@@ -127,10 +123,7 @@ def make_identity(config: RegenerateConfig, chat: ChatTokenizer | None) -> dict[
 
 
 def answer_all(
-    config: RegenerateConfig,
-    answers: TargetAnswers | EndpointAnswers,
-    own: list[Conversation],
-    journal: AnswerJournal,
+    config: RegenerateConfig, answers: TargetAnswers | EndpointAnswers, own: list[Conversation], journal: AnswerJournal
 ) -> None:
     """Answer the rest of one process's share, and write it to the journal batch by batch."""
     by_index = {conversation.index: conversation for conversation in own}

@@ -72,7 +72,7 @@ class TargetAnswers:
         """Greedy answers, in batches of those that ended at about the same time."""
         waiting = Waiting(self, [conversation for conversation in conversations if not conversation.done])
         while waiting.prompts or waiting.turns:
-            longest = waiting.longest()
+            longest = waiting.prompts[0][0] if waiting.prompts else 1  # of the lowest length class
             with enough_memory(self.batch, "dialogues were answered"):
                 made = generate_many(
                     self.target,
@@ -87,11 +87,9 @@ class TargetAnswers:
                     fit_threads()
                     waiting.take(one)
                     if len(waiting.turns) >= max(1, self.batch // 8) or not waiting.prompts:
-                        yield waiting.batch()
-                        waiting.ask_on()
+                        yield from waiting.hand_on()
             if waiting.turns:  # the last ones, and those that have no prompt
-                yield waiting.batch()
-                waiting.ask_on()
+                yield from waiting.hand_on()
 
     def ask(self, conversation: Conversation) -> tuple[list[int], str] | Turn:
         """Prompt of the next turn and the text that leads its answer; or the conversation's end without an answer."""
@@ -106,36 +104,27 @@ class TargetAnswers:
 
     def answer(self, rows: list[Conversation]) -> AnsweredBatch:
         """The next turn of each conversation, in one batch; raises ValueError if the memory does not suffice."""
-        turns, asked, prompts, leads = [], [], [], []
-        # Prompts: a conversation without one ends here.
-        for row in rows:
-            found = self.ask(row)
-            if isinstance(found, Turn):
-                turns.append(found)
-                continue
-            asked.append((row.index, len(row.answers)))
-            prompts.append(found[0])
-            leads.append(found[1])
-        if not prompts:
+        asks = [(row, self.ask(row)) for row in rows]
+        turns = [found for _, found in asks if isinstance(found, Turn)]
+        asked = [(row.index, len(row.answers), *found) for row, found in asks if not isinstance(found, Turn)]
+        if not asked:
             return AnsweredBatch(turns)
-        # Decode all. The seed depends on these turns alone, so that a resumed run draws the same answers.
         fit_threads()
-        with enough_memory(self.batch, f"{len(prompts)} dialogues were answered"):
+        with enough_memory(self.batch, f"{len(asked)} dialogues were answered"):
             result = generate(
                 self.target,
                 self.drafter,
-                prompts,
+                [prompt for *_, prompt, _ in asked],
                 max_new_tokens=self.writing.max_new_tokens,
                 temperature=self.writing.temperature,
                 top_k=self.writing.top_k,
                 top_p=self.writing.top_p,
                 eos_token_id=sorted(self.eos),
-                seed=derived_seed(self.writing.seed, asked),
+                # The seed depends only on these turns, so that a resumed run draws the same answers.
+                seed=derived_seed(self.writing.seed, [(index, turn) for index, turn, *_ in asked]),
             )
-        # Answers, without the padding of rows that ended early.
-        answers = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
-        for (index, turn), ids, lead, prompt in zip(asked, answers, leads, prompts, strict=True):
-            turns.append(self.turn(index, turn, ids, lead, prompt))
+        answers = zip(asked, result.tokens.tolist(), result.lengths, strict=True)  # rows are padded to the longest
+        turns += [self.turn(index, turn, ids[:n], lead, prompt) for (index, turn, prompt, lead), ids, n in answers]
         return AnsweredBatch(turns, result.trace.decoded_tokens, sum(step.forwards for step in result.trace.steps))
 
     def turn(self, index: int, turn: int, ids: list[int], lead: str, prompt: Sequence[int] = ()) -> Turn:
@@ -171,12 +160,10 @@ def enough_memory(batch: int, what: str) -> Iterator[None]:
         ) from error
 
 
-def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
-    """Ids of the tokens that end an answer: ``text_ends`` and the template's end-of-turn token.
-
-    The end-of-turn token is often not an EOS token: ``<|im_end|>`` with the EOS ``</s>``, for example.
-    """
-    return text_ends(target, chat) | end_of_turn(target, chat)
+def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
+    """The EOS tokens of the generation config and of the tokenizer."""
+    own = chat.tokenizer.eos_token_id
+    return eos_ids(target, None) | (frozenset() if own is None else {own})
 
 
 def end_of_turn(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
@@ -185,10 +172,9 @@ def end_of_turn(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
     return frozenset() if own is None or own >= target.vocab_size else frozenset({own})
 
 
-def text_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
-    """The EOS tokens of the generation config and of the tokenizer."""
-    own = chat.tokenizer.eos_token_id
-    return eos_ids(target, None) | (frozenset() if own is None else {own})
+def turn_ends(target: TargetModel, chat: ChatTokenizer) -> frozenset[int]:
+    """The tokens that end an answer. The end of turn is often no EOS: ``<|im_end|>`` with EOS ``</s>``, for example."""
+    return text_ends(target, chat) | end_of_turn(target, chat)
 
 
 class Waiting:
@@ -209,10 +195,6 @@ class Waiting:
         self.committed = self.forwards = 0
         for one in conversations:
             self._ask(one)
-
-    def longest(self) -> int:
-        """Most tokens of a prompt in the lowest class."""
-        return self.prompts[0][0] if self.prompts else 1
 
     def next_prompt(self, longest: int) -> tuple[int, list[int]] | None:
         """A conversation's index and its next prompt of at most ``longest`` tokens; None if no such one waits."""
@@ -236,14 +218,12 @@ class Waiting:
         self.committed += sum(step.committed for step in one.steps)
         self.forwards += sum(step.forwards for step in one.steps)
 
-    def batch(self) -> AnsweredBatch:
-        """The turns that were not handed on yet."""
-        return AnsweredBatch(self.turns, self.committed, self.forwards)
-
-    def ask_on(self) -> None:
-        """After the caller recorded the turns of ``batch``: put their conversations' next turns into the heap."""
-        known, self.turns, self.committed, self.forwards = self.turns, [], 0, 0
-        for turn in known:
+    def hand_on(self) -> Iterator[AnsweredBatch]:
+        """Hand on the turns. When the caller has recorded them, the next turns of their conversations wait."""
+        turns, batch = self.turns, AnsweredBatch(self.turns, self.committed, self.forwards)
+        self.turns, self.committed, self.forwards = [], 0, 0
+        yield batch
+        for turn in turns:
             if not self.open[turn.index].done:
                 self._ask(self.open[turn.index])
 

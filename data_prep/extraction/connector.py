@@ -47,9 +47,6 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing to load."""
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing to load."""
-
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         """Keep the blocks of an ended request until they are read."""
         place = request.kv_transfer_params
@@ -88,17 +85,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._shards.take(ended)
         return {ended.request for ended in told.requests}, None
 
-    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Nothing to load."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing to load; nothing to save per layer, because a request is read as a whole."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to load."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Nothing to save per layer: a request is read as a whole."""
-
-    def wait_for_save(self) -> None:
-        """Nothing to wait for: the blocks are kept."""
+    update_state_after_alloc = start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:

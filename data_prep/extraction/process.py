@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from data_prep.common.other_python import start
@@ -36,6 +35,8 @@ class VLLM:
         self.log = folder / "vllm.log"
         self._jobs = 0
         self._process: subprocess.Popen[str]
+        self._stdin: IO[str]
+        self._stdout: IO[str]
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +44,8 @@ class VLLM:
             self._process = start(self._python.absolute(), WORKER, self.log)
         except OSError as error:
             raise ValueError(f"vllm.python: {self._python} cannot be started ({error.strerror})") from None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         try:
             self._say(self._settings)
             self._hear("loaded")
@@ -51,9 +54,7 @@ class VLLM:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end()
         if error is None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -80,12 +81,12 @@ class VLLM:
 
     def _say(self, value: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # ``_hear`` reports why it ended
-            _pipe(self._process.stdin).write(json.dumps(value) + "\n")
-            _pipe(self._process.stdin).flush()
+            self._stdin.write(json.dumps(value) + "\n")
+            self._stdin.flush()
 
     def _hear(self, last: str, progress: Callable[[int], object] = lambda tokens: None) -> None:
         """Read messages up to one with the key ``last``."""
-        for line in _pipe(self._process.stdout):
+        for line in self._stdout:
             told = json.loads(line)
             if "error" in told:
                 raise ValueError(f"vLLM: {told['error']} (its log: {self.log})")
@@ -100,15 +101,10 @@ class VLLM:
     def _end(self) -> None:
         """End the process and its session."""
         with contextlib.suppress(OSError):
-            _pipe(self._process.stdin).close()
+            self._stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        _pipe(self._process.stdout).close()
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
+        self._stdout.close()

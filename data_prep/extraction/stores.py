@@ -22,15 +22,7 @@ from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.extraction.dump import Background, Buffers, Computed, Tokens, run_shard
 from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
-from data_prep.store.manifest import (
-    ANSWERS,
-    MANIFEST,
-    ShardPlan,
-    StoreManifest,
-    check_same,
-    read_header,
-    read_manifest,
-)
+from data_prep.store.manifest import ANSWERS, MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
 from data_prep.store.reader import FeatureStore
 from data_prep.store.writer import StoreWriter
 from drafters.cli.program import command
@@ -66,20 +58,23 @@ def make_stores(config: FeaturesConfig, rank: Rank) -> None:
     own = config.model_copy(update={"dtype": target_dtype(config)})
     headers = make_headers(config, chat, own.dtype, config.store_dtype)
     target = functools.cache(lambda: load_target(config.target, own, rank))
+    vllm = config.engine == "vllm"
     with contextlib.redirect_stdout(None if rank.index else sys.stdout):  # the first rank prints for all
         say_dtype(config.target, config.dtype, own.dtype, rank)
-        if config.engine == "own":
+        if not vllm:
             config = with_own_answers(config, headers, target)
-        else:
-            check_answers(config, headers)
+        elif HELDOUT in headers and headers[HELDOUT].answers == "given" and config.heldout_answers == "own":
+            raise ValueError(
+                "heldout_answers is own, but with engine vllm this process does not load the target to write them: "
+                f"have a vLLM server answer {config.splits[HELDOUT]} (python -m data_prep.regenerate with endpoint, "
+                "docs/regeneration.md), give its output as splits.heldout and set heldout_answers=given"
+            )
         missing = [split for split in headers if not report_finished(Path(config.out) / split, headers[split])]
         work = [encode(config, chat, split, headers[split]) for split in missing]
         if not work:
             return
-        check_batch_tokens(config, work)
-        check_disk(config, work)
+        check_size(config, work)
 
-    vllm = config.engine == "vllm"
     with contextlib.ExitStack() as stack:
         served = functools.cache(lambda: stack.enter_context(start_vllm(config, work, rank)))
         for split in work:
@@ -157,18 +152,14 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
     return work
 
 
-def check_batch_tokens(config: FeaturesConfig, work: list[Work]) -> None:
-    """Raise ValueError if one dialogue has more than ``batch_tokens`` tokens."""
+def check_size(config: FeaturesConfig, work: list[Work]) -> None:
+    """Raise ValueError if a dialogue has more than ``batch_tokens`` tokens, or the stores do not fit on the disk."""
     longest = max(length for split in work for length in split.lengths)
     if longest > config.batch_tokens:
         raise ValueError(
             f"batch_tokens is {config.batch_tokens:,}, and the longest dialogue has {longest:,} tokens; set "
             f"batch_tokens={longest} or more, or max_length={max(config.batch_tokens, 2)} to cut dialogues there"
         )
-
-
-def check_disk(config: FeaturesConfig, work: list[Work]) -> None:
-    """Raise ValueError if the stores will not fit on the disk."""
     out = Path(config.out)
     needed = 1.02 * sum((split.encoded.tokens - split.written) * split.header.token_bytes for split in work)
     fix = "give an `out` on another disk, store_dtype int8, a `limit`, or fewer exit_layers"
@@ -183,28 +174,24 @@ def write_store(
     rank: Rank,
     served: Callable[[], VLLM] | None = None,
 ) -> tuple[StoreManifest, Tokens]:
-    """Write this rank's missing shards of a split.
+    """Write this rank's missing shards of a split; raises ValueError and OSError as ``StoreWriter`` and ``run_shard``.
 
     ``served`` (vLLM) or else ``target`` is called only if shards are missing. Returns the manifest, which is not
     ``complete`` while other ranks have shards to write, and the tokens on which the target ran.
-
-    Raises:
-        ValueError: see ``StoreWriter`` and ``dump.forward``.
-        OSError: the disk is full or cannot be written; finished shards stay.
     """
     tokens, counts = Tokens(), work.encoded.counts
     with StoreWriter(work.path, work.header, rank) as writer:
         report_found(work, writer, config)
-        missing = writer.missing(work.lengths)
-        size = sum(sum(work.lengths[first:last]) for _, first, last in missing)
-        if missing:
+        sizes = {span: sum(work.lengths[slice(*span[1:])]) for span in writer.missing(work.lengths)}
+        if sizes:
             name = f"{work.name} {rank.describe()}".strip()
+            size = sum(sizes.values())
             with Bar(desc=name, total=size, unit="tok", unit_scale=True, disable=rank.index > 0) as progress:
                 if served is not None:
-                    served().write(work.path, work.header, missing, work.encoded, progress.update)
+                    served().write(work.path, work.header, list(sizes), work.encoded, progress.update)
                     tokens.real = tokens.padded = size
                 else:
-                    _run_here(target(), work, writer, missing, config, tokens, progress.update)
+                    _run_here(target(), work, writer, sizes, config.batch_tokens, tokens, progress)
         return writer.finish(counts.dropped, counts.changed), tokens
 
 
@@ -212,24 +199,23 @@ def _run_here(
     target: TargetModel,
     work: Work,
     writer: StoreWriter,
-    missing: list[tuple[int, int, int]],
-    config: FeaturesConfig,
+    sizes: dict[tuple[int, int, int], int],
+    batch_tokens: int,
     tokens: Tokens,
-    progress: Callable[[int], object],
+    progress: Bar,
 ) -> None:
     """Compute each shard while a thread writes the shard before it; adds to ``tokens``."""
-    lengths = work.lengths
-    buffers = Buffers(target, work.header, max(sum(lengths[first:last]) for _, first, last in missing))
+    buffers = Buffers(target, work.header, max(sizes.values()))
     with Background() as background:
 
         def after_batch(real: int, padded: int) -> None:
             tokens.real += real
             tokens.padded += padded
-            progress(real)
+            progress.update(real)
             background.check()
 
-        for number, *span in missing:
-            task = work.header, work.encoded, (span[0], span[1]), config.batch_tokens
+        for number, *span in sizes:
+            task = work.header, work.encoded, (span[0], span[1]), batch_tokens
             computed = run_shard(target, *task, buffers, after_batch)
             background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
 
@@ -267,17 +253,6 @@ def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
     folder = Path(config.out) / f".vllm-{rank.index:05d}"
     print(f"starting vLLM, which takes a minute or more (its log: {folder / 'vllm.log'})")
     return VLLM(config.vllm.python, settings | config.vllm.options, folder)
-
-
-def check_answers(config: FeaturesConfig, headers: dict[str, StoreManifest]) -> None:
-    """Raise ValueError if held-out answers are missing, which this process does not write with ``engine: vllm``."""
-    header = headers.get(HELDOUT)
-    if header is not None and header.answers == "given" and config.heldout_answers == "own":
-        raise ValueError(
-            "heldout_answers is own, but with engine vllm this process does not load the target to write them: have a "
-            f"vLLM server answer {config.splits[HELDOUT]} (python -m data_prep.regenerate with endpoint, "
-            "docs/regeneration.md), give its output as splits.heldout and set heldout_answers=given"
-        )
 
 
 def report_found(work: Work, writer: StoreWriter, config: FeaturesConfig) -> None:

@@ -17,7 +17,7 @@ from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.extraction.dump import Tokens, forward, make_batches
 from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
-from data_prep.extraction.stores import Work, check_disk, encode, start_vllm, target_dtype, write_store
+from data_prep.extraction.stores import Work, check_size, encode, start_vllm, target_dtype, write_store
 from data_prep.store.manifest import plan_shards
 from drafters.common.files import existing_folder, replace_json
 from drafters.common.provenance import environment, load_average, peak_memory_bytes
@@ -34,7 +34,7 @@ def run(config: FeaturesConfig, split: str, rounds: int, out: Path | None) -> No
     temporary = Path(tempfile.mkdtemp(prefix=".throughput-", dir=existing_folder(Path(config.out))))
     try:
         work.path = temporary / "store"
-        check_disk(config, [work])
+        check_size(config, [work])
         target = load_target(config.target, config, Rank())
 
         def dump(served: VLLM | None = None) -> Tokens:

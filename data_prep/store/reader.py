@@ -26,6 +26,8 @@ DTYPES_IN_FILE = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"
 }  # fmt: skip
 
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]  # {name of a state: stored values [T, H], scales [T]}
+
 
 @dataclass(frozen=True)
 class StoredDialogue:
@@ -42,18 +44,12 @@ class StoredDialogue:
 
 
 class _ScaledDialogue(StoredDialogue):
-    """A dialogue of an int8 or float8 store; ``states`` {name: stored [T, H], scale [T]}."""
+    """A dialogue of an int8 or float8 store."""
 
-    _states: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    _states: Pairs
     _dtype: torch.dtype
 
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        states: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, input_ids: torch.Tensor, loss_mask: torch.Tensor, states: Pairs, dtype: torch.dtype) -> None:
         self.__dict__.update(input_ids=input_ids, loss_mask=loss_mask, _states=states, _dtype=dtype)
 
     @cached_property

@@ -15,20 +15,9 @@ import torch
 
 from data_prep.common.disk import file_sha256, write_error
 from data_prep.common.ranks import Rank
+from data_prep.store import manifest as layout
 from data_prep.store.lock import LOCK, RankLock, folder_lock
-from data_prep.store.manifest import (
-    MANIFEST,
-    NON_FINITE,
-    RECORDS,
-    ShardEntry,
-    ShardRecord,
-    StoreManifest,
-    check_same,
-    plan_shards,
-    read_header,
-    read_shard_records,
-    shard_file,
-)
+from data_prep.store.manifest import MANIFEST, NON_FINITE, ShardEntry, ShardRecord, StoreManifest
 from data_prep.store.quantise import to_storage
 from data_prep.store.reader import size_problem
 from drafters.common.files import replace_text, replacing, save_tensors
@@ -67,14 +56,13 @@ class Shard:
 
     def finite(self) -> tuple["Shard", list[str]]:
         """The dialogues without NaN or infinite values, and id and states of each other dialogue."""
-        # By token. 8-bit values are always finite; their scale is not if the value was not.
-        good = {name: torch.isfinite(self.scales.get(name, values)) for name, values in self.states.items()}
-        good = {name: tokens if name in self.scales else tokens.all(-1) for name, tokens in good.items()}
-        if all(tokens.all() for tokens in good.values()):
+        good = {}
+        for name, values in self.states.items():  # 8-bit values are always finite; their scale shows it
+            rows = torch.isfinite(self.scales[name]) if name in self.scales else torch.isfinite(values).all(-1)
+            good[name] = torch.stack([part.all() for part in rows.split(self.lengths)])
+        whole = torch.stack(list(good.values())).all(0)  # [dialogues]
+        if whole.all():
             return self, []
-        # By dialogue.
-        good = {name: torch.stack([part.all() for part in rows.split(self.lengths)]) for name, rows in good.items()}
-        whole = torch.stack(list(good.values())).all(0)
         tokens = whole.repeat_interleave(torch.tensor(self.lengths))
         kept = Shard(
             ids=list(itertools.compress(self.ids, whole)),
@@ -101,10 +89,10 @@ class StoreWriter:
 
     Attributes:
         stale_writer: the process that held the lock and died without releasing it.
-        damaged: problems of finished shards that were missing or cut short and have to be written again.
+        damaged: problems of finished shards that were missing or cut short and are written again.
 
     Raises (on entering):
-        ValueError: another process writes there as the same rank or with another number of ranks, or the folder holds
+        ValueError: another process writes there as the same rank or with another number of ranks, or the folder has
             other files or a store with other settings.
     """
 
@@ -143,7 +131,7 @@ class StoreWriter:
         assert self._header.plan is not None
         if self._header.complete:
             return []
-        plan = enumerate(plan_shards(lengths, self._header.plan.shard_tokens))
+        plan = enumerate(layout.plan_shards(lengths, self._header.plan.shard_tokens))
         return [(number, *span) for number, span in plan if self.rank.takes(number) and number not in self._records]
 
     def write(self, shard: Shard, number: int | None = None) -> list[str]:
@@ -151,7 +139,7 @@ class StoreWriter:
 
         Args:
             shard: its states are converted to the store's dtype.
-            number: its place in the plan; None: the next one.
+            number: its place in the plan; default: the next one.
 
         Returns:
             id and non-finite states of each dialogue left out.
@@ -163,37 +151,27 @@ class StoreWriter:
         if number is None:
             number = max(self._records, default=-1) + 1
         kept, wrong = shard.stored_as(self._header.dtype).finite()
-        manifest = self.manifest
-        consumed = manifest.consumed + len(shard.lengths)
-        non_finite = manifest.dropped.get(NON_FINITE, 0) + len(wrong)
-        if _too_many(non_finite, consumed):
-            raise ValueError(self._blame(non_finite, consumed, wrong))
-        record = ShardRecord(
-            number=number, consumed=len(shard.lengths), non_finite=len(wrong), response_tokens=int(kept.loss_mask.sum())
-        )
-        self._write_shard(kept, record)
-        return wrong
-
-    def _write_shard(self, shard: Shard, record: ShardRecord) -> None:
-        """The file first, then its record; a shard without dialogues has no file."""
-        name = shard_file(record.number)
+        before, count, name = self.manifest, len(shard.lengths), layout.shard_file(number)
+        self._check_finite(before.dropped.get(NON_FINITE, 0) + len(wrong), before.consumed + count, wrong)
+        answers = int(kept.loss_mask.sum())
+        record = ShardRecord(number=number, consumed=count, non_finite=len(wrong), response_tokens=answers)
         try:
-            if shard.lengths:
+            if kept.lengths:  # the file first, then its record
                 with replacing(self.path / name) as temporary:
-                    save_tensors(shard.tensors(), temporary)
+                    save_tensors(kept.tensors(), temporary)
                     record.entry = ShardEntry(
                         file=name,
-                        dialogues=len(shard.lengths),
-                        tokens=sum(shard.lengths),
+                        dialogues=len(kept.lengths),
+                        tokens=sum(kept.lengths),
                         bytes=temporary.stat().st_size,
                         sha256=file_sha256(temporary),
                     )
-            replace_text(self._record_file(record.number), record.model_dump_json())
+            replace_text(self._record_file(number), record.model_dump_json())
         except OSError as error:
-            done, dialogues = self.manifest.shards, self.manifest.dialogues
-            kept = f"the {len(done)} shards before it ({dialogues:,} dialogues) are kept"
-            raise write_error(error, self.path / name, kept) from error
-        self._records[record.number] = record
+            said = f"the {len(before.shards)} shards before it ({before.dialogues:,} dialogues) are kept"
+            raise write_error(error, self.path / name, said) from error
+        self._records[number] = record
+        return wrong
 
     def finish(self, dropped: dict[str, int], changed: dict[str, int]) -> StoreManifest:
         """If all shards exist, merge all ranks' records into the manifest and mark the store complete.
@@ -203,23 +181,20 @@ class StoreWriter:
         Raises ValueError if too many dialogues are not finite.
         """
         with folder_lock(self.path):
-            self._header = read_header(self.path)
-            if self._header.complete:
-                self._remove_records()
-                return self._header
-            self._load_records()
-            merged = self.manifest
-            if merged.plan is not None and merged.consumed < merged.plan.dialogues:
-                return merged
-            non_finite = merged.dropped.get(NON_FINITE, 0)
-            if non_finite and (not merged.dialogues or _too_many(non_finite, merged.consumed)):
-                raise ValueError(self._blame(non_finite, merged.consumed, []))
-            dropped = {**dropped, NON_FINITE: non_finite} if non_finite else dropped
-            merged.dropped, merged.changed = dict(sorted(dropped.items())), dict(sorted(changed.items()))
-            merged.complete = True
-            self._save_header(merged)
+            self._header = layout.read_header(self.path)
+            if not self._header.complete:
+                self._load_records()
+                merged = self.manifest
+                if merged.plan is not None and merged.consumed < merged.plan.dialogues:
+                    return merged
+                non_finite = merged.dropped.get(NON_FINITE, 0)
+                self._check_finite(non_finite, merged.consumed, [], none_left=not merged.dialogues)
+                dropped = {**dropped, NON_FINITE: non_finite} if non_finite else dropped
+                merged.dropped, merged.changed = dict(sorted(dropped.items())), dict(sorted(changed.items()))
+                merged.complete = True
+                self._save_header(merged)
             self._remove_records()
-            return merged
+            return self._header
 
     def _continue_or_start(self, shared: bool) -> None:
         wanted = self._header
@@ -232,11 +207,14 @@ class StoreWriter:
                 )
             self._save_header(wanted)
             return
-        found = read_header(self.path)
+        found = layout.read_header(self.path)
         if not found.complete:
             self._load_records()
-            self._remove_temporaries()
-        check_same(self.path, found.with_records(self._records.values()), wanted, shared)
+            for leftover in self.path.glob(".shard-*.tmp"):  # of a dead process, unless of another rank's shard
+                number = leftover.name.removeprefix(".shard-").partition(".")[0]
+                if number.isdigit() and self.rank.takes(int(number)):
+                    leftover.unlink(missing_ok=True)
+        layout.check_same(self.path, found.with_records(self._records.values()), wanted, shared)
         if found.complete or self._records or shared:
             self._header = found
         else:  # nothing was written yet: use the new settings
@@ -245,7 +223,7 @@ class StoreWriter:
     def _load_records(self) -> None:
         """Load the records, and remove those whose shard is missing or cut, so that it is written again."""
         self._records = {}
-        for record in read_shard_records(self.path):
+        for record in layout.read_shard_records(self.path):
             if record.entry is not None and (problem := size_problem(self.path, record.entry)):
                 self.damaged.append(problem)
                 self._record_file(record.number).unlink(missing_ok=True)
@@ -253,17 +231,10 @@ class StoreWriter:
                 self._records[record.number] = record
 
     def _record_file(self, number: int) -> Path:
-        return (self.path / shard_file(number)).with_suffix(".json")
-
-    def _remove_temporaries(self) -> None:
-        """Remove a dead process's temporary files, but not those of other ranks, which may be writing."""
-        for leftover in self.path.glob(".shard-*.tmp"):
-            number = leftover.name.removeprefix(".shard-").partition(".")[0]
-            if number.isdigit() and self.rank.takes(int(number)):
-                leftover.unlink(missing_ok=True)
+        return (self.path / layout.shard_file(number)).with_suffix(".json")
 
     def _remove_records(self) -> None:
-        for file in self.path.glob(RECORDS):
+        for file in self.path.glob(layout.RECORDS):
             file.unlink(missing_ok=True)
         self._records = {}
 
@@ -271,7 +242,11 @@ class StoreWriter:
         replace_text(self.path / MANIFEST, json.dumps(header.model_dump(), indent=1))
         self._header = header
 
-    def _blame(self, non_finite: int, consumed: int, wrong: list[str]) -> str:
+    def _check_finite(self, non_finite: int, consumed: int, wrong: list[str], none_left: bool = False) -> None:
+        """Raise ValueError if too many of the ``consumed`` dialogues are not finite, or if none is."""
+        too_many = non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed
+        if not (too_many or (non_finite and none_left)):
+            return
         ran, stored = self._header.target_dtype, self._header.dtype
         if "float16" in (ran, stored):
             fix = "float16 ends at 65,504: set dtype (and store_dtype, if given) to bfloat16 or float32"
@@ -279,11 +254,7 @@ class StoreWriter:
             fix = f"In {ran} a sound target does not overflow: check its weights, or try dtype float32"
         example = "".join(f"; for example {dialogue}" for dialogue in wrong[:1])
         kept = f", and give another `out` or delete {self.path} first" if self.manifest.shards else ""
-        return (
+        raise ValueError(
             f"{non_finite:,} of the first {consumed:,} dialogues have NaN or infinite features (target in {ran}, "
             f"stored as {stored}{example}). {fix}{kept}"
         )
-
-
-def _too_many(non_finite: int, consumed: int) -> bool:
-    return non_finite >= MOST_NON_FINITE and non_finite > SHARE_NON_FINITE * consumed
