@@ -79,11 +79,7 @@ def write_split(parsed: argparse.Namespace, facts: dict[str, object]) -> None:
 
 
 def split(dialogues: list[Dialogue], heldout: int, seed: int) -> tuple[list[Dialogue], list[Dialogue]]:
-    """Training and held-out dialogues; at least ``heldout``, more if questions are shared.
-
-    Raises:
-        ValueError: no dialogue would be left to train on.
-    """
+    """Training and held-out dialogues; at least ``heldout``, more if questions are shared. ValueError if all."""
     groups: dict[str, list[int]] = {}
     for index, dialogue in enumerate(dialogues):
         question = next(message["content"] for message in dialogue.messages if message["role"] == "user")

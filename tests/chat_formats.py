@@ -1,4 +1,4 @@
-"""Chat templates of the shapes in use, and small tokenizers for them, trained on the spot."""
+"""Chat templates of all common shapes, and small tokenizers for them, trained here."""
 
 import datetime
 from types import SimpleNamespace
@@ -118,6 +118,11 @@ SENTENCEPIECE_SPECIALS = ["<unk>", "<s>", "</s>"]
 LLAMA3_SPECIALS = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 CHAT_VOCAB = 300  # bytes, merges and special tokens of the byte-level tokenizer
 CHATML_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def chatml() -> PreTrainedTokenizerFast:
+    """The tokenizer of the tiny chat targets."""
+    return byte_level(CHATML, CHATML_SPECIALS, None, "<|im_end|>", vocab_size=CHAT_VOCAB)
 
 
 def byte_level(

@@ -17,11 +17,7 @@ WHOLE = 1 << 30  # most tokens of a dialogue: none is cut
 
 
 def make_datastore(source: str, target: str, out: Path, tokenizer: str | None, template: str | None) -> None:
-    """Tokenize ``source``, sort its suffixes, write them to ``out`` and print a line.
-
-    Raises:
-        ValueError: unreadable data, no tokenizer, or one with tokens that the target does not have.
-    """
+    """Tokenize ``source``, sort its suffixes and write ``out``; ValueError for unusable data or a wrong tokenizer."""
     name, size = tokenizer or target, int(load_config_only(target).vocab_size)
     bare = load_bare_tokenizer(name)
     if is_text(source):

@@ -47,11 +47,7 @@ class BadReplyError(ValueError):
 
 
 class EndpointAnswers:
-    """Answers conversations through an endpoint, ``concurrency`` at a time, each turn by turn.
-
-    Raises:
-        ValueError: the value of the environment variable cannot be a key.
-    """
+    """Answers conversations through an endpoint, ``concurrency`` at a time; ValueError if the API key is invalid."""
 
     def __init__(self, config: EndpointConfig, writing: Writing) -> None:
         self.config, self.writing = config, writing

@@ -35,11 +35,7 @@ def target_identity(target: str, revision: str | None, chat: ChatTokenizer) -> d
 
 
 def report_finished(out: str, identity: dict[str, Any], describe: Callable[[dict[str, Any]], str]) -> bool:
-    """Whether the output is finished; if so, print a line about it.
-
-    Raises:
-        ValueError: it was made with other settings, or the file was changed since.
-    """
+    """Whether the output is finished; if so, print a line. ValueError if it has other settings or was changed since."""
     if not is_finished(out):
         return False
     file = sidecar(out)

@@ -32,12 +32,8 @@ def with_own_answers(
 ) -> FeaturesConfig:
     """``config`` with the held-out source that ``heldout_answers`` asks for, which is written if it is missing.
 
-    Args:
-        headers: initial manifests of the stores by split; that of ``heldout`` is changed to match.
-        target: returns the loaded target; called only if it is needed.
-
-    Raises:
-        ValueError: the store has other answers, no dialogue is left, or the memory does not suffice.
+    The manifest of ``heldout`` in ``headers`` is changed to match. ``target`` is called only if it is needed. Raises
+    ValueError if the store has other answers, no dialogue is left, or the memory does not suffice.
     """
     header = headers.get(HELDOUT)
     if header is None or config.heldout_answers == "given" or header.answers != "given":

@@ -55,10 +55,7 @@ class AnsweredBatch:
 
 @dataclass
 class Conversation:
-    """A dialogue of the source whose answers are being replaced, turn by turn.
-
-    A dialogue with tools is dropped, because nothing runs the tool calls of new answers.
-    """
+    """A dialogue of the source whose answers are being replaced, turn by turn."""
 
     index: int
     dialogue: Dialogue
@@ -69,7 +66,7 @@ class Conversation:
     dropped: str | None = None
 
     def __post_init__(self) -> None:
-        if uses_tools(self.dialogue.messages):
+        if uses_tools(self.dialogue.messages):  # nothing runs the tool calls of new answers
             self.dropped = "tools"
 
     @property
@@ -109,10 +106,7 @@ class Conversation:
 
 
 def replay(conversations: list[Conversation], batches: list[AnsweredBatch], retry: bool) -> None:
-    """Bring ``conversations`` (all of the source, in order) to the state in the journals.
-
-    ``retry``: forget the drops with a reason in ``RETRIED``.
-    """
+    """Bring all conversations of the source to the state in the journals; ``retry``: forget drops in ``RETRIED``."""
     turns = [turn for batch in batches for turn in batch.turns if turn.index < len(conversations)]
     turns = [turn for turn in turns if not (retry and turn.drop in RETRIED)]
     # Several files may have parts of one dialogue, and an answer takes precedence over a refusal.
@@ -121,19 +115,14 @@ def replay(conversations: list[Conversation], batches: list[AnsweredBatch], retr
 
 
 class AnswerJournal:
-    """One process's journal, as a context manager that holds its lock.
+    """One process's journal, as a context manager that holds its lock; ``seconds``: time spent on its batches.
 
     Args:
         folder: ``<out>.unfinished``; it is made if missing.
-        identity: settings on which the answers depend; a journal with another identity is never continued.
-        rank: this process among those that share the work.
-
-    Attributes:
-        seconds: time spent on the batches in this file.
+        identity: settings on which the answers depend.
 
     Raises (on entering):
-        ValueError: the folder has another identity, another process has this rank, or processes of another number of
-            ranks are running.
+        ValueError: the folder has another identity, or another process has this rank or another number of ranks.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], rank: Rank) -> None:

@@ -32,22 +32,18 @@ DONE = "share_done"  # end of a process's last turn, until it is started again w
 
 
 class Asked:
-    """One process's questions: which are new, and whether there are enough.
+    """One process's questions: ``kept`` of ``drawn`` ones, of which the last ``in_vain`` were dropped.
 
     Args:
-        mark: text after a question in the target's template. rank: this process.
-        share: questions for it to keep. turns: in its journal. others: questions in other journals.
-
-    Attributes:
-        ends: tokens that end a question.
-        kept, drawn: number of questions without and with dropped ones. in_vain: dropped ones since the last kept one.
+        mark: text after a question in the target's template. share: questions to keep.
+        turns: in this process's journal. others: questions in other journals.
     """
 
     def __init__(
         self, chat: ChatTokenizer, mark: str, rank: Rank, share: int, turns: Sequence[Turn], others: Iterable[str] = ()
     ) -> None:
         self.chat, self.mark, self.rank, self.share = chat, mark, rank, share
-        self.ends: frozenset[int] = frozenset()
+        self.ends: frozenset[int] = frozenset()  # tokens that end a question
         own = [turn.answer for turn in turns if turn.answer is not None]
         self.drawn, self.kept, self.in_vain = sum(turn.end is None for turn in turns), len(own), 0
         self.seen = {same_question(text) for text in (*own, *others)}

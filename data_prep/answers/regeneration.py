@@ -43,11 +43,7 @@ FREE_ON_RESUME = {"source", "out", "minutes", "device", "device_map", "batch", "
 
 
 def regenerate(config: RegenerateConfig, rank: Rank, target: Callable[[], TargetModel] | None = None) -> None:
-    """Answer this process's share, and merge all shares if they are finished.
-
-    Args:
-        target: returns the loaded target if the caller needs it, too; default: it is loaded here.
-    """
+    """Answer this process's share, and merge all shares if they are finished; ``target`` gives a loaded target."""
     check(config)
     chat = None
     if config.target is not None:

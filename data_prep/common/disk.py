@@ -15,12 +15,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_room(place: Path, needed: float, what: str, fix: str) -> None:
-    """Raise ValueError unless ``needed`` bytes are free below ``place``.
-
-    Args:
-        what: what needs them, in the singular: "the run folder runs/eagle".
-        fix: what to do if they are not free.
-    """
+    """Raise ValueError unless ``what`` ("the run folder runs/eagle") finds ``needed`` free bytes below ``place``."""
     free = free_bytes(place)
     if needed > free:
         where = existing_folder(place)

@@ -45,11 +45,7 @@ class Rank:
 
 
 def find_rank(rank: int | None, ranks: int | None, environment: Mapping[str, str] | None = None) -> Rank:
-    """The rank from the command line, else from the launcher, else of a single process.
-
-    Raises:
-        ValueError: one number without the other, or a rank outside of its count.
-    """
+    """The rank from the command line, else from the launcher, else of a single process; ValueError if it is wrong."""
     known = os.environ if environment is None else environment
     if rank is None and ranks is None:
         return _from_launcher(known)

@@ -45,11 +45,7 @@ def load_tokenizer(
 ) -> ChatTokenizer:
     """The target's tokenizer with its own chat template or the one in the file ``chat_template``; no remote code runs.
 
-    Args:
-        date: YYYY-MM-DD, used if the template prints a date; default: today.
-
-    Raises:
-        ValueError: no tokenizer or no chat template, or an unreadable or empty template file.
+    ``date``: see ``ChatTokenizer``. Raises ValueError without a tokenizer, or without a usable template.
     """
     template = None
     if chat_template:
@@ -68,10 +64,9 @@ def load_tokenizer(
 
 
 def encode_split(source: str, chat: ChatTokenizer, max_length: int, limit: int | None = None) -> EncodedSplit:
-    """Tokens and masks of the usable dialogues of ``source``, at most ``limit``, each at most ``max_length`` tokens.
+    """Tokens and masks of the first ``limit`` usable dialogues of ``source``, each at most ``max_length`` tokens.
 
-    Raises:
-        ValueError: unreadable data, a template that prints no answers, or no usable dialogue (with the counts).
+    Raises ValueError for unreadable data, a template that prints no answers, or no usable dialogue (with the counts).
     """
     counts = ReadCounts()
     return _encode(read_dialogues(source, counts), counts, source, chat, max_length, limit)

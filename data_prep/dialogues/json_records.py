@@ -23,13 +23,9 @@ class Unreadable:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, record) of every record: the number of its line, or its place in the list, from 1.
+    """(number, record) of every record, by line or by place in the list, from 1; ``Unreadable`` for a bad line.
 
-    A line that is not JSON gives an ``Unreadable``; blank lines are skipped.
-
-    Raises:
-        ValueError: a damaged gzip file, a broken JSON list, or a file that is in no Unicode encoding.
-        OSError: the file cannot be read.
+    Raises ValueError for a damaged gzip file, a broken JSON list, or a file in no Unicode encoding.
     """
     try:
         with _opened(path) as file:

@@ -208,11 +208,7 @@ def dataset_parts(name: str) -> list[str]:
 def dataset_records(name: str, subset: str | None = None) -> Iterable[Any]:
     """The records of a local dataset folder or of a Hub dataset, ``owner/name[:config][:split]``.
 
-    Args:
-        subset: the configuration if ``name`` has none.
-
-    Raises:
-        ValueError: `datasets` is not installed, there is no such dataset, or the name is ambiguous.
+    ``subset``: the configuration if ``name`` has none. Raises ValueError without `datasets` or such a dataset.
     """
     try:
         import datasets

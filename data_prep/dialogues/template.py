@@ -27,14 +27,7 @@ REFUSALS = (TemplateError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Args:
-        date: YYYY-MM-DD, printed if the template prints a date; default: today.
-
-    Attributes:
-        text: the template itself. date: the printed date; None if the template prints none.
-    """
+    """The chat template ``text`` of a tokenizer; ``date``: YYYY-MM-DD, default today; None if it prints no date."""
 
     def __init__(self, tokenizer: Any, name: str, date: str | None = None) -> None:
         self.tokenizer, self.name = tokenizer, name

@@ -19,15 +19,11 @@ WORKER = "data_prep.extraction.worker"
 
 
 class VLLM:
-    """vLLM with the target loaded, as a context manager.
+    """vLLM with the target loaded, as a context manager; raises ValueError on entering if it cannot be started.
 
     Args:
-        python: of its environment.
         settings: keywords of ``vllm.LLM``, and ``layers``: the hidden states to keep, as numbers of layers before them.
         folder: for jobs and log; shared by all machines that vLLM uses.
-
-    Raises (on entering):
-        ValueError: it cannot be started with these settings.
     """
 
     def __init__(self, python: Path, settings: dict[str, Any], folder: Path) -> None:

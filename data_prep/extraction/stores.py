@@ -229,11 +229,7 @@ def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buff
 
 
 def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
-    """vLLM for the target, with room for the longest dialogue and the one token that a request must ask for.
-
-    Raises:
-        ValueError: the target's context has no room for that token.
-    """
+    """vLLM with room for the longest dialogue and the token that a request must generate; ValueError if too long."""
     model = load_config_only(config.target, config.revision)
     longest = max(length for split in work for length in split.lengths) + 1
     context = getattr(model, "max_position_embeddings", None)

@@ -27,18 +27,14 @@ def folder_lock(path: Path) -> Iterator[None]:
 
 
 class RankLock:
-    """A rank's lock, to be taken under the ``folder_lock``.
+    """A rank's lock, taken under the ``folder_lock``; ``stale``: the holder that died without releasing it.
 
-    Attributes:
-        others: other ranks that are writing now. stale: the holder that died without releasing the lock, else None.
-
-    Raises:
-        ValueError: another process has this rank, or a process of another number of ranks is writing.
+    Raises ValueError if another process has this rank, or a process of another number of ranks is writing.
     """
 
     def __init__(self, path: Path, rank: Rank) -> None:
         mine = path / f"{LOCK}-{rank.index:05d}"
-        self.others = 0
+        self.others = 0  # ranks that are writing now
         for file in sorted(path.glob(f"{LOCK}-*")):
             # An empty file is about to be released.
             if file != mine and is_locked(file) and (holder := file.read_text().strip()):
@@ -88,12 +84,7 @@ def is_locked(path: Path) -> bool:
 
 
 def lock_file(path: Path, file: IO[Any], how: int) -> None:
-    """``fcntl.flock`` of a file in the folder ``path``.
-
-    Raises:
-        BlockingIOError: another process holds it, and ``how`` has LOCK_NB.
-        ValueError: the file system has no locks.
-    """
+    """``fcntl.flock`` of a file in the folder ``path``; raises ValueError if the file system has no locks."""
     try:
         fcntl.flock(file, how)
     except BlockingIOError:

@@ -178,11 +178,7 @@ def read_manifest(folder: Path) -> StoreManifest:
 
 
 def read_header(folder: Path) -> StoreManifest:
-    """The content of ``manifest.json``: for a half-written store, the settings and plan.
-
-    Raises:
-        ValueError: there is no manifest, or it is damaged or of another version.
-    """
+    """The content of ``manifest.json``, for a half-written store settings and plan; ValueError if it is unusable."""
     file = folder / MANIFEST
     if not file.is_file():
         what = "does not exist" if not folder.exists() else f"holds no {MANIFEST}"
