@@ -79,8 +79,8 @@ def cut_text(text: str, limit: int) -> str:
     return head[: cut if cut > 0 else limit].rstrip()
 
 
-def source_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(module name, path) of the source files, without tests and tools, in a fixed order."""
+def read_objects(root: Path) -> Iterator[StdlibObject]:
+    """Every object of the library below `root`, without tests, tools and files that cannot be parsed."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(SKIPPED_PREFIXES) for part in parts):
@@ -88,8 +88,9 @@ def source_files(root: Path) -> Iterator[tuple[str, Path]]:
         names = [*parts[:-1], path.stem]
         if names[-1] in ("__init__", "__main__"):
             names.pop()
-        if names:
-            yield ".".join(names), path
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+            if names:
+                yield from list(objects_of(".".join(names), path.read_text(encoding="utf-8")))
 
 
 def _source_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
@@ -120,25 +121,12 @@ def objects_of(module: str, text: str) -> Iterator[StdlibObject]:
             yield StdlibObject(f"{name}.{child.name}", module, "method", name, *about)
 
 
-def read_objects(root: Path) -> list[StdlibObject]:
-    """Every object of the library below `root`; files that cannot be parsed are skipped."""
-    found: list[StdlibObject] = []
-    for module, path in source_files(root):
-        with contextlib.suppress(SyntaxError, UnicodeDecodeError):
-            found.extend(objects_of(module, path.read_text(encoding="utf-8")))
-    return found
-
-
-def _fill(template: str, item: StdlibObject) -> str:
-    short = item.name[len(item.module) + 1 :] or item.name
-    return template.format(name=item.name, kind=item.kind, short=short, module=item.module)
-
-
 def dialogues_of(item: StdlibObject, seed: int, limit: int) -> Iterator[tuple[str, list[str]]]:
     """(kind, turns) of the dialogues about one object; turns alternate between the user and the assistant."""
 
     def pick(options: tuple[str, ...], salt: str) -> str:
-        return _fill(options[stable_hash(seed, item.name, salt) % len(options)], item)
+        template, short = options[stable_hash(seed, item.name, salt) % len(options)], item.name[len(item.module) + 1 :]
+        return template.format(name=item.name, kind=item.kind, short=short or item.name, module=item.module)
 
     doc, source = cut_text(item.doc, limit), cut_text(item.source, limit)
     has_doc, has_source = len(doc) >= MIN_DOC, len(source) >= MIN_SOURCE

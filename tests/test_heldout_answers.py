@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_features import run, write_config
 
 from data_prep import features
+from data_prep.answers.finished import whose
 from data_prep.answers.heldout import regeneration
-from data_prep.answers.ownership import whose
 from data_prep.configs import FeaturesConfig, RegenerateConfig
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.store.lock import LOCK

@@ -6,7 +6,7 @@ import pytest
 from test_features import write_config
 
 from data_prep import throughput
-from data_prep.extraction import dump
+from data_prep.extraction import stores
 from data_prep.extraction import throughput as measuring
 from drafters.model.target import TargetModel
 
@@ -65,7 +65,7 @@ def test_mistakes_and_failures(tmp_path, target_folder, monkeypatch):  # noqa: F
     def fails(*arguments):
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(dump.Buffers, "take", fails)
+    monkeypatch.setattr(stores, "empty_states", fails)
     with pytest.raises(ValueError, match="out of memory"):
         throughput.main(["--config", str(config)])
     assert sorted(tmp_path.iterdir()) == before

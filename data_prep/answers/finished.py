@@ -1,24 +1,26 @@
 """The finished output of a run that several processes shared, its sidecar ``<out>.json``, and the merge of parts."""
 
 import contextlib
+import datetime
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.answers.journal import AnsweredBatch, check_identity
-from data_prep.answers.ownership import DATE
+from data_prep.answers.journal import RUN_FILE, AnsweredBatch, check_identity
 from data_prep.common.outputs import is_finished, sidecar, unfinished
 from data_prep.dialogues.encoding import template_hash, tokenizer_hash
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import source_digest
 from data_prep.store.lock import folder_lock
+from data_prep.store.manifest import Answers, StoreManifest
 from drafters.cli.program import command
 from drafters.common.files import replace_text
 from drafters.common.provenance import git_commit, library_versions
 from drafters.model.ends import load_frozen_ends
 
+DATE = "template_date"
 # Identity keys that older outputs lack. In a finished output, a missing one counts as equal to the current value.
 LATER = {"unanswered", "reader", DATE}
 
@@ -97,3 +99,35 @@ def finish(out: str, records: Iterable[dict[str, object]], facts: dict[str, Any]
     facts["digest"] = source_digest(out)  # so that a replaced output is noticed
     replace_text(sidecar(out), json.dumps(facts, indent=1) + "\n")
     shutil.rmtree(unfinished(out), ignore_errors=True)
+
+
+def begun_on(out: str) -> str | None:
+    """The date (YYYY-MM-DD) in the prompts of ``out``, finished or not; None if they have none."""
+    for file, keys in ((sidecar(out), ("identity", DATE)), (unfinished(out) / RUN_FILE, (DATE,))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            found = json.loads(file.read_text())
+            for key in keys:
+                found = found[key]
+            return str(datetime.date.fromisoformat(found))
+    return None
+
+
+def whose(header: StoreManifest) -> Answers:
+    """Whether the sidecar of a store's source shows that the store's target wrote the answers with its template.
+
+    Answers of an endpoint are ``given``, because it does not say which weights it has.
+    """
+    try:
+        facts = json.loads(sidecar(header.source).read_text())
+        identity = facts["identity"]
+        made_with = {
+            "target_fingerprint": header.target_fingerprint,
+            "tokenizer_hash": header.tokenizer_hash,
+            "chat_template": header.template_hash,
+        }
+        same = all(identity[key] == value for key, value in made_with.items())
+        if not same or facts.get("digest", header.source_digest) != header.source_digest:  # or replaced since
+            return "given"
+        return "sampled" if identity["temperature"] > 0 else "own"
+    except (OSError, ValueError, LookupError, TypeError):
+        return "given"

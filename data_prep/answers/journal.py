@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep.answers.ownership import RUN_FILE
 from data_prep.common.disk import write_error
 from data_prep.common.ranks import Rank
 from data_prep.dialogues.messages import Message, uses_tools
@@ -25,6 +24,7 @@ from data_prep.store.lock import RankLock, folder_lock
 from drafters.common.files import replace_text
 from drafters.common.provenance import changes
 
+RUN_FILE = "run.json"  # in the folder of journals: the settings on which the texts depend
 RETRIED = frozenset({"refused", "bad_reply"})  # reasons for a drop that the next start tries again
 ONLY_REASONING = "only_reasoning"  # reason to end a dialogue: the answer was cut before its reasoning ended
 

@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from data_prep.answers.finished import costs, finish, merging, report_finished, target_identity
+from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
 from data_prep.answers.finished import kept as kept_of
 from data_prep.answers.journal import AnsweredBatch, AnswerJournal, Turn, derived_seed, read_journals
-from data_prep.answers.ownership import begun_on
 from data_prep.answers.target import enough_memory, text_ends
 from data_prep.common.outputs import unfinished
 from data_prep.common.progress import Bar

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answers.endpoint import NO_THINKING, EndpointAnswers
-from data_prep.answers.finished import costs, finish, merging, report_finished, target_identity
+from data_prep.answers.finished import begun_on, costs, finish, merging, report_finished, target_identity
 from data_prep.answers.finished import kept as kept_of
 from data_prep.answers.journal import (
     ONLY_REASONING,
@@ -19,7 +19,6 @@ from data_prep.answers.journal import (
     read_journals,
     replay,
 )
-from data_prep.answers.ownership import begun_on
 from data_prep.answers.target import TargetAnswers
 from data_prep.common.disk import check_room, source_bytes
 from data_prep.common.outputs import unfinished

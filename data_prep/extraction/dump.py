@@ -6,7 +6,6 @@ processes, and a resumed run, write the same bytes.
 
 import contextlib
 import itertools
-import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,38 +63,17 @@ class Tokens:
         return 1 - self.real / self.padded if self.padded else 0.0
 
 
-class Buffers:
-    """Host memory for ``IN_FLIGHT`` + 1 shards of at most ``tokens`` tokens; page-locked (``pinned``) with a GPU."""
-
-    def __init__(self, target: TargetModel, header: StoreManifest, tokens: int) -> None:
-        self._free: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
-        self._unmade = IN_FLIGHT + 1
-        self.pinned = target.device.type == "cuda"
-        shape, kind = (tokens, target.hidden_size), storage_dtype(header.dtype)
-        self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name in state_names(header.taps):
-            self._kinds[name] = shape, kind
-            if header.dtype in SCALED:
-                self._kinds[f"{name}_scale"] = shape[:1], torch.float32
-
-    def take(self) -> dict[str, torch.Tensor]:
-        """Tensors ``[tokens, H]`` and scales ``[tokens]`` by name; waits if all buffers are in use."""
-        if self._unmade and self._free.empty():
-            self._unmade -= 1
-            return {
-                name: torch.empty(shape, dtype=kind, pin_memory=self.pinned)
-                for name, (shape, kind) in self._kinds.items()
-            }
-        return self._free.get()
-
-    def give_back(self, buffer: dict[str, torch.Tensor]) -> None:
-        """Return a buffer whose content is on disk."""
-        self._free.put(buffer)
+def empty_states(header: StoreManifest, tokens: int, pinned: bool) -> dict[str, torch.Tensor]:
+    """Host memory for states ``[tokens, H]`` and scales ``[tokens]`` by name; page-locked (``pinned``) for a GPU."""
+    shape, kind, names = (tokens, header.hidden_size), storage_dtype(header.dtype), state_names(header.taps)
+    found = {name: torch.empty(shape, dtype=kind, pin_memory=pinned) for name in names}
+    scaled = names if header.dtype in SCALED else []
+    return found | {f"{name}_scale": torch.empty(tokens, pin_memory=pinned) for name in scaled}
 
 
 @dataclass
 class Computed:
-    """A shard whose states are being copied to the host."""
+    """A shard whose states are being copied to the host, as views of ``buffer``."""
 
     shard: Shard
     buffer: dict[str, torch.Tensor]
@@ -115,7 +93,7 @@ def run_shard(
     split: EncodedSplit,
     span: tuple[int, int],
     batch_tokens: int,
-    buffers: Buffers,
+    buffer: dict[str, torch.Tensor],
     after_batch: Callable[[int, int], None],
 ) -> Computed:
     """Features and taps of the dialogues of ``span``, in the order of the data file.
@@ -126,10 +104,10 @@ def run_shard(
     dialogues = split.dialogues[slice(*span)]
     lengths = [len(dialogue.input_ids) for dialogue in dialogues]
     starts = [0, *itertools.accumulate(lengths)]
-    buffer, names = buffers.take(), state_names(header.taps)
+    names, pinned = state_names(header.taps), target.device.type == "cuda"
     # Per batch: run the target, convert to the store's dtype, and copy each dialogue's states to its place.
     devices: set[torch.device] = set()
-    for rows, ids in make_batches(split, span, batch_tokens, pinned=buffers.pinned):
+    for rows, ids in make_batches(split, span, batch_tokens, pinned):
         fit_threads()
         output = forward(target, header, ids, [lengths[row] for row in rows], batch_tokens)
         for name, values in zip(names, (output.features, *(output.taps[layer] for layer in header.taps)), strict=True):
@@ -138,12 +116,10 @@ def run_shard(
                 stored, scale = to_storage(values, header.dtype)
             for position, row in enumerate(rows):
                 place, length = slice(starts[row], starts[row + 1]), lengths[row]
-                buffer[name][place].copy_(stored[position, :length], non_blocking=buffers.pinned)
+                buffer[name][place].copy_(stored[position, :length], non_blocking=pinned)
                 if scale is not None:
-                    scales = buffer[f"{name}_scale"][place]
-                    scales.copy_(scale[position, :length], non_blocking=buffers.pinned)
+                    buffer[f"{name}_scale"][place].copy_(scale[position, :length], non_blocking=pinned)
         after_batch(sum(lengths[row] for row in rows), ids.numel())
-    # The shard's tensors are views of the buffer; copies may still be running.
     parts = {name: values[: starts[-1]] for name, values in buffer.items()}
     shard = Shard(
         ids=split.ids[slice(*span)],
@@ -155,7 +131,7 @@ def run_shard(
     )
     # On a GPU, events mark the end of the last copy.
     events = []
-    for device in devices if buffers.pinned else ():
+    for device in devices if pinned else ():
         events.append(torch.cuda.Event(blocking=True))  # waiting threads sleep and leave the cores free
         events[-1].record(torch.cuda.current_stream(device))
     return Computed(shard, buffer, events)

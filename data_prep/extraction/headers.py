@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from data_prep.answers.ownership import whose
+from data_prep.answers.finished import whose
 from data_prep.common.target import dtype_here
 from data_prep.configs import FeatureKeys
 from data_prep.dialogues.encoding import template_hash, tokenizer_hash

@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import queue
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from data_prep.answers.finished import begun_on
 from data_prep.answers.heldout import HELDOUT, answers_file, with_own_answers
-from data_prep.answers.ownership import begun_on
 from data_prep.answers.regeneration import answered
 from data_prep.common.disk import check_room, free_bytes
 from data_prep.common.progress import Bar
@@ -19,7 +22,7 @@ from data_prep.common.target import dtype_here, load_target, say_dtype
 from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.extraction.dump import Background, Buffers, Computed, Tokens, run_shard
+from data_prep.extraction.dump import IN_FLIGHT, Background, Computed, Tokens, empty_states, run_shard
 from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
 from data_prep.store.manifest import ANSWERS, MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
@@ -205,7 +208,9 @@ def _run_here(
     progress: Bar,
 ) -> None:
     """Compute each shard while a thread writes the shard before it; adds to ``tokens``."""
-    buffers = Buffers(target, work.header, max(sizes.values()))
+    buffers: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
+    for _ in range(min(IN_FLIGHT + 1, len(sizes))):
+        buffers.put(empty_states(work.header, max(sizes.values()), target.device.type == "cuda"))
     with Background() as background:
 
         def after_batch(real: int, padded: int) -> None:
@@ -216,16 +221,16 @@ def _run_here(
 
         for number, *span in sizes:
             task = work.header, work.encoded, (span[0], span[1]), batch_tokens
-            computed = run_shard(target, *task, buffers, after_batch)
+            computed = run_shard(target, *task, buffers.get(), after_batch)
             background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
 
 
-def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buffers: Buffers) -> None:
+def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buffers: "queue.SimpleQueue[Any]") -> None:
     try:
         for lost in writer.write(computed.wait(), number):
             tqdm.write(f"warning: {name}: left out, NaN or infinite: dialogue {lost}", file=sys.stderr)
     finally:
-        buffers.give_back(computed.buffer)
+        buffers.put(computed.buffer)
 
 
 def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:

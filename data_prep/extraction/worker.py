@@ -69,17 +69,17 @@ def run(engine: Engine, folder: str, say: Callable[[dict[str, Any]], None]) -> N
         if ended := engine.step():
             say({"tokens": sum(waiting.pop(name) for name in ended)})
 
-    for place in range(len(job.spans)):
-        for row, number in enumerate(job.rows(place)):
-            tokens, name = job.tokens(number), f"{place}-{row}"
+    for number, shard in job.shards.items():
+        for row, tokens in enumerate(shard.input_ids.split(shard.lengths)):
+            name = f"{number}-{row}"
             waiting[name] = len(tokens)
-            engine.add(name, tokens, {"job": folder, "place": place, "row": row})
+            engine.add(name, tokens.tolist(), {"job": folder, "number": number, "row": row})
             while sum(waiting.values()) > QUEUED * engine.step_tokens:
                 step()
     while waiting:
         step()
     # The connector gets the last requests in another step, and a thread writes the last shards.
-    left = {job.store / Path(shard_file(number)).with_suffix(".json") for number, *_ in job.spans}
+    left = {job.store / Path(shard_file(number)).with_suffix(".json") for number in job.shards}
     while left := {record for record in left if not record.exists()}:
         if (job.folder / FAILED).exists():
             raise ValueError((job.folder / FAILED).read_text())
