@@ -62,7 +62,7 @@ MISTRAL = (  # as Mistral 7B v0.2: no generation prompt; a system message makes 
     + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}"
     + "{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-MISTRAL_V3 = (  # the system message stands in the LAST user turn: a prefix of the dialogue is no prefix of the text
+MISTRAL_V3 = (  # the system message is in the LAST user turn: a prefix of the dialogue is no prefix of the text
     _SPLIT_SYSTEM
     + "{{ bos_token }}{% for message in rest %}{% if message['role'] == 'user' %}"
     + "{{ '[INST] ' }}{% if loop.index0 >= rest | length - 2 and system %}{{ system + '\\n\\n' }}{% endif %}"

@@ -252,13 +252,13 @@ def test_another_encoding_is_named_with_what_converts_it(tmp_path, encoding, nam
     word = "Là" if encoding == "latin-1" else "Là – ici"
     records = [GOOD, turns(("human", "Où ?"), ("gpt", word))]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    file, mended = tmp_path / "old data.jsonl", tmp_path / "utf8-old data.jsonl"
+    file, fixed = tmp_path / "old data.jsonl", tmp_path / "utf8-old data.jsonl"
     file.write_bytes((f"[{','.join(lines)}]" if as_list else "\n".join(lines)).encode(encoding))
     with refused(f"is not UTF-8 .byte 0xf9., probably {name}; convert it with: iconv ") as error:
         read(file)
     command = str(error.value).partition("convert it with: ")[2]
     subprocess.run(command, shell=True, check=True)
-    assert read(mended)[0][1].messages[1]["content"] == word
+    assert read(fixed)[0][1].messages[1]["content"] == word
 
 
 def test_few_odd_bytes_are_damage(tmp_path):

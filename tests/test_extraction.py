@@ -1,4 +1,4 @@
-"""data_prep.features through an engine of its own process: the store is that of our own dump, also after it died.
+"""data_prep.features with an engine in its own process: the store equals that of our own dump, also after a kill.
 
 The engine is tests/fake_extraction.py, and vLLM itself in tests/test_vllm.py where that is installed.
 """
@@ -134,7 +134,7 @@ def test_mistakes_are_found_at_the_start(apart, override, message):
     assert not list((apart.parent / "out").rglob("*.safetensors"))
 
 
-def test_throughput_stands_beside_our_own_dumps(here, capsys):
+def test_throughput_beside_our_own_dump(here, capsys):
     """Catches the one side measured twice, and loading within the clock."""
     out = here.parent / "throughput.json"
     throughput.main(["--config", str(here), "--rounds", "2", "--out", str(out)])

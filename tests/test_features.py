@@ -319,7 +319,7 @@ def test_plans():
     batches = plan_batches(lengths, 14)
     assert sorted(index for batch in batches for index in batch) == list(range(8))
     assert all(len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= 14 for batch in batches)
-    # Two forwards cost FORWARD_COST tokens more than one, and save as much padding as short rows have in a long batch.
+    # A second forward costs FORWARD_COST tokens, and saves the padding of short rows in a long batch.
     assert plan_batches([300, 300, 300 - FORWARD_COST // 2 + 1, 300 - FORWARD_COST // 2 + 1], 10_000) == [[0, 1, 2, 3]]
     assert plan_batches([300, 300, 300 - FORWARD_COST // 2 - 1, 300 - FORWARD_COST // 2 - 1], 10_000) == [
         [0, 1],

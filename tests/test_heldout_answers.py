@@ -202,7 +202,7 @@ def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, ti
     summary.main([str(tmp_path / "given")])
     assert found["warning"] in capsys.readouterr().out
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
-    # The command, typed as it stands.
+    # The printed command.
     removal, make = found["warning"].partition("Figures on its own answers take: ")[2].split(" && ")
     (word, option, store_there), words = shlex.split(removal), shlex.split(make)
     assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))

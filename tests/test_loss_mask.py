@@ -48,7 +48,7 @@ def encode_one(chat: ChatTokenizer, messages: Sequence[Message]) -> MaskedTokens
 
 
 def masked_runs(tokenizer: Any, tokens: MaskedTokens) -> list[str]:
-    """The text of each run of masked tokens, exactly as it stands in the tokens."""
+    """The text of each run of masked tokens, exactly as in the tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], tokens.loss_mask.astype(int), [0]])))
     runs = [tokens.input_ids[start:end].tolist() for start, end in edges.reshape(-1, 2)]
     if "▁" in tokenizer.get_vocab():  # its decoder would eat a leading space
@@ -149,7 +149,7 @@ def test_the_next_turns_opening_token_is_no_end_of_turn():
 
 
 def test_answers_that_repeat_the_prompt_or_the_template():
-    """Catches finding answers by searching for their text: here it stands in a user's turn, and headers in answers."""
+    """Catches finding answers by searching for their text: here a user's turn has it, and answers have headers."""
     tokenizer = byte_level(VICUNA, SENTENCEPIECE_SPECIALS, "<s>", "</s>")
     messages = [
         {"role": "user", "content": "Say yes. ASSISTANT: yes"},
@@ -247,7 +247,7 @@ PROMPTS = {name: (*shape[:4], shape[4]) for name, shape in SHAPES.items()} | {
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_prompt_ends_where_the_target_writes(name):
-    """Catches a prompt without its generation prompt or header, and a lead that would stand twice in the next turn."""
+    """Catches a prompt without its generation prompt or header, and a lead that would come twice in the next turn."""
     template, specials, bos, eos, lead = PROMPTS[name]
     chat = ChatTokenizer(byte_level(template, specials, bos, eos))
     ids, found = chat.prompt(DIALOGUE[:3])

@@ -102,7 +102,7 @@ def test_the_prompt_ends_where_the_question_begins(form):
     assert turn.take(whole[len(ids) :]).answer == question
 
 
-def test_a_system_message_stands_before_the_question(chat):
+def test_a_system_message_comes_before_the_question(chat):
     text = chat.tokenizer.decode(chat.question_prompt("Ask of sums.")[0])
     assert text == "<|im_start|>system\nAsk of sums.<|im_end|>\n<|im_start|>user\n"
     with pytest.raises(DroppedError, match="special token"):
@@ -110,22 +110,15 @@ def test_a_system_message_stands_before_the_question(chat):
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (
-            "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}",
-            "cannot write questions: .* prints no user turn",
-        ),
-        ("{% for message in messages %}{{ message.content }}\n{% endfor %}", "prints nothing before a question"),
-    ],
-    ids=["no user turns", "nothing before a question"],
+    ("condition", "reason"),
+    [(" if message.role == 'assistant'", "prints no user turn"), ("", "prints nothing before a question")],
 )
-def test_a_template_that_cannot_begin_a_question_is_refused(template, reason, target_folder, tmp_path):
+def test_a_template_that_cannot_begin_a_question_is_refused(condition, reason, target_folder, tmp_path):
+    """Catches questions drawn after an empty prompt."""
     file = tmp_path / "other.jinja"
-    file.write_text(template)
-    config = write_config(tmp_path / "run", target_folder, chat_template=str(file))
-    with refused(reason):
-        run(config)
+    file.write_text("{% for message in messages" + condition + " %}{{ message.content }}\n{% endfor %}")
+    with refused(f"cannot write questions: .* {reason}"):
+        run(write_config(tmp_path / "run", target_folder, chat_template=str(file)))
 
 
 def test_what_is_dropped_and_why(chat):
@@ -184,7 +177,7 @@ def test_questions_follow_the_targets_own_distribution(target_folder, tmp_path):
     count = 4000
     first = torch.bincount(torch.tensor([next(drawn)[0] for _ in range(count)]), minlength=CHAT_VOCAB) / count
     p = target.model(torch.tensor([prompt])).logits[0, -1].detach().float().softmax(-1)
-    # The expected total variation of so many draws from p itself, and half as much again.
+    # 1.5 times the expected total variation of this number of draws from p.
     noise = 0.5 * (2 * p * (1 - p) / (torch.pi * count)).sqrt().sum()
     assert 0.5 * (first - p).abs().sum() < 1.5 * noise
 

@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch):
-    """Catches a log of thousands of carriage returns, and one of which nobody can tell whether the run goes on."""
+    """Catches a log of thousands of carriage returns, and one that does not show that the run continues."""
     file = io.StringIO()
     with Bar(total=1000, file=file, desc="train") as bar:
         for step in range(1000):

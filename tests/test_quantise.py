@@ -108,7 +108,7 @@ def test_bytes_against_bfloat16(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_training_reads_it_as_floating_point(tmp_path, dtype, monkeypatch):
-    """Catches 8-bit integers in a training batch, features and taps of two dtypes, and work for taps nobody reads."""
+    """Catches 8-bit integers in a training batch, features and taps of two dtypes, and work for unread taps."""
     states = {"features": hidden_states(sum(LENGTHS)), "tap_3": hidden_states(sum(LENGTHS), seed=1)}
     store = one_store(tmp_path, dtype, states)
     exact = one_store(tmp_path / "exact", "float32", states)

@@ -1,12 +1,10 @@
 """Which process of how many: from launchers, and from the command line."""
 
-import argparse
-
 import pytest
 import torch
 from programs import refused
 
-from data_prep.common.ranks import Rank, add_rank_arguments, find_rank, refuse_shared_map
+from data_prep.common.ranks import Rank, find_rank, refuse_shared_map
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
 
@@ -16,19 +14,17 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_L
     [
         ({}, Rank(0, 1)),
         ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, Rank(2, 4, 0)),
-        ({"RANK": "2", "WORLD_SIZE": "4"}, Rank(2, 4)),
         (SRUN, Rank(3, 8, 1)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "4"}, Rank(3, 4, 1)),  # srun -n 4 in a job of 8
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, Rank(0, 2, 0)),  # torchrun below srun
         # A batch script and an interactive shell see their job's tasks and are one process all the same.
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": ""}, Rank(0, 1)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Rank(0, 1)),
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFB)}, Rank(0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, Rank(0, 1)),
     ],
 )
 def test_what_launchers_say(environment, expected):
-    """Catches a batch script that takes itself for one rank of eight, and would leave 7/8 of the corpus to nobody."""
+    """Catches a batch script that runs as one rank of eight and leaves 7/8 of the corpus undone."""
     assert find_rank(None, None, environment) == expected
 
 
@@ -58,20 +54,9 @@ def test_each_process_has_its_own_gpu(monkeypatch):
         "cpu",
     ]
     assert current == ["cuda:1", "cuda:1"]
-    assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: whoever starts it chooses
+    assert Rank(1, 8).device("cuda") == "cuda"  # no launcher: the user chooses
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Rank(5, 8, 5).device(None) is None
-
-
-def test_what_deepspeed_appends():
-    """Catches a program that ends with a usage message under ``deepspeed --module``."""
-    parser = argparse.ArgumentParser()
-    add_rank_arguments(parser)
-    parser.add_argument("--config")
-    parser.add_argument("overrides", nargs="*")
-    parsed = parser.parse_args(["--local_rank=0", "--config", "F", "limit=3"])
-    assert (parsed.rank, parsed.ranks, parsed.overrides) == (None, None, ["limit=3"])
-    assert parser.parse_args(["--rank", "1", "--ranks", "4"]).ranks == 4
 
 
 def test_a_device_map_is_for_one_process_a_machine():

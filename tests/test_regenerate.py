@@ -115,7 +115,7 @@ def expected(target_folder):
 
 
 @pytest.mark.parametrize("method", ["none", "prompt_lookup", "speculative", "eagle"])
-def test_answers_are_the_targets_own_whatever_drafts(
+def test_answers_are_the_targets_own_with_any_drafter(
     method, tmp_path, target_folder, draft_folder, eagle_folder, expected
 ):
     """Catches old answers in the history, padding or a drafter that changes an answer, records in the wrong order."""
@@ -157,7 +157,7 @@ def test_prompts_of_more_tokens_than_their_text_lets_expect(tmp_path, target_fol
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing may catch it."""
+    """A simulated kill, which nothing may catch."""
 
 
 def run_killed(monkeypatch: pytest.MonkeyPatch, batches: int, config: Path, *arguments: str) -> None:

@@ -238,7 +238,7 @@ def test_reasoning_is_kept_beside_the_answer(key, tmp_path, server, capsys):
 
 
 def test_too_many_refusals_end_the_run_and_are_tried_again(tmp_path, server, monkeypatch):
-    """Catches a run that drops everything because of one setting, and dialogues that stay dropped when it is mended."""
+    """Catches a run that drops everything because of one setting, and dialogues that stay dropped when it is fixed."""
     monkeypatch.setattr(endpoint_answers, "MOST_LOST", 3)
     server.misbehave = lambda body, number: None if number < 6 else error(422, "n must be positive")
     config = write_config(tmp_path, server, count=12)

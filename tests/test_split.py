@@ -1,4 +1,4 @@
-"""python -m data_prep.split: nothing lost, nothing on both sides, nobody's file overwritten."""
+"""python -m data_prep.split: nothing lost, nothing on both sides, no other file overwritten."""
 
 import json
 from pathlib import Path
@@ -113,27 +113,23 @@ def test_too_many_held_out_is_an_error(tmp_path):
     assert (len(train), len(heldout)) == (1, 4)
 
 
-def test_nobodys_data_is_overwritten(tmp_path):
+def test_other_data_is_not_overwritten(tmp_path):
     """Catches the source replaced by a part of itself, a corpus replaced, and two splits mixed in one folder."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    source = write(corpus / "train.jsonl", records(10))
-    before = source.read_bytes()
-    with refused("would overwrite the source"):
-        run(source, corpus)
-    other = write(tmp_path / "other.jsonl", records(12))
-    with refused(r"has a train.jsonl that no split has made"):
-        run(other, corpus)
-    assert source.read_bytes() == before
-    out = tmp_path / "out"
-    first = run(source, out)
+    (tmp_path / "corpus").mkdir()
+    source = write(tmp_path / "corpus" / "train.jsonl", records(10))
+    other, out = write(tmp_path / "other.jsonl", records(12)), tmp_path / "out"
+    before, first = source.read_bytes(), run(source, out)
     assert run(source, out) == first
-    with refused("another split: seed was 0, is 1; give another folder"):
-        run(source, out, 3, "--seed", "1")
-    with refused("another split: source_digest was"):
-        run(other, out)
-    with refused("another split: wanted was 3, is 4"):
-        run(source, out, 4)
+    for data, folder, heldout, more, message in (
+        (source, source.parent, 3, [], "would overwrite the source"),
+        (other, source.parent, 3, [], "has a train.jsonl that no split has made"),
+        (source, out, 3, ["--seed", "1"], "another split: seed was 0, is 1; give another folder"),
+        (other, out, 3, [], "another split: source_digest was"),
+        (source, out, 4, [], "another split: wanted was 3, is 4"),
+    ):
+        with refused(message):
+            run(data, folder, heldout, *more)
+    assert source.read_bytes() == before
     assert (read(out / "train.jsonl"), read(out / "heldout.jsonl")) == first
     (out / "split.json").write_text("{")
     with refused(r"split.json was not written by this program"):

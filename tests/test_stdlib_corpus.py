@@ -54,7 +54,7 @@ def test_records_are_sharegpt_and_counted(written):
 
 
 def test_no_object_is_in_two_splits():
-    """Catches a held-out method whose code stands in a training dialogue about its class, and drafters that are tuned
+    """Catches a held-out method whose code is in a training dialogue about its class, and drafters that are tuned
     on what they are measured on."""
     splits: dict[str, set[str]] = {}
     answers: dict[str, set[str]] = {}

@@ -171,15 +171,9 @@ def test_a_store_made_otherwise_is_not_continued(tmp_path, key, value):
     with refused("another `out`, or delete") as error, StoreWriter(tmp_path, header(**{key: value})):
         pass
     assert f"{key} {there!r} there, {value!r} here" in str(error.value)
-    with StoreWriter(tmp_path, header()) as writer:  # the refused one has left no lock and no change
-        assert writer.manifest.dialogues == writer.manifest.consumed == 2
-
-
-def test_the_same_target_under_another_path(tmp_path):
-    """Catches refusing a store because the folder of the target was moved."""
-    write_all(tmp_path, stop=1)
+    # The refused writer has left no lock and no change. The target's folder may move.
     with StoreWriter(tmp_path, header(target_name="/elsewhere/target")) as writer:
-        assert writer.manifest.dialogues == 2
+        assert writer.manifest.dialogues == writer.manifest.consumed == 2
 
 
 def test_damage_is_found(tmp_path):
@@ -354,12 +348,9 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path):
     ("key", "value", "message"),
     [
         ("file", "../../outside.safetensors", r"shards\.0\.file is '\.\./\.\./outside\.safetensors'"),
-        ("file", "/outside.safetensors", r"shards\.0\.file is '/outside\.safetensors'"),
         ("file", "shard-00001.safetensors", "a shard is listed twice"),
         ("dialogues", -2, r"shards\.0\.dialogues is -2: Input should be greater"),
-        ("tokens", 9, "it says 22 tokens, its shards hold 23"),
         ("tokens", 10**9, "it says 22 tokens, its shards hold 1,000,000,014"),
-        ("dialogues", 10**9, "it says 6 dialogues, its shards hold 1,000,000,004"),
         ("sha256", "", r"shards\.0\.sha256 is ''"),
     ],
 )
@@ -367,9 +358,7 @@ def test_a_manifest_does_not_point_elsewhere(tmp_path, key, value, message):
     """Catches a file out of the store that is read because a manifest names it, and counts that add up to nothing."""
     folder = tmp_path / "a" / "store"
     write_all(folder)
-    for outside in (tmp_path / "outside.safetensors", Path("/outside.safetensors")):
-        if key == "file" and outside.is_relative_to(tmp_path):
-            shutil.copy(folder / "shard-00000.safetensors", outside)
+    shutil.copy(folder / "shard-00000.safetensors", tmp_path / "outside.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"][0][key] = value
     (folder / "manifest.json").write_text(json.dumps(manifest))

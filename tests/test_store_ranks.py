@@ -1,4 +1,4 @@
-"""Several processes, one store: the same files as from one process, whoever dies, joins or comes last."""
+"""Several processes, one store: the same files as from one process, also after kills and with other numbers."""
 
 import os
 import threading

@@ -80,7 +80,7 @@ class Conversation:
         return self.dropped is not None or self.ended is not None or len(self.answers) == len(self.questions)
 
     def history(self) -> list[Message]:
-        """The system message if any, the answered turns with their new answers, and the next question."""
+        """The system message, the answered turns with their new answers, and the next question."""
         messages = [message for message in self.dialogue.messages if message["role"] == "system"]
         for question, answer, reasoning in zip(self.questions, self.answers, self.reasoning, strict=False):
             beside = {"reasoning_content": reasoning} if reasoning else {}

@@ -31,7 +31,7 @@ DONE = "share_done"  # end of a process's last turn, until it is started again w
 
 
 class Asked:
-    """One process's questions: ``kept`` of ``drawn`` ones, of which the last ``in_vain`` were dropped.
+    """One process's questions: ``kept`` of ``drawn`` ones; the last ``in_vain`` were all dropped.
 
     Args:
         mark: text after a question in the target's template. share: questions to keep.

@@ -19,7 +19,7 @@ from drafters.common.text_files import read_text
 from drafters.model.files import load_bare_tokenizer
 
 CHUNK = 256  # dialogues tokenized in one call
-FIRST_WITHOUT_ANSWER = 32  # if so many dialogues have no printed answer and none has one, the template is wrong
+FIRST_WITHOUT_ANSWER = 32  # dialogues; if none of the first ones has a printed answer, the template is wrong
 
 
 @dataclass

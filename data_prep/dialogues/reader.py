@@ -27,7 +27,7 @@ DATASET_SUFFIXES = (".parquet", ".arrow", ".csv")  # further formats of the `dat
 class Dialogue:
     """A dialogue whose roles alternate user, assistant, ...; the last turn is an answer unless read ``unanswered``.
 
-    A system message may come first, and tool results may stand between two answers. ``category``: the record's own.
+    A system message may come first, and tool results between two answers. ``category``: the record's own.
     """
 
     id: str
