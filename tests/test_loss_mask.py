@@ -41,10 +41,7 @@ DIALOGUE: list[Message] = [
 
 def encode_one(chat: ChatTokenizer, messages: Sequence[Message]) -> MaskedTokens:
     """The only dialogue's tokens; raises why it was dropped."""
-    (result,) = chat.encode([messages])
-    if isinstance(result, DroppedError):
-        raise result
-    return result
+    return chat.tokenize([chat.render(messages)])[0]
 
 
 def masked_runs(tokenizer: Any, tokens: MaskedTokens) -> list[str]:
@@ -168,8 +165,6 @@ def test_special_tokens_in_the_text_are_refused():
     with pytest.raises(DroppedError, match="special token '<s>'") as error:
         encode_one(chat, injected)
     assert error.value.reason == "special_token_in_text"
-    good, bad = chat.encode([DIALOGUE, injected])  # one bad dialogue in a batch takes no other with it
-    assert isinstance(good, MaskedTokens) and isinstance(bad, DroppedError)
 
 
 def test_an_answer_that_cannot_be_located_is_never_guessed():

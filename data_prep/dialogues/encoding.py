@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 from data_prep.common.progress import Bar
 from data_prep.dialogues.loss_mask import NO_ANSWER, ChatTokenizer, MaskedTokens
-from data_prep.dialogues.messages import Message
 from data_prep.dialogues.reader import Dialogue, DroppedError, ReadCounts, listed, read_dialogues
 from drafters.common.text_files import read_text
 from drafters.model.files import load_bare_tokenizer
@@ -52,7 +50,7 @@ def load_tokenizer(
         try:
             template = read_text(Path(chat_template))
         except (OSError, ValueError) as error:
-            raise ValueError(f"chat_template {chat_template} is not a readable text file ({error})") from error
+            raise ValueError(f"chat_template {chat_template} is no readable text file ({error})") from error
         if not template.strip():
             raise ValueError(
                 f"chat_template {chat_template} is empty; leave it out to use the tokenizer's own template"
@@ -149,18 +147,33 @@ def _encode(
 ) -> EncodedSplit:
     split = EncodedSplit(counts=counts)
     details: dict[str, str] = {}  # of the last dialogue dropped for each reason
+
+    def drop(error: DroppedError) -> None:
+        counts.dropped[error.reason] += 1
+        details[error.reason] = str(error)
+
     with Bar(desc=f"tokenizing {source}", unit=" dialogues", leave=False) as progress:
         while chunk := list(itertools.islice(stream, CHUNK if limit is None else min(CHUNK, limit - split.used))):
-            for dialogue, (results, changes) in zip(chunk, _records(chat, chunk, max_length), strict=True):
+            # Render each dialogue's records, and tokenize all of them in one call.
+            rendered = []
+            for dialogue in chunk:
                 try:
-                    kept = _fit(results, max_length, counts.changed)
+                    views, changes = chat.printer.settle(dialogue.messages)
+                    rendered.append((dialogue.id, [chat.render(view) for view in views], changes))
                 except DroppedError as error:
-                    counts.dropped[error.reason] += 1
-                    details[error.reason] = str(error)
+                    drop(error)
+            tokens = iter(chat.tokenize([text for _, texts, _ in rendered for text in texts], max_length))
+            # Cut them to max_length, and remove those without an answer before the cut.
+            for name, texts, changes in rendered:
+                whole = list(itertools.islice(tokens, len(texts)))
+                kept = [short for one in whole if (short := one.cut(max_length)).loss_mask.any()]
+                if not kept:
+                    drop(DroppedError("no_response_left", f"no answer begins within the first {max_length} tokens"))
                     continue
-                counts.changed.update(changes)
+                is_cut = any(len(one.input_ids) > max_length for one in whole)
+                counts.changed.update([*changes, "truncated"] if is_cut else changes)
                 split.used += 1
-                split.ids += [dialogue.id] if len(kept) == 1 else [f"{dialogue.id}/{n}" for n in range(len(kept))]
+                split.ids += [name] if len(kept) == 1 else [f"{name}/{n}" for n in range(len(kept))]
                 split.dialogues += kept
             progress.update(len(chunk))
             if not split.ids and counts.dropped[NO_ANSWER] >= FIRST_WITHOUT_ANSWER:
@@ -171,38 +184,6 @@ def _encode(
         example = f"; for example: {detail}" if detail else ""
         raise ValueError(f"{source}: no dialogue is left for training: {counts.describe()}{example}")
     return split
-
-
-def _records(
-    chat: ChatTokenizer, dialogues: list[Dialogue], max_length: int
-) -> Iterator[tuple[list[MaskedTokens | DroppedError], list[str]]]:
-    """The records or the drop of each dialogue, and the names of the changes, all tokenized in one call."""
-    settled: list[tuple[list[list[Message]], list[str]] | DroppedError] = []
-    for dialogue in dialogues:
-        try:
-            settled.append(chat.printer.settle(dialogue.messages))
-        except DroppedError as error:
-            settled.append(error)
-    views = [view for one in settled if not isinstance(one, DroppedError) for view in one[0]]
-    encoded = iter(chat.encode(views, max_length))
-    for one in settled:
-        if isinstance(one, DroppedError):
-            yield [one], []
-        else:
-            yield list(itertools.islice(encoded, len(one[0]))), one[1]
-
-
-def _fit(results: list[MaskedTokens | DroppedError], max_length: int, changed: Counter[str]) -> list[MaskedTokens]:
-    """Cut one dialogue's records to ``max_length`` tokens and remove those without an answer; DroppedError if all."""
-    if refused := next((result for result in results if isinstance(result, DroppedError)), None):
-        raise refused
-    whole = [result for result in results if isinstance(result, MaskedTokens)]
-    kept = [short for result in whole if (short := result.cut(max_length)).loss_mask.any()]
-    if not kept:
-        raise DroppedError("no_response_left", f"no answer begins within the first {max_length} tokens")
-    if any(len(result.input_ids) > max_length for result in whole):
-        changed["truncated"] += 1
-    return kept
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

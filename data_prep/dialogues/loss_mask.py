@@ -84,36 +84,19 @@ class ChatTokenizer:
         self._special = re.compile(escaped or r"(?!)")
         self._special_next = re.compile(rf"\s*(?P<token>{escaped})" if escaped else r"(?!)(?P<token>)")
 
-    def encode(
-        self, dialogues: Sequence[Sequence[Message]], wanted: int | None = None
-    ) -> list[MaskedTokens | DroppedError]:
-        """Token ids and mask of each dialogue, or the reason why it is dropped, tokenized in one batch.
+    def tokenize(self, rendered: list[RenderedDialogue], wanted: int | None = None) -> list[MaskedTokens]:
+        """Token ids and mask of each dialogue, in one batch.
 
-        The reasons are those of ``render``; a mask of zeros counts as ``no_answer_printed``. With ``wanted``, only that
-        many tokens of a dialogue are needed, and no more is tokenized. The template still gets all of the text, because
-        what it prints may depend on the end.
+        With ``wanted``, only that many tokens of a dialogue are needed, and of a long text only the beginning is
+        tokenized. (The template gets all of it, because what it prints may depend on the end.)
         """
-        results: list[Any] = []
-        for messages in dialogues:
-            try:
-                results.append(self.render(messages))
-            except DroppedError as error:
-                results.append(error)
-        whole = [result for result in results if isinstance(result, RenderedDialogue)]
-        parts = whole if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in whole]
-        triples = zip(whole, parts, self._tokenize(parts), strict=True)
-        done = iter([self._masked(full, part is not full, tokens, wanted) for full, part, tokens in triples])
-        return [next(done) if isinstance(result, RenderedDialogue) else result for result in results]
-
-    def _masked(
-        self, rendered: RenderedDialogue, is_cut: bool, tokens: MaskedTokens, wanted: int | None
-    ) -> MaskedTokens | DroppedError:
-        """``tokens`` of ``rendered``, or of its beginning (``is_cut``) if that has enough of them."""
-        # With twice as many tokens, the cut is too far behind the wanted ones to change them.
-        if is_cut and wanted is not None and len(tokens.input_ids) < 2 * wanted:
-            is_cut, tokens = False, self._tokenize([rendered])[0]
-        # An answer that begins behind the cut is printed all the same.
-        return tokens if is_cut or tokens.loss_mask.any() else self._no_answer(rendered.text)
+        parts = rendered if wanted is None else [each.beginning(LONGEST_TOKEN * wanted) for each in rendered]
+        found = self._tokenize(parts)
+        for place, (whole, part) in enumerate(zip(rendered, parts, strict=True)):
+            # With twice as many tokens, the cut is too far behind the wanted ones to change them.
+            if wanted is not None and part is not whole and len(found[place].input_ids) < 2 * wanted:
+                found[place] = self._tokenize([whole])[0]
+        return found
 
     def render(self, messages: Sequence[Message]) -> RenderedDialogue:
         """The template's text with the answers' character spans.
