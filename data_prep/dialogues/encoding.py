@@ -33,9 +33,14 @@ class EncodedSplit:
     used: int = 0
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each record."""
+        return [len(dialogue.input_ids) for dialogue in self.dialogues]
+
+    @property
     def tokens(self) -> int:
-        """Tokens of all dialogues together."""
-        return sum(len(dialogue.input_ids) for dialogue in self.dialogues)
+        """Tokens of all records together."""
+        return sum(self.lengths)
 
 
 def load_tokenizer(

@@ -86,28 +86,34 @@ class Computed:
         return self.shard
 
 
+def without_states(split: EncodedSplit, first: int, last: int) -> Shard:
+    """Ids, tokens and mask of the dialogues ``first..last``."""
+    dialogues = split.dialogues[first:last]
+    lengths = [len(dialogue.input_ids) for dialogue in dialogues]
+    input_ids = torch.cat([torch.from_numpy(dialogue.input_ids) for dialogue in dialogues])
+    loss_mask = torch.cat([torch.from_numpy(dialogue.loss_mask) for dialogue in dialogues])
+    return Shard(split.ids[first:last], lengths, input_ids, loss_mask, {})
+
+
 @torch.inference_mode()
 def run_shard(
     target: TargetModel,
     header: StoreManifest,
-    split: EncodedSplit,
-    span: tuple[int, int],
+    shard: Shard,
     batch_tokens: int,
     buffer: dict[str, torch.Tensor],
     after_batch: Callable[[int, int], None],
 ) -> Computed:
-    """Features and taps of the dialogues of ``span``, in the order of the data file.
+    """Compute the features and taps of ``shard`` into ``buffer``, in the order of the data file.
 
     ``after_batch`` gets each batch's tokens without and with padding, after its launch. Raises ValueError if the
     device's memory does not suffice.
     """
-    dialogues = split.dialogues[slice(*span)]
-    lengths = [len(dialogue.input_ids) for dialogue in dialogues]
-    starts = [0, *itertools.accumulate(lengths)]
+    lengths, starts = shard.lengths, [0, *itertools.accumulate(shard.lengths)]
     names, pinned = state_names(header.taps), target.device.type == "cuda"
     # Per batch: run the target, convert to the store's dtype, and copy each dialogue's states to its place.
     devices: set[torch.device] = set()
-    for rows, ids in make_batches(split, span, batch_tokens, pinned):
+    for rows, ids in make_batches(shard, batch_tokens, pinned):
         fit_threads()
         output = forward(target, header, ids, [lengths[row] for row in rows], batch_tokens)
         for name, values in zip(names, (output.features, *(output.taps[layer] for layer in header.taps)), strict=True):
@@ -120,33 +126,21 @@ def run_shard(
                 if scale is not None:
                     buffer[f"{name}_scale"][place].copy_(scale[position, :length], non_blocking=pinned)
         after_batch(sum(lengths[row] for row in rows), ids.numel())
-    parts = {name: values[: starts[-1]] for name, values in buffer.items()}
-    shard = Shard(
-        ids=split.ids[slice(*span)],
-        lengths=lengths,
-        input_ids=torch.cat([torch.from_numpy(dialogue.input_ids) for dialogue in dialogues]),
-        loss_mask=torch.cat([torch.from_numpy(dialogue.loss_mask) for dialogue in dialogues]),
-        states={name: parts[name] for name in names},
-        scales={name: parts[f"{name}_scale"] for name in names if header.dtype in SCALED},
-    )
     # On a GPU, events mark the end of the last copy.
     events = []
     for device in devices if pinned else ():
         events.append(torch.cuda.Event(blocking=True))  # waiting threads sleep and leave the cores free
         events[-1].record(torch.cuda.current_stream(device))
-    return Computed(shard, buffer, events)
+    return Computed(shard.with_states(buffer), buffer, events)
 
 
-def make_batches(
-    split: EncodedSplit, span: tuple[int, int], batch_tokens: int, pinned: bool
-) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """The batches of a shard: the rows' indices among the dialogues of ``span``, and their ids int64 ``[R, T]``."""
-    dialogues = split.dialogues[slice(*span)]
-    lengths = [len(dialogue.input_ids) for dialogue in dialogues]
+def make_batches(shard: Shard, batch_tokens: int, pinned: bool) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """The batches of a shard: the rows' indices among its dialogues, and their ids int64 ``[R, T]``."""
+    lengths, dialogues = shard.lengths, shard.input_ids.split(shard.lengths)
     for rows in plan_batches(lengths, batch_tokens):
         ids = torch.zeros(len(rows), max(lengths[row] for row in rows), dtype=torch.int64, pin_memory=pinned)
         for position, row in enumerate(rows):
-            ids[position, : lengths[row]] = torch.from_numpy(dialogues[row].input_ids)
+            ids[position, : lengths[row]] = dialogues[row]
         yield rows, ids
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from data_prep.dialogues.encoding import EncodedSplit
+from data_prep.extraction.dump import without_states
 from data_prep.store.manifest import StoreManifest, shard_file
 from data_prep.store.writer import Shard
 from drafters.common.files import save_tensors
@@ -33,12 +33,9 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         shards = []
         for number, first, last in spans:
-            taken = split.dialogues[first:last]
-            names = "input_ids", "loss_mask"
-            tensors = {name: torch.cat([torch.from_numpy(getattr(one, name)) for one in taken]) for name in names}
-            save_tensors(tensors, folder / shard_file(number))
-            lengths = [len(one.input_ids) for one in taken]
-            shards.append({"number": number, "ids": split.ids[first:last], "lengths": lengths})
+            shard = without_states(split, first, last)
+            save_tensors({"input_ids": shard.input_ids, "loss_mask": shard.loss_mask}, folder / shard_file(number))
+            shards.append({"number": number, "ids": shard.ids, "lengths": shard.lengths})
         facts = {"store": str(store.absolute()), "header": header.model_dump(), "shards": shards}
         (folder / JOB).write_text(json.dumps(facts))
 

@@ -1,7 +1,7 @@
 """Copy hidden states from the blocks of vLLM's cache to the shards of a feature store. Does not import vLLM."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,9 @@ class Shards:
         job, writer = self._jobs[ended.job]
         key = ended.job, ended.number
         if key not in self._open:
-            self._open[key] = self._empty(job, ended.number), set(range(len(job.shards[ended.number].ids)))
+            bare = job.shards[ended.number]
+            room = empty_states(job.header, sum(bare.lengths), self._pinned)
+            self._open[key] = bare.with_states(room), set(range(len(bare.ids)))
         (shard, missing), names = self._open[key], state_names(job.header.taps)
         place = slice(*[0, *itertools.accumulate(shard.lengths)][ended.row : ended.row + 2])
         blocks = torch.tensor(ended.blocks, device=self._cache.device)
@@ -65,13 +67,6 @@ class Shards:
             if event is not None:
                 event.record()
             self._background.submit(lambda: _write(job, writer, ended.number, shard, event))
-
-    def _empty(self, job: Job, number: int) -> Shard:
-        """The shard with room for its states."""
-        shard, names = job.shards[number], state_names(job.header.taps)
-        room = empty_states(job.header, sum(shard.lengths), self._pinned)
-        scales = {name: room[f"{name}_scale"] for name in names if f"{name}_scale" in room}
-        return replace(shard, states={name: room[name] for name in names}, scales=scales)
 
 
 def _write(job: Job, writer: StoreWriter, number: int, shard: Shard, event: Any) -> None:

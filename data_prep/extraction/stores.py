@@ -22,7 +22,7 @@ from data_prep.common.target import dtype_here, load_target, say_dtype
 from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import EncodedSplit, encode_split, load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from data_prep.extraction.dump import IN_FLIGHT, Background, Computed, Tokens, empty_states, run_shard
+from data_prep.extraction.dump import IN_FLIGHT, Background, Computed, Tokens, empty_states, run_shard, without_states
 from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
 from data_prep.store.manifest import ANSWERS, MANIFEST, ShardPlan, StoreManifest, check_same, read_header, read_manifest
@@ -43,11 +43,6 @@ class Work:
     path: Path
     header: StoreManifest
     encoded: EncodedSplit
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each dialogue."""
-        return [len(dialogue.input_ids) for dialogue in self.encoded.dialogues]
 
     @property
     def written(self) -> int:
@@ -150,14 +145,13 @@ def encode(config: FeaturesConfig, chat: ChatTokenizer, split: str, header: Stor
     """Tokens and masks of a split; prints the counts."""
     encoded = encode_split(config.splits[split], chat, config.max_length, config.limit)
     print(f"{split}: {config.splits[split]}: {encoded.counts.describe()}")
-    work = Work(split, Path(config.out) / split, header, encoded)
-    header.plan = ShardPlan.of(work.lengths, config.shard_tokens)
-    return work
+    header.plan = ShardPlan.of(encoded.lengths, config.shard_tokens)
+    return Work(split, Path(config.out) / split, header, encoded)
 
 
 def check_size(config: FeaturesConfig, work: list[Work]) -> None:
     """Raise ValueError if a dialogue has more than ``batch_tokens`` tokens, or the stores do not fit on the disk."""
-    longest = max(length for split in work for length in split.lengths)
+    longest = max(length for split in work for length in split.encoded.lengths)
     if longest > config.batch_tokens:
         raise ValueError(
             f"batch_tokens is {config.batch_tokens:,}, and the longest dialogue has {longest:,} tokens; set "
@@ -185,7 +179,8 @@ def write_store(
     tokens, counts = Tokens(), work.encoded.counts
     with StoreWriter(work.path, work.header, rank) as writer:
         report_found(work, writer, config)
-        sizes = {span: sum(work.lengths[slice(*span[1:])]) for span in writer.missing(work.lengths)}
+        lengths = work.encoded.lengths
+        sizes = {span: sum(lengths[slice(*span[1:])]) for span in writer.missing(lengths)}
         if sizes:
             name = f"{work.name} {rank.describe()}".strip()
             size = sum(sizes.values())
@@ -220,8 +215,8 @@ def _run_here(
             background.check()
 
         for number, *span in sizes:
-            task = work.header, work.encoded, (span[0], span[1]), batch_tokens
-            computed = run_shard(target, *task, buffers.get(), after_batch)
+            shard = without_states(work.encoded, *span)
+            computed = run_shard(target, work.header, shard, batch_tokens, buffers.get(), after_batch)
             background.submit(functools.partial(_write, work.name, writer, number, computed, buffers))
 
 
@@ -236,7 +231,7 @@ def _write(name: str, writer: StoreWriter, number: int, computed: Computed, buff
 def start_vllm(config: FeaturesConfig, work: list[Work], rank: Rank) -> VLLM:
     """vLLM with room for the longest dialogue and the token that a request must generate; ValueError if too long."""
     model = load_config_only(config.target, config.revision)
-    longest = max(length for split in work for length in split.lengths) + 1
+    longest = max(length for split in work for length in split.encoded.lengths) + 1
     context = getattr(model, "max_position_embeddings", None)
     if context is not None and longest > context:
         raise ValueError(

@@ -14,7 +14,7 @@ from data_prep.common.ranks import Rank
 from data_prep.common.target import load_target
 from data_prep.configs import FeaturesConfig
 from data_prep.dialogues.encoding import load_tokenizer
-from data_prep.extraction.dump import Tokens, forward, make_batches
+from data_prep.extraction.dump import Tokens, forward, make_batches, without_states
 from data_prep.extraction.headers import make_headers
 from data_prep.extraction.process import VLLM
 from data_prep.extraction.stores import Work, check_size, encode, start_vllm, target_dtype, write_store
@@ -103,15 +103,14 @@ def measure(target: TargetModel, work: Work, rounds: int, runs: dict[str, Callab
 @torch.inference_mode()
 def bare_pass(target: TargetModel, work: Work, config: FeaturesConfig, most: int | None = None) -> Tokens:
     """Only the forwards of a dump, for at most ``most`` batches."""
-    tokens = Tokens()
-    done = 0
-    for span in plan_shards(work.lengths, config.shard_tokens):
-        lengths = work.lengths[slice(*span)]
-        for rows, ids in make_batches(work.encoded, span, config.batch_tokens, target.device.type == "cuda"):
+    tokens, done = Tokens(), 0
+    for span in plan_shards(work.encoded.lengths, config.shard_tokens):
+        shard = without_states(work.encoded, *span)
+        for rows, ids in make_batches(shard, config.batch_tokens, target.device.type == "cuda"):
             if most is not None and done == most:
                 return tokens
-            forward(target, work.header, ids, [lengths[row] for row in rows], config.batch_tokens)
-            tokens.real += sum(lengths[row] for row in rows)
+            forward(target, work.header, ids, [shard.lengths[row] for row in rows], config.batch_tokens)
+            tokens.real += sum(shard.lengths[row] for row in rows)
             tokens.padded += ids.numel()
             done += 1
     return tokens

@@ -40,6 +40,12 @@ class Shard:
     states: dict[str, torch.Tensor]
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def with_states(self, buffer: dict[str, torch.Tensor]) -> "Shard":
+        """This shard with views of the first tokens of ``buffer`` {name: [tokens, H], name_scale: [tokens]}."""
+        parts = {name: values[: len(self.input_ids)] for name, values in buffer.items()}
+        scales = {name.removesuffix("_scale"): part for name, part in parts.items() if name.endswith("_scale")}
+        return replace(self, states={k: v for k, v in parts.items() if not k.endswith("_scale")}, scales=scales)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The shard's tensors by their names in the file."""
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
