@@ -10,10 +10,9 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from data_prep.common.outputs import check_own
 from data_prep.dialogues.reader import check_source
-from drafters.common.choices import Dtype
 from drafters.common.files import check_file, check_folder
 from drafters.common.paths import check_model
-from drafters.config import Amount, Config, Layers, Length, Seed, Size, Vocabulary
+from drafters.config import Amount, Config, Dtype, Layers, Length, Seed, Size, Vocabulary
 from drafters.methods import check_method
 
 READ_BY_TRAINING = ("train", "heldout")  # names of splits

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import get_args
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.choices import StoredDtype
 from drafters.common.files import check_new_folder
+from drafters.config import StoredDtype
 
 MAGIC = b"GGUF"
 

@@ -18,9 +18,8 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.choices import Dtype
 from drafters.common.files import check_folder
-from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, from_overrides, load_config
+from drafters.config import Amount, Config, Dtype, Length, Seed, Size, Vocabulary, from_overrides, load_config
 from drafters.methods import method_names
 from eval.measure.entries import DrafterEntry, check_entries
 from eval.prompts.prompts import PromptsConfig, check_prompt_files

@@ -17,9 +17,8 @@ from typing import Annotated
 from pydantic import Field
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.choices import Dtype, Engine, Quantization
 from drafters.common.files import check_folder
-from drafters.config import Config, Layers, Length, Seed, Size, from_overrides
+from drafters.config import Config, Dtype, Engine, Layers, Length, Quantization, Seed, Size, from_overrides
 from eval.measure.entries import Odd
 from eval.rooflines.shapes import check_shape
 

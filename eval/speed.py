@@ -25,10 +25,9 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
 from data_prep.common.ranks import add_rank_arguments, find_rank, refuse_shared_map
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.choices import Dtype, Engine, Quantization
 from drafters.common.files import check_folder
 from drafters.common.wording import shortened
-from drafters.config import Config, Length, Seed, Size, Vocabulary, load_config
+from drafters.config import Config, Dtype, Engine, Length, Quantization, Seed, Size, Vocabulary, load_config
 from eval.measure.entries import DISTINCT, STOCK, DrafterEntry, Odd, StockEntry, check_entries, paths_of
 from eval.prompts.prompts import PromptsConfig, check_prompt_files, shown_sizes
 from eval.prompts.suites import suite_name

@@ -18,13 +18,14 @@ from data_prep.dialogues.loss_mask import ChatTokenizer
 from drafters import TargetModel, make_drafter
 from drafters.cli.program import keeping
 from drafters.common.energy import EnergyMeter
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.common.threads import fewest_threads, set_threads
 from drafters.common.wording import dtype_name, shortened
 from drafters.drafting.draft_model import load_draft_model
 from drafters.loop.call import eos_ids
-from drafters.loop.generate import until
-from drafters.model.text_tokens import TextTokens
+from drafters.loop.state import until
+from drafters.model.draft_head import TextTokens
 from eval.figures.accuracy import accuracy
 from eval.figures.coverage import add_coverage
 from eval.figures.quantisation import quantisation_cost

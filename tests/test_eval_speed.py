@@ -20,7 +20,7 @@ import eval.speed
 import eval.speed_run
 from drafters import Drafter, TargetModel
 from drafters.common.energy import EnergyMeter
-from drafters.common.provenance import environment
+from drafters.common.machine import environment
 from drafters.loop.acceptance import Rule, Verdict
 from drafters.loop.call import eos_ids
 from drafters.loop.sampling import Sampling

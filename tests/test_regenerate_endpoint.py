@@ -253,7 +253,7 @@ def test_too_many_refusals_end_the_run_and_are_tried_again(tmp_path, server, mon
     [
         (error(401, "Incorrect API key provided"), "401 .*Incorrect API key provided.*OPENAI_API_KEY was sent"),
         (error(400, "unknown field", "bad_field"), r"400 .*unknown field \(bad_field\)"),
-        ((404, b'{"detail":"Not Found"}', {}), "404 .*Not Found"),
+        ((404, b'{"detail":"Not Copy"}', {}), "404 .*Not Copy"),
         ((405, b"", {}), "405 .*no explanation"),
         ((301, b"", {"Location": "https://elsewhere/v1"}), "redirects to https://elsewhere/v1"),
         ((200, b"<html>a login page", {}), "did not send a chat completion: '<html>a login page'"),

@@ -31,8 +31,8 @@ from data_prep.dialogues.loss_mask import ChatTokenizer
 from data_prep.dialogues.reader import ReadCounts, read_dialogues, source_digest
 from data_prep.dialogues.sharegpt import record
 from drafters import drafter_class, make_drafter
-from drafters.base import LearnedDrafter
 from drafters.hub.checkpoint import drafter_type
+from drafters.learned import LearnedDrafter
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.target import TargetModel
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from drafters.common.text_files import decode, not_unicode, unicode_encoding
+from drafters.common.files import decode, not_unicode, unicode_encoding
 
 # Share of lines that are not UTF-8: below it these lines are damaged, above it the file may be in another encoding.
 FEW = 0.01

@@ -20,7 +20,8 @@ from data_prep.extraction.process import VLLM
 from data_prep.extraction.stores import Work, check_size, encode, start_vllm, target_dtype, write_store
 from data_prep.store.manifest import plan_shards
 from drafters.common.files import existing_folder, replace_json
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.model.target import TargetModel
 
 NAMES = {"bare": "bare target", "dump": "dump", "vllm": "dump by vLLM"}

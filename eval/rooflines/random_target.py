@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from drafters import TargetModel
-from drafters.common.choices import Engine, Quantization
+from drafters.config import Engine, Quantization
 from drafters.model.files import load_config_only, resolve_device, resolve_dtype
 from drafters.model.loading import check_memory
 from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, SIZES, check_shape
