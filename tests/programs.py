@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from drafters.cli.program import Failure
 
 
@@ -14,3 +16,8 @@ def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
     except (ValueError, OSError, Failure) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def refused(message: str) -> Any:
+    """A context in which a ValueError must be raised with this message, a regular expression."""
+    return pytest.raises(ValueError, match=message)

@@ -14,8 +14,8 @@ import pytest
 from programs import status
 from simulated_cuda import simulated_cuda
 
+import data_prep.extraction.throughput
 import data_prep.throughput
-import data_prep.throughput_run
 import eval.gpu
 import eval.roofline
 import eval.roofline_run
@@ -23,6 +23,7 @@ import eval.speed
 import eval.speed_run
 import train.throughput
 import train.throughput_run
+from data_prep.configs import FeaturesConfig
 from drafters.config import load_config
 from eval.gpu import GOALS, PARTS
 from eval.report.gpu import Ending, Goal, Section, judge
@@ -57,9 +58,10 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     """Catches an option, a key or a value that its program refuses: on a GPU the part would end in seconds, and
     nothing would be measured."""
     ran: list[str] = []
-    for module in (eval.roofline_run, eval.speed_run, train.throughput_run, data_prep.throughput_run):
+    for module in (eval.roofline_run, eval.speed_run, train.throughput_run):
         monkeypatch.setattr(module, "run", lambda *given, name=module.__name__, **more: ran.append(name) or 0)
-    monkeypatch.setattr(data_prep.throughput, "check", lambda config: None)  # that the corpus was written
+    monkeypatch.setattr(data_prep.extraction.throughput, "run", lambda *given: ran.append("data_prep.throughput"))
+    monkeypatch.setattr(FeaturesConfig, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
     programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}
     programs["data_prep.throughput"] = data_prep.throughput

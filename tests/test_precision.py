@@ -13,9 +13,7 @@ import torch
 import yaml
 
 from data_prep.answers.journal import check_identity
-from data_prep.features import FeaturesConfig
-from data_prep.magpie import MagpieConfig
-from data_prep.regenerate import RegenerateConfig
+from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from data_prep.store.manifest import read_manifest
 from drafters import TargetModel
 from drafters.common import precision

@@ -42,7 +42,7 @@ HOUSE = {
         "layouts",
         "cli",
     ],
-    "data_prep": ["common", "dialogues", "store", "answers", "extraction"],
+    "data_prep": ["common", "dialogues", "configs", "store", "answers", "extraction"],
     "train": ["core", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
     "eval": ["prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
 }

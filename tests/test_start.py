@@ -23,9 +23,7 @@ import yaml
 from chat_formats import dialogue
 
 import train.start
-from data_prep.features import FeaturesConfig
-from data_prep.magpie import MagpieConfig
-from data_prep.regenerate import RegenerateConfig
+from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from drafters import TargetModel
 from drafters.config import validate
 from drafters.loop.refill import Refilled

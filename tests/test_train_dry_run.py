@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PretrainedConfig
 
-from data_prep.features import FeaturesConfig
-from data_prep.store.quantise import token_bytes
+from data_prep.configs import FeaturesConfig
+from data_prep.store.manifest import token_bytes
 from drafters import TargetModel
 from drafters.config import load_config, validate
 from train.cli import main

@@ -326,7 +326,7 @@ def test_a_device_map_is_for_one_process(
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     for name, value in step.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"data.target_device_map 'auto' lays one target over all GPUs of a machine"):
+    with pytest.raises(ValueError, match=r"data.target_device_map 'auto' spreads one target over all GPUs"):
         open_inputs(config)
     config = validate(EagleConfig, {**values, "data": data}, source="test")
     open_inputs(config)

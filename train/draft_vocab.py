@@ -12,8 +12,7 @@ same by itself.
 
 from pathlib import Path
 
-from data_prep.datastore import is_text
-from data_prep.dialogues.reader import check_source
+from data_prep.dialogues.reader import check_source, is_text
 from data_prep.store.manifest import MANIFEST
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from data_prep.common.disk import check_room
-from data_prep.store.quantise import token_bytes
+from data_prep.store.manifest import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
 from drafters.hub.declared import READERS
