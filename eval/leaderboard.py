@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_folder(parsed.out)
 
     from eval.leaderboard_run import run
-    from eval.report.screen import make_console
+    from eval.report.tables import make_console
 
     run(parsed.results, parsed.out, make_console())
 

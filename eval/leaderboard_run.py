@@ -11,11 +11,9 @@ from rich.console import Console
 
 from drafters.common.files import replace_text
 from drafters.hub.reports import CERTIFICATE, REPORT, Certificate, Summary, read
-from eval.measure.entries import CHECKPOINTS, DRAFT_MODELS, named_in
-from eval.report.charts import kind
+from eval.entries import CHECKPOINTS, DRAFT_MODELS, named_in
 from eval.report.html import markdown, render
-from eval.report.page import length_of_answers, speedup_with_interval, table
-from eval.report.rows import number, shown_name
+from eval.report.tables import kind, length_of_answers, number, shown_name, speedup_with_interval, table
 
 PAGE, HTML, NAMES = "leaderboard.md", "leaderboard.html", "targets.yaml"
 COMMAND = "python -m eval.leaderboard"

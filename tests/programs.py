@@ -4,7 +4,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from drafters.cli.program import Failure
+
+
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than most reports of tests."""
+    monkeypatch.setattr("eval.report.files.speedups", lambda report: None)
+    monkeypatch.setattr("eval.report.files.save", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr("eval.report.html._figures", lambda report: [])
 
 
 def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 import eval.batch_cost
 from drafters import TargetModel
 from drafters.common.energy import EnergyMeter
-from eval.batch_cost import BatchCostConfig
-from eval.batch_cost_run import Block, measure, row_of
+from eval.configs import BatchCostConfig
+from eval.rooflines.batch_cost import Block, measure, row_of
 
 
 def config_for(path: Path, out: Path, **changes: Any) -> dict[str, Any]:

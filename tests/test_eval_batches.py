@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_metrics import PROMPTS, placed, rows_of, trace_of
 from test_eval_prompts import sharegpt, write, write_target
 from test_eval_resume import decoded, journalled, killed_after, report
@@ -19,8 +19,8 @@ import eval.engines
 import eval.speed
 import eval.sweep
 import eval.tune
-from drafters.base import Promised
 from drafters.loop.trace import Step, Trace
+from eval.measure.expected import Expected
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
 from eval.prompts.prompts import PromptsConfig, PromptSet, in_whole_batches
@@ -56,7 +56,7 @@ def config(
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
 
 
 def run(config: dict[str, Any], *overrides: str) -> int:
@@ -227,12 +227,12 @@ def test_auto_stands_beside_the_best_of_its_methods_fixed_settings() -> None:
     described: dict[str, dict[str, Any]] = {name: {**known, "entry": name} for name in seconds}
     described["plain"]["method"], described["lookup"]["method"] = "autoregressive", "prompt_lookup"
     described["typical"]["lossless"], described["others"]["trained"] = False, {"steps": 2}
-    promised = Promised(4, 8.0, 5.0, "a chain")
+    promised = Expected(4, 8.0, 5.0, "a chain")
     runs = []
     for place in range(2):
         for name, each in seconds.items():
             made = Outcome([3, 4, 5, 6, 7], 0.1, each * (1 + place), trace_of(4))
-            runs.append(placed(replace(made, promised=promised if name == "auto" else None), place, 5.0, name))
+            runs.append(placed(replace(made, expected=promised if name == "auto" else None), place, 5.0, name))
     _, rows = rows_of(runs, described, PROMPTS[:2])
     over = {row["drafter"]: row["over_best_fixed"] for row in rows if "over_best_fixed" in row}
     assert over == {"auto": {"drafter": "best", "speedup": pytest.approx(1.6), "speedup_ci": pytest.approx((1.6, 1.6))}}

@@ -12,10 +12,11 @@ import pytest
 from programs import status
 
 from eval import compare
-from eval.compare_run import compare as compared
 from eval.figures import paired
 from eval.measure.journal import RUN_FIELDS, run_from_line
 from eval.report.by_prompt import as_csv, by_prompt
+from eval.report.compare import compare as compared
+from eval.report.pairs import Read
 
 NAMES = ["a", "b"]
 PROMPTS = 24
@@ -23,7 +24,7 @@ FIGURES = ("tau", "speedup", "tokens_per_second")
 METHODS = {"autoregressive": 1.0, "eagle": 2.0, "kangaroo": 1.5}  # tau
 
 
-def report(seed: int, slower: float = 1.0, prompts: int = PROMPTS, noise: float = 0.03, **facts: Any) -> compare.Read:
+def report(seed: int, slower: float = 1.0, prompts: int = PROMPTS, noise: float = 0.03, **facts: Any) -> Read:
     """As eval.speed writes it: what is ``seed``'s of the times is noise; ``slower``: eagle's seconds."""
     generator = np.random.default_rng(seed)
     lengths = np.random.default_rng(99).integers(20, 60, prompts)
@@ -83,7 +84,7 @@ def test_runs_that_differ_on_all_prompts_alike(quick: None) -> None:
     as processes are, and the machine is half as fast in some."""
     generator = np.random.default_rng(5)
 
-    def drifting(seed: int) -> compare.Read:
+    def drifting(seed: int) -> Read:
         found, lines = report(seed, noise=0.002)
         of_all = 1.0 + generator.integers(2)
         of_method = {method: of_all * generator.lognormal(0, 0.005) for method in METHODS}

@@ -23,10 +23,10 @@ from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
 from drafters.vllm_proposer import Proposer
 from eval.engine_workers.vllm_worker import speculation
-from eval.engines import PYTHONS, EngineEntry
+from eval.entries import PYTHONS, EngineEntry
 from eval.measure.runner import Limits
 from eval.measure.worker import Worker, WorkerError, question, steps_of, worker_method
-from eval.report.acceptance import acceptance_beside, differences
+from eval.report.sections import acceptance_beside, differences
 
 ROOT = Path(__file__).parents[1]
 FAKE = {"python": sys.executable, "module": "tests.fake_engine"}

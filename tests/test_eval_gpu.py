@@ -18,9 +18,7 @@ import data_prep.throughput
 import data_prep.throughput_run
 import eval.gpu
 import eval.roofline
-import eval.roofline_run
 import eval.speed
-import eval.speed_run
 import train.throughput
 import train.throughput_run
 from drafters.config import load_config
@@ -57,8 +55,13 @@ def test_programs_take_the_commands(part: Section, tmp_path: Path, monkeypatch: 
     """Catches an option, a key or a value that its program refuses: on a GPU the part would end in seconds, and
     nothing would be measured."""
     ran: list[str] = []
-    for module in (eval.roofline_run, eval.speed_run, train.throughput_run, data_prep.throughput_run):
-        monkeypatch.setattr(module, "run", lambda *given, name=module.__name__, **more: ran.append(name) or 0)
+    steps = {
+        "eval.roofline": "eval.rooflines.page.measure_and_write",
+        "eval.speed": "eval.report.speed.measure_and_report",
+    }
+    steps |= {f"{name}.throughput": f"{name}.throughput_run.run" for name in ("train", "data_prep")}
+    for name, step in steps.items():
+        monkeypatch.setattr(step, lambda *given, name=name, **more: ran.append(name) or 0)
     monkeypatch.setattr(data_prep.throughput, "check", lambda config: None)  # that the corpus was written
     monkeypatch.chdir(eval.gpu.ROOT)
     programs = {"eval.roofline": eval.roofline, "eval.speed": eval.speed, "train.throughput": train.throughput}

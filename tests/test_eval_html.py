@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_metrics import placed
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from test_eval_speed import PAGES
@@ -23,10 +23,9 @@ from drafters.loop.trace import Step, Trace
 from eval.measure import journal
 from eval.measure.runner import Outcome, Run
 from eval.prompts.prompts import Prompt
-from eval.report import files
-from eval.report.build import build as build_report
-from eval.report.build import ending
 from eval.report.html import html
+from eval.report.rows import build as build_report
+from eval.report.rows import ending
 from eval.report.texts import make_texts, pieces, visible
 
 HOSTILE = "</script><script>document.title = 'obeyed'</script><!--<img src=x onerror=alert(1)>"
@@ -159,21 +158,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     (folder / "speed.yaml").write_text(yaml.safe_dump(config))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+        without_pictures(patch)
         assert status(eval.speed.main, "--config", folder / "speed.yaml") == 0
     return folder / "out"
 
 
 def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a report that needs its model, or anything but its journal, to be made again; and old journals."""
-    monkeypatch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
     shutil.copy(finished / "measurements.jsonl", tmp_path)
     assert status(eval.pages.main, tmp_path) == 0
     for name in ("report.json", "report.md", "report.html"):
         assert (tmp_path / name).read_text() == (finished / name).read_text()
     lines = (tmp_path / "measurements.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "measurements.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match="has no line 'end'.* earlier version, or cut off"):
+    with pytest.raises(ValueError, match="has no line 'end'.* earlier version wrote it, or it is cut off"):
         eval.pages.main([str(tmp_path)])
     (tmp_path / "measurements.jsonl").write_text("".join([*lines[:-1], '{"end": {"prompts": []}}\n']))
     with pytest.raises(ValueError, match="is of another version of eval.speed .KeyError"):
@@ -182,7 +181,7 @@ def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monke
 
 def test_a_kill_while_the_page_is_written(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches half a page, and another run's page beside the new figures."""
-    monkeypatch.setattr(files, "draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
     shutil.copy(finished / "measurements.jsonl", tmp_path)
     (tmp_path / "report.html").write_text("of another run")
 

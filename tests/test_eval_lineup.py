@@ -4,17 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import eval.measure.entries
 import pytest
 from transformers import PreTrainedModel
 
-import eval.measure.entries
 import eval.measure.lineup
 from drafters import Drafter, TargetModel
 from drafters.config import Config
 from drafters.methods.autoregressive import AutoregressiveDrafter
-from eval.measure.entries import DrafterEntry, check_entries
+from eval.configs import SpeedConfig
+from eval.entries import DrafterEntry, check_entries
 from eval.measure.lineup import Lineup, Models
-from eval.speed import SpeedConfig
 
 
 def entries(*given: dict[str, Any]) -> list[DrafterEntry]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from eval.report.acceptance import acceptance_by_position
 from eval.report.page import _grids, best_settings
 from eval.report.rows import _without_all_readings
+from eval.report.sections import acceptance_by_position
 
 
 def row(speed: float, tau: float, **grid: int) -> dict[str, Any]:

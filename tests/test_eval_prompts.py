@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.prompts.prompts import Prompt, PromptsConfig, PromptSet, in_turns, load_prompts, render_up_to
+from eval.prompts.config import PromptsConfig
+from eval.prompts.prompts import Prompt, PromptSet, in_turns, load_prompts, render_up_to
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"

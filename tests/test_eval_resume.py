@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny_run
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_prompts import sharegpt, write, write_target
 from transformers import PreTrainedModel
 
@@ -41,7 +41,7 @@ def run_of(method: str, prompt: int = 0) -> Run:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than everything else here."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     killed_after(3 * len(METHODS) + 1, config, monkeypatch)  # prompts 1 and 2, and the first of T = 1
     capsys.readouterr()
     assert run(config) == 0
-    assert "going on after 16 runs" in capsys.readouterr().out
+    assert "resuming after 16 runs" in capsys.readouterr().out
     assert decoded(journalled(config)) == expected
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         path.name for path in (tmp_path / "whole").iterdir()
@@ -156,7 +156,7 @@ def test_processes_share_the_prompts_and_write_one_report(
     alone = copy.deepcopy(config) | {"out": str(tmp_path / "alone")}
     assert run(alone) == 0
     assert run(config, "--rank", "0", "--ranks", "2") == 0
-    assert "the last of all writes the report" in capsys.readouterr().out
+    assert "the last process writes the report" in capsys.readouterr().out
     killed_after(len(METHODS) - 1, config, monkeypatch, "--rank", "1", "--ranks", "2")
     assert run(config, "--rank", "0", "--ranks", "2") == 0
     assert not (tmp_path / "out" / "report.json").exists()
@@ -242,7 +242,7 @@ def test_runs_of_another_kind_are_never_mixed(
     capsys.readouterr()
     assert run(config, *quick, "seed=1") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{before} holds 8 runs of another kind, which are not mixed with these (other: seed)" in said
+    assert f"{before} holds 8 runs of another identity (different: seed)" in said
     assert len(journalled(config)) == PROMPTS * len(METHODS)
     assert [part.get("runs") for part in report(config)["environment"]["parts"]] == [len(METHODS), None]
     assert not list((tmp_path / "out").glob("measurements.unfinished.*"))
@@ -256,9 +256,9 @@ def test_ctrl_c_says_what_is_kept_and_what_goes_on(
     quick = ("temperatures=[0.0]", "max_new_tokens=4")
     kept = killed_after(len(METHODS) + 2, config, monkeypatch, *quick, by=KeyboardInterrupt).args[0]
     (path,) = (tmp_path / "out").glob("measurements.unfinished.*.jsonl")
-    assert kept == f"4 runs, those of whole prompts, are kept in {path}; to go on: python -m eval.speed --config c.yaml"
+    assert kept == f"4 runs, of complete prompts, are kept in {path}; to resume: python -m eval.speed --config c.yaml"
     with opened(tmp_path, {}) as empty:
-        assert empty.kept().startswith("no prompt is whole yet; ")
+        assert empty.kept().startswith("no prompt is complete yet; ")
     write_prompts(tmp_path, {}, 0)
     with opened(tmp_path, {}) as done:
         done.finish()

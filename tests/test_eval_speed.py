@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
 from transformers import PreTrainedModel
 
 import eval.measure.lineup
 import eval.speed
-import eval.speed_run
 from drafters import Drafter, TargetModel
 from drafters.common.energy import EnergyMeter
 from drafters.common.provenance import environment
@@ -26,10 +25,10 @@ from drafters.loop.call import eos_ids
 from drafters.loop.sampling import Sampling
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.speculative import SpeculativeDrafter
-from eval.measure.entries import STOCK, StockEntry
-from eval.measure.lineup import Models
-from eval.report.rows import statements, warnings
-from eval.speed import TargetEntry
+from eval.configs import TargetEntry
+from eval.entries import STOCK
+from eval.measure.models import Models, answer_ends
+from eval.report.remarks import statements, warnings
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -59,7 +58,7 @@ def files(
 @pytest.fixture(autouse=True)
 def quick_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than most runs here; that of ``finished``, which is made before this, is drawn."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
 
 
 def config_for(files: dict[str, Path], out: Path, **changes: Any) -> dict[str, Any]:
@@ -213,7 +212,7 @@ def test_energy_is_reported_or_its_absence_explained(
     assert report["baseline"]["stock_generate_joules_per_token"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "energy: a counter of our own" in page
-    monkeypatch.setattr("eval.speed_run.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none"))
+    monkeypatch.setattr("eval.measure.speed.EnergyMeter", lambda device, shared: EnergyMeter(device, tmp_path / "none"))
     assert run(config, tmp_path, "prompts.count=1") == 0
     assert strict((tmp_path / "out" / "report.json").read_text())["rows"][0]["joules_per_token"] is None
     assert "energy: not available: " in (tmp_path / "out" / "report.md").read_text()
@@ -293,7 +292,7 @@ def test_an_answer_ends_where_the_template_says(files: dict[str, Path], tmp_path
     tokenizer.save_pretrained(tmp_path / "target")
     target = TargetModel.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
     own = eos_ids(target, None)
-    ends = [eval.speed_run.answer_ends(TargetEntry(path=str(path)), target) for path in (files["target"], target.name)]
+    ends = [answer_ends(TargetEntry(path=str(path)), target) for path in (files["target"], target.name)]
     assert ends == [own, own | {tokenizer.pad_token_id}] and tokenizer.pad_token_id not in own
 
 
@@ -316,7 +315,7 @@ def test_where_eos_is_ignored_all_answers_are_of_one_length(files: dict[str, Pat
     ended, told = made()
     assert max(ended) < 4 * 12 and "at most 12 new tokens" in told
     every, told = made("ignore_eos=true", f"out={tmp_path / 'all'}")
-    assert every == {4 * 12} and "exactly 12 new tokens, whatever ends before" in told
+    assert every == {4 * 12} and "exactly 12 new tokens, EOS ignored" in told
 
 
 def test_a_failed_run_leaves_the_report_before_it_and_its_own_journal(
@@ -371,7 +370,7 @@ def test_a_drafter_that_fails_has_no_figures_and_the_others_go_on(
     (failure,) = report["failures"]
     assert failure["drafter"] == "draft model" and "OutOfMemoryError: out of memory (" in failure["reason"]
     assert calls == 6
-    assert "draft model, T = 0: no figures, for it failed on prompt" in (tmp_path / "out" / "report.md").read_text()
+    assert "draft model, T = 0: no figures, it failed on prompt" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_report_outlives_its_picture(
@@ -382,7 +381,7 @@ def test_a_report_outlives_its_picture(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such font")
 
-    monkeypatch.setattr("eval.report.files.draw", fail)
+    monkeypatch.setattr("eval.report.files.save", fail)
     out = tmp_path / "out"
     out.mkdir()
     (out / "speedup.png").write_text("of another run")
@@ -405,7 +404,7 @@ def test_a_report_outlives_the_search_for_divergences(
     _, wrong = strict((tmp_path / "out" / "report.json").read_text())["rows"]
     assert wrong["exact_match"] == 0.0
     assert (wrong["divergences"]["count"], wrong["divergences"]["unexplained"]) == (4, None)
-    assert "unchecked (OutOfMemoryError: out of memory)" in (tmp_path / "out" / "report.md").read_text()
+    assert "an unchecked amount (OutOfMemoryError: out of memory)" in (tmp_path / "out" / "report.md").read_text()
     assert "unchecked" in capsys.readouterr().out
 
 
@@ -443,7 +442,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(
 
     out, message = tmp_path / "out", "No space left on device"
     if broken == "full":
-        monkeypatch.setattr(eval.speed_run, "write_report", full)
+        monkeypatch.setattr("eval.report.speed.write_report", full)
     else:
         out.write_text("a file")
         out, message = out / "speed", f"{out} is a file; give a folder"
@@ -552,7 +551,7 @@ def test_a_mistyped_option_is_found_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Catches minutes of loading a large target before a mistyped option of a drafter is named."""
-    monkeypatch.setattr(eval.speed_run, "load_models", None)
+    monkeypatch.setattr("eval.measure.speed.load_models", None)
     assert run(config_for(files, tmp_path / "out", drafters=[entry]), tmp_path) == 1
     assert message in capsys.readouterr().err
 
@@ -562,6 +561,5 @@ def test_an_assistant_of_another_size(tiny_model: Callable[..., PreTrainedModel]
     monkeypatch.setattr("drafters.drafting.draft_model.vocabulary", lambda _: {"a": 0})
     models = Models(TargetModel(tiny_model("llama"), name="one"))
     models._draft_models["other"] = TargetModel(tiny_model("llama", vocab_size=101), name="other")
-    entry = StockEntry(label="stock", assistant_model="other")
     with pytest.raises(ValueError, match="other has a vocabulary of 101 tokens and the target one of 97; stock"):
-        eval.speed_run.load_assistants([entry], models)
+        models.assistants({"stock": "other"})

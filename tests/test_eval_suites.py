@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from programs import status
+from programs import status, without_pictures
 from test_eval_prompts import tiny_tokenizer, write, write_target
 from transformers import PreTrainedModel
 
@@ -17,12 +17,13 @@ import eval.prompts.suites
 import eval.speed
 from drafters.config import load_config
 from drafters.methods import method_names
+from eval.configs import SpeedConfig
 from eval.measure.lineup import check_options
 from eval.measure.turns import with_later_turns
+from eval.prompts.config import PromptsConfig
 from eval.prompts.files import PLACEHOLDER
-from eval.prompts.prompts import Prompt, PromptsConfig, PromptSet, load_prompts
+from eval.prompts.prompts import Prompt, PromptSet, load_prompts
 from eval.prompts.suites import filled, load_suite, read_suite, suite_names
-from eval.speed import SpeedConfig
 
 # A record of each as it is published, its prompt, id and category, and what an answer is compared with.
 PUBLISHED: dict[str, tuple[dict[str, Any], str, str, str | None, str | None]] = {
@@ -204,7 +205,7 @@ def test_a_speed_run_takes_suites(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Catches --suite that leaves the config's prompts, or replaces its report, and an answer beyond its limit."""
-    monkeypatch.setattr("eval.report.files.draw", lambda report, path: path.write_bytes(b""))
+    without_pictures(monkeypatch)
     records = [{"turns": [f"w{n} w7", "w2"], "category": "ab"[n % 2], "sub_category": f"s{n % 2}"} for n in range(4)]
     write(tmp_path / "talk.jsonl", records)
     write(tmp_path / "more.jsonl", [{"ask": "w30"}, {"ask": "w31"}])

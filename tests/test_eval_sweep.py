@@ -11,8 +11,8 @@ from programs import status
 from test_eval_prompts import questions, write, write_target
 from transformers import PreTrainedModel
 
+import eval.report.speed
 import eval.sweep
-import eval.sweep_run
 from drafters import TargetModel
 from eval.measure.runner import MeasurementError
 from eval.report.sweep import numeric, series
@@ -83,7 +83,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
 ) -> None:
     """Catches hours measured twice after a stop, and an old report passed off as one of another config or commit."""
     measured: list[str] = []
-    plain = eval.sweep_run.speed_run.run
+    plain = eval.report.speed.measure_and_report
 
     def counted(one: Any, *arguments: Any) -> dict[str, Any]:
         measured.append(one.out.name)
@@ -91,7 +91,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
             raise MeasurementError("out of memory")
         return plain(one, *arguments)
 
-    monkeypatch.setattr(eval.sweep_run.speed_run, "run", counted)
+    monkeypatch.setattr("eval.report.speed.measure_and_report", counted)
     fail = True
     assert run(config, tmp_path) == 1
     fail = False

@@ -28,10 +28,11 @@ from drafters.loop.sampling import Sampling, draw_without_replacement
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleHead
 from drafters.model.cache import KVCache
-from eval import lossless, lossless_run
+from eval import lossless
+from eval.configs import LosslessConfig
+from eval.figures import certificate as made
 from eval.figures.goodness_of_fit import count_tail, detectable, uniformity
 from eval.figures.losslessness import Sample, judge
-from eval.lossless import LosslessConfig
 from eval.report.lossless import markdown
 
 # Three children of the root, three of its first, three of that one's first: siblings, and a chain of three.
@@ -115,14 +116,14 @@ def certificate(drafter: Table, seed: int = 0, texts: int = 64, **options: Any) 
     }
     config = LosslessConfig(**settings | {"texts": texts, "seed": seed, "greedy_tokens": 16} | options)
     lineup: Any = SimpleNamespace(fresh=lambda temperature: {"table": drafter})
-    found = lossless_run.certify(config, drafter.target, lineup, [[1, 3], [2, 4, 0], [3]] * 4)
-    return found | lossless_run.judged(found["greedy"], found["sampled"])
+    found = made.certify(config, drafter.target, lineup, [[1, 3], [2, 4, 0], [3]] * 4)
+    return found | made.judged(found["greedy"], found["sampled"])
 
 
 @pytest.fixture
 def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large batches alone: these texts are many, and verified by one of the two walks."""
-    monkeypatch.setattr(lossless_run, "_sizes", lambda drafter, most: repeat(most))
+    monkeypatch.setattr(made, "_sizes", lambda drafter, most: repeat(most))
 
 
 def wrong(old: str, new: str, rule: str = "verify_sampled") -> Rule:
@@ -192,7 +193,7 @@ def test_a_wrong_draft_fails(fault: str, texts: int, temperature: float, side_by
 
 def test_a_wrong_rule_row_by_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a certificate of large batches alone, which are verified by other code than single rows."""
-    monkeypatch.setattr(lossless_run, "_sizes", lambda drafter, most: repeat(acceptance.FEW_ROWS))
+    monkeypatch.setattr(made, "_sizes", lambda drafter, most: repeat(acceptance.FEW_ROWS))
     assert certificate(Table(verify=wrong("p.copy_(left)", "pass"), sharper=TOO_SURE))["verdict"] == "not lossless"
 
 
@@ -337,7 +338,7 @@ def test_autos_part_of_a_verdict() -> None:
         ([right, nothing, right], "not shown", ["b"]),
         ([nothing], "not shown", ["sampled"]),
     ):
-        found = lossless_run.combined(list("abc"[: len(parts)]), [dict(part) for part in parts])
+        found = made.combined(list("abc"[: len(parts)]), [dict(part) for part in parts])
         assert found["verdict"] == verdict
         assert [reason.partition(":")[0] for reason in found["reasons"]] == because
         kept = [bool(shape["reasons"]) for shape in found["shapes"]]
@@ -355,9 +356,9 @@ def test_texts_may_begin_with_the_padding_token(monkeypatch: pytest.MonkeyPatch)
     lineup: Any = SimpleNamespace(max_context=64, fresh=lambda temperature: {"table": drafter})
     for tokens in (1, 3):
         chosen = LosslessConfig(**few, begun=16, begun_tokens=tokens, greedy_tokens=4, new_tokens=4, batch=8)
-        prompts = lossless_run._prompts(chosen, lineup, drafter.target)
+        prompts = made.prompts_of(chosen, lineup, drafter.target)
         assert config.pad_token_id in {prompt[0] for prompt in prompts}
-        lossless_run.certify(chosen, drafter.target, lineup, [*prompts, [config.pad_token_id] * 2])
+        made.certify(chosen, drafter.target, lineup, [*prompts, [config.pad_token_id] * 2])
 
 
 def test_what_is_no_drafter_is_said(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ def test_the_page_lists_what_differs() -> None:
     each = {"prompt": 1, "position": 4, "margin": 0.25, "gap": 0.25, "tolerance": 0.5, "explained": True}
     part = {"dtype": "bfloat16", "texts": 2, "tokens": 9, "exact_texts": 1, "unexplained": 1, "broken_ends": {}}
     part["divergences"] = [each, each | {"position": 7, "gap": 0.75, "explained": False}]
-    found = {"drafter": {"name": "D"}, "greedy": [part], "sampled": sampled, **lossless_run.judged([part], sampled)}
+    found = {"drafter": {"name": "D"}, "greedy": [part], "sampled": sampled, **made.judged([part], sampled)}
     found["environment"] = ENVIRONMENT
     page = markdown(found)
     assert page.startswith("# D: not lossless\n")

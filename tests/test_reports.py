@@ -18,9 +18,10 @@ from drafters.hub.checkpoint import save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.reports import Certificate, Part, Report, Summary, read
 from eval import compare, leaderboard, seeds
-from eval.compare_run import run as compare_run
 from eval.figures import paired
 from eval.leaderboard_run import collect, page
+from eval.report.compare import compare_and_write
+from eval.report.pairs import read as read_pair
 
 ROOT = Path(__file__).parents[1]
 NO_REPORTS = {
@@ -90,7 +91,7 @@ def read_all(folder: Path, name: str) -> None:
         model_card(config, "user/d", 1, Card(report=folder))
         with pytest.raises(ValueError, match=r"grid: \{checkpoint"):
             seeds.compare(read(folder), [])
-        compare_run(compare.read(folder), compare.read(folder), [str(folder)] * 2, folder, [], Console(quiet=True))
+        compare_and_write(read_pair(folder), read_pair(folder), [str(folder)] * 2, folder, [], Console(quiet=True))
 
 
 def altered(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

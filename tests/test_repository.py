@@ -42,7 +42,7 @@ HOUSE = {
     ],
     "data_prep": ["common", "dialogues", "store", "answers", "extraction"],
     "train": ["core", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
-    "eval": ["prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
+    "eval": ["prompts", "entries", "configs", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 
 # Arrows that still point backwards.

@@ -1,4 +1,4 @@
-"""What a pruned draft vocabulary leaves out: tokens that the target chose and the drafter can never draft."""
+"""The share of the target's tokens that a pruned draft vocabulary contains."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ def add_coverage(
     known: Mapping[str, TextTokens],
     prompts: Sequence[Prompt],
 ) -> None:
-    """Give the figures of every method with a pruned vocabulary the share of its outputs' tokens that it could draft.
+    """Add to the figures of methods with a pruned vocabulary the share of their outputs' tokens that it contains.
 
-    Each is looked up as things stood when its step began, prompt and answer so far being read. A prompt's first token
-    is left out: prefill gives it. Of batches nothing is said: their rows share what the text has brought.
+    The vocabulary grows with the text, so each token is looked up at the start of its step. A prompt's first token is
+    left out, because prefill gives it. Batches have no figure, because their rows share the tokens of all texts.
 
     Args:
-        judged: see ``eval.report.judged``. known: by label, the tokens that a method can draft before any text.
-        prompts: those measured.
+        judged: see ``eval.report.judged``. known: by label, a method's vocabulary before any text.
+        prompts: the measured prompts.
     """
     for row in judged:
         if (vocabulary := known.get(row["drafter"])) is not None and row["batch"] == 1:
@@ -33,7 +33,7 @@ def add_coverage(
 
 
 def _drafted(vocabulary: TextTokens, prompt: Sequence[int], run: Run) -> list[bool]:
-    """Of each token but the first, whether it could be drafted."""
+    """Return for each token except the first whether it could be drafted."""
     found = list[bool]()
     steps = [step.committed for step in run.trace.steps] if run.trace else [1] * (len(run.tokens) - 1)
     text = [*prompt, *run.tokens[:1]]

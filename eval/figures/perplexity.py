@@ -1,4 +1,4 @@
-"""How likely the target finds an output: what a lossy method gives up, or gains, shows there."""
+"""Perplexity of outputs under the target, which shows the change that a lossy method makes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,11 @@ Tokens = tuple[int, ...]
 
 
 class OutputPerplexity:
-    """Perplexity of outputs under the target; what several methods said alike is scored once (so that in bf16 its last
-    digits depend on what else was said).
+    """Perplexity of outputs under the target; equal outputs are scored once (in bf16 the last digits depend on others).
 
     Args:
-        prompt_ids: token ids of every prompt, by its index.
-        runs: all whose outputs will be asked for, as far as they are known: those of one prompt are scored together.
+        prompt_ids: token ids of every prompt, by index.
+        runs: runs whose outputs will be asked for, as far as known; those of one prompt are scored together.
     """
 
     def __init__(self, target: TargetModel, prompt_ids: list[list[int]], runs: Iterable[Run] = ()) -> None:
@@ -31,11 +30,10 @@ class OutputPerplexity:
             self._waiting.setdefault(run.prompt, set()).add(tuple(run.tokens))
 
     def describe(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """``perplexity`` for the report's row: exp of the mean negative log-likelihood of all new tokens of ``runs``.
+        """Return the report's ``perplexity``: exp of the mean negative log-likelihood of all new tokens of ``runs``.
 
-        Every token has the same weight, so that longer outputs count for more. The likelihood is the target's own, at
-        temperature 1 and unfiltered, whatever the tokens were sampled with; EOS counts where the output has it. None,
-        with the reason beside it, where it could not be computed: what was measured is worth more than this figure.
+        Every token has the same weight. The likelihood is the target's at temperature 1, unfiltered; EOS counts if the
+        output has it. None, with the reason, if it could not be computed, so that no measurement is lost.
         """
         try:
             total = sum(self._score(run.prompt, tuple(run.tokens)) for run in runs)
@@ -51,7 +49,7 @@ class OutputPerplexity:
             outputs = self._waiting.pop(prompt, set()) | {tokens}
             try:
                 found = negative_log_likelihoods(self._target, self._prompts[prompt], outputs)
-            except (RuntimeError, ValueError):  # of one of them, perhaps: no reason to lose the others
+            except (RuntimeError, ValueError):  # perhaps because of another output
                 if len(outputs) == 1:
                     raise
                 found = negative_log_likelihoods(self._target, self._prompts[prompt], {tokens})
@@ -61,10 +59,10 @@ class OutputPerplexity:
 
 @torch.inference_mode()
 def negative_log_likelihoods(target: TargetModel, prompt: list[int], outputs: set[Tokens]) -> dict[Tokens, float]:
-    """Of each of ``outputs`` after ``prompt``, in nats, summed over its tokens; float32 from the logits on.
+    """Return the negative log-likelihood of each output after ``prompt``, in nats, summed over tokens, in float32.
 
-    The prompt goes through the target once, and so does what outputs begin with alike: in their order, each shares more
-    with the one before than with any earlier one.
+    The target computes the prompt and common beginnings of outputs once: sorted, each output shares the longest
+    beginning with the previous one.
     """
     *body, root = prompt
     cache = target.new_cache(1, len(prompt) + max(map(len, outputs)))
@@ -73,7 +71,7 @@ def negative_log_likelihoods(target: TargetModel, prompt: list[int], outputs: se
         cache.commit_first([len(body)])
     found: dict[Tokens, float] = {}
     before: Tokens = ()
-    values: list[float] = []  # of the tokens of the output before
+    values: list[float] = []  # of the previous output's tokens
     for tokens in sorted(outputs):
         same = len(commonprefix([before, tokens]))
         cache.crop([len(body) + same])

@@ -1,4 +1,4 @@
-"""What quantising its layers has made of a target: another model, and how far from the one that was loaded."""
+"""How far quantising its layers moves a target from the loaded model."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ TEXTS = 12
 
 @torch.inference_mode()
 def quantisation_cost(whole: TargetModel, target: TargetModel, texts: list[list[int]]) -> dict[str, Any]:
-    """For the report: over all positions of the first ``TEXTS`` texts, which are token ids.
+    """Return the report's ``quantisation``, over all positions of the first ``TEXTS`` texts (token ids).
 
     Args:
-        whole: the target as it was before.
+        whole: the target before quantising.
 
     Returns:
         ``kl``: mean KL(whole || target), in nats. ``same_argmax``: share of positions with the same best token.
-        ``positions``: how many there were.
+        ``positions``: their number.
     """
     kl, same, positions = 0.0, 0, 0
     for ids in texts[:TEXTS]:
@@ -33,7 +33,7 @@ def quantisation_cost(whole: TargetModel, target: TargetModel, texts: list[list[
 
 
 def about_quantisation(facts: dict[str, Any]) -> list[str]:
-    """The report's line about it; none for a target that is as it was. ``facts``: the report's ``environment``."""
+    """Return the report's line about it, if the target is quantised; ``facts``: the report's ``environment``."""
     cost = facts.get("quantisation")
     if cost is None:
         return []

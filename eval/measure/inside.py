@@ -1,4 +1,4 @@
-"""What a drafter is made of, those within it included: what it was trained with, and the tokens that it can draft."""
+"""Training and draft vocabulary of a drafter, including drafters inside of it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,21 +7,21 @@ from drafters import Drafter, LearnedDrafter
 from drafters.model.draft_head import DraftHead
 from drafters.model.text_tokens import TextTokens
 
-TOLD = ("data", "dialogues", "tokens", "minutes", "ranks", "joules")  # of a training, as its checkpoint records it
+KEPT = ("data", "dialogues", "tokens", "minutes", "ranks", "joules")  # fields of a checkpoint's training record
 
 
 def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
-    """What its checkpoints record of their training; empty where nothing within it was trained."""
+    """Return the training records of its checkpoints; empty if it has none."""
     found = []
     for one in _within(drafter):
         if isinstance(one, LearnedDrafter) and (training := one.provenance.get("training")):
-            told = {name: training[name] for name in TOLD if training.get(name) is not None}
+            told = {name: training[name] for name in KEPT if training.get(name) is not None}
             found.append({"drafter": one.name, **told, "init_from": training.get("config", {}).get("init_from")})
     return found
 
 
 def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
-    """The tokens that its LM heads can draft, before any text, where its vocabulary is pruned; None: all."""
+    """Return the tokens of its pruned vocabulary before any text; None: all tokens."""
     for one in _within(drafter):
         for value in vars(one).values():
             for head in value if isinstance(value, list) else [value]:

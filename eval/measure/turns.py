@@ -1,6 +1,6 @@
-"""The later turns of a conversation: each is asked after plain decoding's greedy answers to those before it.
+"""Later turns of a conversation: prompts with plain decoding's greedy answers to the earlier turns.
 
-Whatever a method itself answered, all are given the same prompts, and are compared on them one by one.
+All methods get the same prompts, whatever they answered themselves.
 """
 
 import contextlib
@@ -18,26 +18,26 @@ from eval.prompts.prompts import Prompt, PromptSet, render
 
 ANSWERS = "turns.jsonl"
 
-Answer = Callable[[Prompt], list[int]]  # a prompt's answer, in tokens
+Answer = Callable[[Prompt], list[int]]  # returns the tokens of a prompt's answer
 
 
 def with_later_turns(
     prompts: PromptSet, tokenizer: Any, answer: Answer, longest: Callable[[Prompt], int], kept: Path, target: list[str]
 ) -> PromptSet:
-    """Put after every prompt that has them its later turns; those that are too long are counted as skipped.
+    """Add the later turns after every prompt that has them; turns that are too long are counted as skipped.
 
     Args:
-        answer: by plain decoding of the target. longest: how many tokens a prompt may have.
-        kept: file of the answers, each of which is made once: a run that goes on has the same prompts, and so have
-            several processes, of which one makes them while the others wait.
-        target: what tells it from others, whose answers are not taken.
+        answer: plain decoding of the target. longest: largest number of tokens of a prompt.
+        kept: file of the answers, each made once, so that a resumed run has the same prompts. Of several processes one
+            makes the answers while the others wait.
+        target: identifies the target; answers of others are not used.
     """
     if not any(prompt.record is not None and prompt.record.later for prompt in prompts.measured):
         return prompts
     found, skipped = [], prompts.skipped.copy()
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.open("ab+") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: every process makes its own
+        with contextlib.suppress(OSError):  # a file system without locks: every process makes its own answers
             fcntl.flock(file, fcntl.LOCK_EX)
         lines = list(json_lines(file))
         file.truncate(lines[-1][0] if lines else 0)  # a kill may have left half a line

@@ -1,6 +1,6 @@
-"""What the target says of the outputs: perplexity, and whether rounding explains where greedy ones part.
+"""Figures of the outputs that need the target: perplexity, and whether rounding explains greedy divergences.
 
-The journal keeps it, so that a report can be made again without the model.
+The journal keeps them, so that a report can be made again without the model.
 """
 
 from collections.abc import Callable
@@ -13,25 +13,27 @@ from eval.figures.metrics import typical_run
 from eval.figures.perplexity import OutputPerplexity
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
-from eval.report.rows import Key, outputs_by_prompt, outputs_of, rounds_by_key
+from eval.report.rows import Described, Rounds, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
 
 
 def judge(
     runs: list[Run],
-    described: dict[str, dict[str, Any]],
+    described: Described,
     baseline_label: str,
     prompts: list[Prompt],
     target: TargetModel,
     accuracy: Callable[[list[Run]], dict[str, Any]] = lambda outputs: {},
 ) -> list[dict[str, Any]]:
-    """By method, temperature and batch size: the ``figures`` that the report's row has besides those of its runs.
+    """Return the ``figures`` of every method at a temperature and batch size, except for methods that failed.
 
     Args:
-        described: the methods that have rows. Those that failed have no figures.
-        accuracy: of outputs, nothing where no suite judges them.
+        described: the methods that have rows.
+        accuracy: of outputs; empty if no suite judges them.
     """
     by_key = {
-        key: rounds for key, rounds in rounds_by_key(runs, len(prompts)).items() if _judged(key, rounds, described)
+        key: rounds
+        for key, rounds in rounds_by_key(runs, len(prompts)).items()
+        if key[2] in described and succeeded(rounds)
     }
     typical = {key: outputs_of([typical_run(of_prompt) for of_prompt in rounds]) for key, rounds in by_key.items()}
     ids = [prompt.ids for prompt in prompts]
@@ -46,30 +48,22 @@ def judge(
         if marks := accuracy(outputs):
             figures["accuracy"] = marks
         if temperature == 0:
-            plain = typical[temperature, smallest, baseline_label]  # a batch may not change what a prompt comes to
+            plain = typical[temperature, smallest, baseline_label]  # the batch size must not change an output
             if partings is None:
-                said = ((run.prompt, run.tokens) for run in chain(*greedy))
-                partings = divergence.Partings(target, ids, [run.tokens for run in plain], said)
-            figures |= _exactness(rounds, plain, prompts, target, partings)
+                made = ((run.prompt, run.tokens) for run in chain(*greedy))
+                partings = divergence.Partings(target, ids, [run.tokens for run in plain], made)
+            figures |= _exactness(rounds, plain, [prompt.id for prompt in prompts], partings)
         else:
             figures["exact_match"] = None
         found.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
     return found
 
 
-def _judged(key: Key, rounds: list[list[Run]], described: dict[str, dict[str, Any]]) -> bool:
-    """Those that failed, and those without a row, are not."""
-    return key[2] in described and all(run.failure is None for run in chain(*rounds))
-
-
-def _exactness(
-    rounds: list[list[Run]], plain: list[Run], prompts: list[Prompt], target: TargetModel, partings: divergence.Partings
-) -> dict[str, Any]:
+def _exactness(rounds: Rounds, plain: list[Run], names: list[str], partings: divergence.Partings) -> dict[str, Any]:
     rounds = outputs_by_prompt(rounds)
     row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
-    ids, names = [prompt.ids for prompt in prompts], [prompt.id for prompt in prompts]
     try:
-        found = divergence.find_divergences(target, ids, names, rounds, plain, partings)
-    except Exception as error:  # out of memory, say: what was measured is worth more than an explanation
+        found = divergence.find_divergences(partings, names, rounds)
+    except Exception as error:  # for example out of memory: the measurements are more important
         return row | {"divergences": divergence.unavailable(rounds, plain, error)}
-    return row | {"divergences": divergence.summary(found, len(prompts))}
+    return row | {"divergences": divergence.summary(found, len(names))}

@@ -11,11 +11,7 @@ from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, SIZES, check_shape
 
 
 def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
-    """The configuration of a named shape.
-
-    Raises:
-        ValueError: no such shape; the message lists those there are.
-    """
+    """Return the configuration of a named shape; ValueError with the known ones if there is none."""
     check_shape(shape)
     if shape in PUBLISHED:
         config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"), may_be_file=True)
@@ -35,7 +31,7 @@ def random_target(
     seed: int = 0,
     cache_tokens: tuple[int, int] = (0, 0),
 ) -> TargetModel:
-    """A target of a named shape, made on the device; ``cache_tokens`` as of ``TargetModel.from_pretrained``.
+    """Return a target of a named shape, made on the device; ``cache_tokens`` as in ``TargetModel.from_pretrained``.
 
     Raises:
         ValueError: no such shape, device or dtype, or too little memory.
