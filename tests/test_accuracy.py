@@ -9,7 +9,7 @@ import pytest
 
 from eval.figures import accuracy as module
 from eval.figures.accuracy import accuracy, last_number, program, same_number
-from eval.measure.programs import NAMESPACES, confinement, namespaces, passes
+from eval.measure.programs import namespaces, passes
 from eval.prompts.files import Record
 from eval.prompts.prompts import Prompt
 
@@ -101,14 +101,6 @@ def test_what_a_solution_has_no_use_for_ends_it(harm: str) -> None:
     """Catches a program that reaches the network, deletes, starts others, or takes the machine's memory or time."""
     assert not passes(harm, seconds=1)
     assert passes("import math, re, collections, itertools\nprint('seen by nobody')", seconds=1)
-
-
-def test_what_holds_programs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a report that claims a namespace where there is none."""
-    monkeypatch.setattr("eval.measure.programs.namespaces", lambda: ())
-    assert "sockets refused in Python alone" in confinement()
-    monkeypatch.setattr("eval.measure.programs.namespaces", lambda: NAMESPACES)
-    assert "without a network" in confinement()
 
 
 def test_no_program_runs_unless_it_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

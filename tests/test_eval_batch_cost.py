@@ -95,26 +95,3 @@ def test_medians_are_of_blocks_and_a_missing_reading_is_not_zero() -> None:
     assert (row["seconds_per_run"], row["seconds_per_input"]) == (0.4, 0.1)
     assert (row["joules_per_run"], row["joules_per_input"]) == (6.0, 1.5)
     assert (row["host_joules_per_run"], row["host_joules_per_input"]) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context": 256}, "was made for 256 positions: give at most 255"),
-        ({"batches": [2, 2]}, "must be different"),
-        ({"batches": [0]}, "batches.0: Input should be greater than or equal to 1"),
-        ({"blocks": 4}, "even number"),
-        ({"target": {"path": "./nowhere"}}, "do not exist: target.path './nowhere'"),
-    ],
-)
-def test_bad_input_is_one_message(
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    message: str,
-) -> None:
-    """Catches a traceback, or a context past what the model was made for."""
-    assert run(config_for(tiny_checkpoint("llama"), tmp_path / "out", **changes), tmp_path) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -132,15 +132,6 @@ def test_a_killed_run_goes_on_within_a_batch_size(
     assert tables[0] == tables[1]
 
 
-def test_a_single_size_is_a_number(config: dict[str, Any], no_picture: None, tmp_path: Path) -> None:
-    """Catches a report of batches that says batch 1, and one that compares where there is nothing to compare."""
-    assert run(config, "batch=2", "stock=[]") == 0
-    found = report(config)
-    assert found["environment"]["batch"] == 2 and {row["batch"] for row in found["rows"]} == {2}
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert ", batch 2\n" in page and "best throughput" not in page and "all rows of a batch together" in page
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -242,16 +233,6 @@ def test_auto_stands_beside_the_best_of_its_methods_fixed_settings() -> None:
     alone = [run for run in runs if run.method in few]
     _, rows = rows_of(alone, {name: described[name] for name in few}, PROMPTS[:2])
     assert not [row for row in rows if "over_best_fixed" in row]
-
-
-def test_a_batch_that_changes_an_answer_is_told() -> None:
-    """Catches rows that see each other, which every method of a batch does alike: exact beside plain decoding there."""
-    described = {"plain": {"lossless": True, "stock": False, "entry": "plain", "grid": None}}
-    alone = [placed(Outcome([3, token], 0.1, 1.0, trace_of(1)), n, 2.0, "plain") for n, token in enumerate((4, 5))]
-    steps = [Step(0, 0, 0, 0, 1), Step(1, 0, 0, 0, 1)]
-    together = placed(batch_of([[3, 4], [3, 9]], steps), 0, 2.0, "plain")
-    _, rows = rows_of([*alone, together], described, PROMPTS[:2])
-    assert [(row["batch"], row["exact_match"]) for row in rows] == [(1, 1.0), (2, 0.5)]
 
 
 def test_batches_go_through_the_same_prompts() -> None:

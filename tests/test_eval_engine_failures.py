@@ -80,14 +80,6 @@ def test_the_others_go_on(finished: tuple[Path, dict[str, Any]]) -> None:
     assert [row["new_tokens"] for row in report["rows"][1:]] == [8, 8]
 
 
-def test_a_first_token_that_crashes_is_found_at_the_start(finished: tuple[Path, dict[str, Any]]) -> None:
-    """Catches an engine whose crash shows only in its turn, when the others have measured for an hour."""
-    _, report = finished
-    left_out = report["environment"]["engines_left_out"]
-    assert list(left_out) == ["dies 97", "must be laid out anew"]
-    assert all("SIGSEGV ended the engine's process" in why for why in left_out.values())
-
-
 def test_llama_cpp_goes_on_without_repacked_weights(finished: tuple[Path, dict[str, Any]]) -> None:
     """Catches a fall-back that the report keeps quiet about, or that overrules what the entry asks for."""
     folder, report = finished

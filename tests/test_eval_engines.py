@@ -1,12 +1,8 @@
 """`python -m eval.engines`: engines of other environments beside our methods; a fake one speaks their protocol."""
 
 import ast
-import itertools
 import json
-import re
-import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +17,7 @@ import eval.engine_workers
 import eval.engines
 from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
-from drafters.vllm_proposer import Proposer
-from eval.engine_workers.vllm_worker import speculation
-from eval.entries import PYTHONS, EngineEntry
+from eval.entries import EngineEntry
 from eval.measure.runner import Limits
 from eval.measure.worker import Worker, WorkerError, question, steps_of, worker_method
 from eval.report.sections import acceptance_beside, differences
@@ -176,33 +170,6 @@ def test_workers_need_nothing_of_ours() -> None:
             assert all(name.startswith("eval.engine_workers") for name in names if name.startswith("eval"))
     assert ast.get_docstring(ast.parse((ROOT / "eval" / "__init__.py").read_text()))
     assert len(ast.parse((ROOT / "eval" / "__init__.py").read_text()).body) == 1  # it is imported on the way
-
-
-def test_engines_are_installed_apart() -> None:
-    """Catches an engine that became a dependency, and with it the transformers and torch that it pins."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    for line in wanted + (ROOT / "constraints.txt").read_text().splitlines():
-        assert not re.search("vllm|llama", line, flags=re.IGNORECASE), line
-    command = ["make", "--dry-run", "--always-make", "--no-print-directory", "engines"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    installs = [line for line in done.stdout.splitlines() if " install " in line]
-    assert [line.split()[0] for line in installs] == [str(python) for python in PYTHONS.values()]
-    assert all((ROOT / line.split()[-1]).is_file() for line in installs)
-
-
-def test_methods_have_vllms_names() -> None:
-    """Catches our words in vLLM's configuration."""
-    job = {"gamma": 4, "min_ngram": 2, "max_ngram": 3, "drafter": "folder"}
-    assert speculation(job | {"method": "plain"}) is None
-    assert speculation(job | {"method": "prompt_lookup"}) == {
-        "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3
-    }  # fmt: skip
-    eagle = {"method": "eagle", "num_speculative_tokens": 4, "model": "folder"}
-    assert speculation(job | {"method": "eagle"}) == eagle
-    assert speculation(job | {"method": "draft_model"}) == eagle | {"method": "draft_model"}
-    inside = eagle | {"method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__qualname__}"}
-    assert speculation(job | {"method": "ours"}) == inside
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import yaml
 from programs import status, without_pictures
 from test_eval_metrics import placed
 from test_eval_prompts import sharegpt, tiny_tokenizer, write
-from test_eval_speed import PAGES
 from tiny import build
 
 import eval.pages
@@ -179,27 +177,6 @@ def test_made_again_from_the_journal_alone(finished: Path, tmp_path: Path, monke
         eval.pages.main([str(tmp_path)])
 
 
-def test_a_kill_while_the_page_is_written(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches half a page, and another run's page beside the new figures."""
-    without_pictures(monkeypatch)
-    shutil.copy(finished / "measurements.jsonl", tmp_path)
-    (tmp_path / "report.html").write_text("of another run")
-
-    def killed(path: Path, target: Path) -> Path:
-        if target.name == "report.html":
-            raise KeyboardInterrupt
-        return replace(path, target)
-
-    replace = Path.replace
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            eval.pages.main([str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == (PAGES - {"report.html"}) | {"measurements.jsonl"}
-    assert status(eval.pages.main, tmp_path) == 0
-    assert (tmp_path / "report.html").read_text() == (finished / "report.html").read_text()
-
-
 def test_a_journal_that_was_ended_goes_on(finished: Path, tmp_path: Path) -> None:
     """Catches a kill between the journal's end and the report: the end would stand in the middle of the next one."""
     lines = [json.loads(line) for line in (finished / "measurements.jsonl").read_text().splitlines()]
@@ -209,16 +186,3 @@ def test_a_journal_that_was_ended_goes_on(finished: Path, tmp_path: Path) -> Non
     with opened:
         assert len(opened.runs) == len(lines) - 2
     assert not [line for line in opened.path.read_text().splitlines() if journal.END in json.loads(line)]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: the page's script is not run")
-def test_in_a_browser(tmp_path: Path) -> None:
-    """Catches a script that fails, one that a text starts, and outputs that are not shown in full."""
-    (tmp_path / "report.html").write_text(report_of(HOSTILE + SHOWN[:2000]), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    address = (tmp_path / "report.html").as_uri()
-    done = subprocess.run([str(CHROMIUM), *options, address], capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr
-    assert "<title>Speed of drafters" in done.stdout and "obeyed</title>" not in done.stdout
-    tokens = re.findall(r"<span[^>]*>([^<]*)</span>", done.stdout)
-    assert "x" * 1900 in "".join(tokens) and 'class="parted"' in done.stdout

@@ -13,7 +13,7 @@ from drafters import Drafter, TargetModel
 from drafters.config import Config
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from eval.configs import SpeedConfig
-from eval.entries import DrafterEntry, check_entries
+from eval.entries import DrafterEntry
 from eval.measure.lineup import Lineup, Models
 
 
@@ -93,38 +93,6 @@ def test_draft_models_are_found_wherever_they_stand(
     assert given[1].options == {"draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
 
 
-def test_an_option_that_the_drafter_does_not_have_loads_nothing(
-    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """Catches minutes of loading before "unknown key"."""
-    given = entries({"drafter": "autoregressive", "draft_model": str(tiny_checkpoint("llama", 1))})
-    with pytest.raises(ValueError, match="autoregressive: .*unknown key 'draft_model'"):
-        Lineup(given, Models(target))
-    assert not loads
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"drafter": "mjsd", "draft_model": "./none"}, r"folders do not exist: mjsd: draft_model './none'"),
-        ({"drafter": "many", "draft_models": [".", "./none"]}, "many: draft_models './none'"),
-        ({"drafter": "cascade", "inner": {"drafter": "eagle", "checkpoint": "./no"}}, "inner.checkpoint './no'"),
-        ({"drafter": "ouroboros", "pool": "./none.json"}, r"files do not exist: ouroboros: pool './none.json'"),
-        ({"drafter": "cascade", "inner": {"drafter": "speculativ"}}, "did you mean 'speculative'"),
-        ({"drafter": "ourobors"}, "no drafter 'ourobors'; did you mean 'ouroboros'"),
-        ({"drafter": "zzz"}, "no drafter 'zzz'; known: [a-z_, ]*$"),
-    ],
-)
-def test_what_is_missing_is_named_before_anything_is_loaded(
-    entry: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a mistyped path in a nested option, found only when a large target stands in memory already."""
-    plain = eval.measure.entries.check_method
-    monkeypatch.setattr(eval.measure.entries, "check_method", lambda name: None if name == "many" else plain(name))
-    with pytest.raises(ValueError, match=message):
-        check_entries(entries(entry), {"target.path": "owner/target"})
-
-
 def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a method that one of its options makes lossy, reported by its class as lossless."""
 
@@ -171,15 +139,6 @@ def test_a_grid_that_cannot_be_meant_is_refused(entry: dict[str, Any], message: 
     """Catches an empty grid that measures nothing, and one that silently overrules the entry."""
     with pytest.raises(ValueError, match=message):
         entries({"drafter": "speculative", **entry})
-
-
-def test_a_knob_that_the_drafter_does_not_have_is_named(
-    target: TargetModel, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """Catches a grid over a misspelt option that measures one and the same drafter again and again."""
-    given = {"drafter": "speculative", "draft_model": str(tiny_checkpoint("llama", 1)), "grid": {"gama": [3, 4]}}
-    with pytest.raises(ValueError, match="speculative gama=4: .*unknown key 'gama'; did you mean 'gamma'"):
-        Lineup(entries(given)[0].expand(), Models(target))
 
 
 def test_a_name_may_stand_for_other_settings_at_another_temperature(target: TargetModel) -> None:

@@ -1,9 +1,7 @@
 """`python -m eval.speed` from a config file to a report, on a tiny target."""
 
-import errno
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,16 +17,14 @@ import eval.measure.lineup
 import eval.speed
 from drafters import Drafter, TargetModel
 from drafters.common.energy import EnergyMeter
-from drafters.common.provenance import environment
 from drafters.loop.acceptance import Rule, Verdict
 from drafters.loop.call import eos_ids
 from drafters.loop.sampling import Sampling
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from eval.configs import TargetEntry
-from eval.entries import STOCK
 from eval.measure.models import Models, answer_ends
-from eval.report.remarks import statements, warnings
+from eval.report.remarks import warnings
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -115,17 +111,6 @@ def test_report_has_every_field(finished: tuple[Path, dict[str, Any]]) -> None:
     assert all(b["stock_generate_tokens_per_second"] > 0 for b in report["baseline"]["temperatures"])
     assert "draft model" in (out / "report.md").read_text()
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_stock_generate_can_be_left_out(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches a row that takes the longest of all and that a search does not need, a bar that never fills, and a report
-    that fails for want of it or shows it as 0."""
-    out = tmp_path / "out"
-    assert run(config_for(files, out, stock_generate=False, rounds=1, temperatures=[0.0]), tmp_path) == 0
-    report = strict((out / "report.json").read_text())
-    assert report["baseline"]["over_stock_generate"] is None and report["baseline"]["tokens_per_second"] > 0
-    assert not any(json.loads(line).get("method") == STOCK for line in (out / "measurements.jsonl").open())
-    assert "stock generate's" not in (out / "report.md").read_text()
 
 
 def test_figures_agree_with_each_other_and_with_the_journal(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -232,44 +217,6 @@ def test_a_wrong_drafter_is_caught(
     assert wrong["divergences"]["unexplained"] == 4
     assert "a fault in the method" in (tmp_path / "out" / "report.md").read_text()
     assert "a fault in the method" in capsys.readouterr().out
-
-
-def test_lossy_methods_are_marked(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a lossy method that stands among lossless ones without its mark."""
-    monkeypatch.setattr("drafters.methods.speculative.SpeculativeDrafter.lossless", False)
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
-    assert run(config, tmp_path) == 0
-    assert "draft model (lossy)" in (tmp_path / "out" / "report.md").read_text()
-    assert "draft model (lossy)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("max_new_token=3", "did you mean 'max_new_tokens'"),
-        ("prompts.file=nowhere.jsonl", "no prompt file at nowhere.jsonl"),
-        ('drafters=[{"drafter": "egle"}]', "no drafter 'egle'"),
-        ('drafters=[{"drafter": "egle"}]', "did you mean 'eagle'?"),
-        ('drafters=[{"drafter": "eagle", "checkpoint": "./nowhere"}]', "do not exist: eagle: checkpoint './nowhere'"),
-        ('drafters=[{"drafter": "autoregressive", "gamma": 3}]', "unknown key 'gamma'"),
-        ('drafters=[{"drafter": "eagle"}, {"drafter": "eagle"}]', "set label"),
-        ("max_new_tokens=255", "too_long"),
-        ('stock=[{"label": "draft model", "prompt_lookup_num_tokens": 3}]', "are taken twice"),
-        ('stock=[{"label": "stock generate", "prompt_lookup_num_tokens": 3}]', "are taken twice"),
-        ('stock=[{"label": "a", "assistant_model": "./nowhere"}]', "do not exist: a: assistant_model './nowhere'"),
-        ("temperatures=[0.0, 0.0]", "must be different"),
-        ("rounds=2", "give 1 or 3"),
-    ],
-)
-def test_bad_input_is_one_message_before_anything_runs(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
-) -> None:
-    """Catches a mistake found only when its drafter's turn comes, after hours, or an older report left to mislead."""
-    assert run(config_for(files, tmp_path / "out"), tmp_path, override) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
@@ -418,68 +365,6 @@ def test_a_slow_baseline_is_flagged(finished: tuple[Path, dict[str, Any]]) -> No
     assert line.startswith("T = 1: the baseline is slower than stock generate (0.80 times")
 
 
-def test_a_busy_start_is_told_of_a_resumed_run(finished: tuple[Path, dict[str, Any]]) -> None:
-    """Catches rough times of the first part passed over because the machine was idle when the run went on."""
-    report = json.loads(json.dumps(finished[1]))
-    report["environment"] |= {"cpu_cores": 4, "load_average": 0.5}
-    for load, told in ((9.0, True), (3.9, False), (None, False)):
-        report["environment"]["parts"] = [{"load_average": load}, {"load_average": 0.5}]
-        assert any("busy when runs began (load average 9.0)" in line for line in statements(report)) is told
-
-
-@pytest.mark.parametrize("broken", ["in the way", "full"])
-def test_a_folder_that_cannot_be_written_is_one_message(
-    files: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    broken: str,
-) -> None:
-    """Catches a traceback in place of a message."""
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    out, message = tmp_path / "out", "No space left on device"
-    if broken == "full":
-        monkeypatch.setattr("eval.report.speed.write_report", full)
-    else:
-        out.write_text("a file")
-        out, message = out / "speed", f"{out} is a file; give a folder"
-    assert run(config_for(files, out, temperatures=[0.0], rounds=1, max_new_tokens=4), tmp_path) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("error: ")
-    assert message in printed.err
-    assert ("draft model" in printed.out) == (broken == "full")  # the figures are not lost
-
-
-@pytest.mark.parametrize(("name", "dirty"), [("eval/new.py", True), ("configs/new.yaml", True), ("notes.md", False)])
-def test_new_code_makes_the_commit_dirty(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model: Callable[..., PreTrainedModel],
-    name: str,
-    dirty: bool,
-) -> None:
-    """Catches figures of a method that was never committed under the name of a commit without it."""
-
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "module.py").write_text("")
-    git("init")
-    git("add", "eval")
-    git("commit", "-m", "first")
-    monkeypatch.setattr("drafters.common.provenance.__file__", str(tmp_path / "drafters" / "provenance.py"))
-    target = TargetModel(tiny_model("llama"))
-    assert environment(target)["dirty"] is False
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("")
-    assert environment(target)["dirty"] is dirty
-
-
 def test_a_grid_is_measured_in_one_run(files: dict[str, Path], tmp_path: Path) -> None:
     """Catches combinations that share a drafter, or a report whose rows cannot be pivoted."""
     entry = {"label": "S", "drafter": "speculative", "draft_model": str(files["draft"])}
@@ -497,16 +382,6 @@ def test_a_grid_is_measured_in_one_run(files: dict[str, Path], tmp_path: Path) -
     ] * 3
     assert report["rows"][2]["drafted_per_step"] > 1
     assert report["environment"]["config"]["drafters"][0]["grid"] == {"gamma": [1, 3]}
-
-
-def test_a_folder_with_other_things_in_it_will_do(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches a refusal to write beside notes, a log, or another program's results."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1, max_new_tokens=4)
-    assert run(config, tmp_path, "prompts.count=1") == 0
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "out" / "report.json").is_file()
 
 
 def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], tmp_path: Path) -> None:

@@ -149,28 +149,3 @@ def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
     ):
         assert stock_method(target, 0.0, Limits(12), entry)([ids], 0).tokens == plain
     assert made == [(3, 2), (5, 4)]
-
-
-def test_assisted_sampling_is_seeded_and_filtered(pair: tuple[TargetModel, TargetModel]) -> None:
-    """Catches a greedy row among sampled ones, and one without the run's top-k."""
-    target, draft = pair
-    greedy = stock_method(target, 0.0, Limits(12))([IDS], 0).tokens
-    for entry, assistant in ((assisted(3), draft), (StockEntry(label="l", prompt_lookup_num_tokens=3), None)):
-        sample = stock_method(target, 1.0, Limits(12), entry, assistant)
-        assert sample([IDS], 1).tokens == sample([IDS], 1).tokens != sample([IDS], 2).tokens
-        assert stock_method(target, 1.0, Limits(12, top_k=1), entry, assistant)([IDS], 1).tokens == greedy
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "give either"),
-        ({"assistant_model": "x", "prompt_lookup_num_tokens": 3}, "give either"),
-        ({"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 4}, "num_assistant_tokens is for an assistant_model"),
-        ({"assistant_model": "x", "max_matching_ngram_size": 2}, "needs prompt_lookup_num_tokens"),
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(options: dict[str, Any], message: str) -> None:
-    """Catches a setting that transformers would quietly leave unused."""
-    with pytest.raises(ValueError, match=message):
-        StockEntry(label="s", **options)

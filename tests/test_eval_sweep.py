@@ -15,7 +15,6 @@ import eval.report.speed
 import eval.sweep
 from drafters import TargetModel
 from eval.measure.runner import MeasurementError
-from eval.report.sweep import numeric, series
 
 
 @pytest.fixture
@@ -157,20 +156,3 @@ def test_a_bad_value_is_found_before_anything_is_measured(
     assert message in capsys.readouterr().err
     assert not loads
     assert not (tmp_path / "out").exists()
-
-
-def test_temperatures_that_vary_are_one_line() -> None:
-    """Catches a line a temperature, each with a single point, where the temperature is what varies."""
-    values = [{"value": [t], "rows": [{"drafter": "S", "temperature": t}]} for t in (0.0, 0.5)]
-    assert [list(rows) for rows in series({"values": values}).values()] == [[0, 1]]
-    both = [{"value": n, "rows": [{"drafter": "S", "temperature": t} for t in (0.0, 1.0)]} for n in (3, 6)]
-    assert list(series({"values": both})) == [("S", 0.0), ("S", 1.0)]
-
-
-@pytest.mark.parametrize(
-    ("values", "numbers"),
-    [([1, 2.5], [1.0, 2.5]), ([[0.0], [1.0]], [0.0, 1.0]), ([20, None], None), ([True, False], None), (["a"], None)],
-)
-def test_only_numbers_are_an_axis(values: list[Any], numbers: list[float] | None) -> None:
-    """Catches "null" at zero, and lines drawn through names."""
-    assert numeric(values) == numbers

@@ -165,7 +165,7 @@ def test_a_killed_search_goes_on(config: dict[str, Any], tmp_path: Path, monkeyp
         ({"knobs": {"gama": [1, 2]}, "start": {}}, "gama"),
         ({"knobs": {"gamma": [0, 1]}, "start": {}}, "gamma"),
         ({"knobs": {"gamma": []}, "start": {}}, "gamma"),
-        ({"knobs": {"k": [1, 2]}, "start": {}}, "k is set in the entry itself"),
+        ({"knobs": {"k": [1, 2]}, "start": {}}, "k is also set in the entry itself"),
     ],
 )
 def test_bad_searches_are_refused(

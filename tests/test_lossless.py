@@ -22,7 +22,6 @@ from drafters.hub.checkpoint import make_config, save_checkpoint
 from drafters.loop import acceptance
 from drafters.loop import generate as loop
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
-from drafters.loop.call import padding_id
 from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling, draw_without_replacement
 from drafters.loop.tree import ROOT, DraftTree
@@ -343,31 +342,6 @@ def test_autos_part_of_a_verdict() -> None:
         assert [reason.partition(":")[0] for reason in found["reasons"]] == because
         kept = [bool(shape["reasons"]) for shape in found["shapes"]]
         assert kept == [part is not right for part in parts if len(parts) > 1]
-
-
-def test_texts_may_begin_with_the_padding_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a certificate that refuses the texts it began itself, of a target that has no BOS."""
-    drafter = Table()
-    config = drafter.target.config
-    monkeypatch.setattr(config, "bos_token_id", None)
-    monkeypatch.setattr(drafter.target.model.generation_config, "bos_token_id", None)
-    assert padding_id(drafter.target) == config.pad_token_id
-    few: dict[str, Any] = {"target": {"path": "toy"}, "drafter": {"drafter": "table"}, "rounded": None, "texts": 8}
-    lineup: Any = SimpleNamespace(max_context=64, fresh=lambda temperature: {"table": drafter})
-    for tokens in (1, 3):
-        chosen = LosslessConfig(**few, begun=16, begun_tokens=tokens, greedy_tokens=4, new_tokens=4, batch=8)
-        prompts = made.prompts_of(chosen, lineup, drafter.target)
-        assert config.pad_token_id in {prompt[0] for prompt in prompts}
-        made.certify(chosen, drafter.target, lineup, [*prompts, [config.pad_token_id] * 2])
-
-
-def test_what_is_no_drafter_is_said(tmp_path: Path) -> None:
-    """Catches a draft model, or a folder without a drafter, that is named as if it were a method."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="names no drafter_type; a draft model is an option of a method"):
-        lossless.drafter_entry(str(tmp_path))
-    with pytest.raises(ValueError, match="there is no .*none/config.json"):
-        lossless.drafter_entry(str(tmp_path / "none"))
 
 
 def test_the_page_lists_what_differs() -> None:

@@ -114,8 +114,8 @@ def load_prompts(
     if not measured or len(spare) < warmup:
         raise ValueError(
             f"{config.shown_files}: {len(measured) + len(spare)} usable prompts, {len(spare)} of them for "
-            f"warm-up, which needs {warmup}; skipped: {dict(skipped)} (at most {limit} prompt tokens); give a longer file, "
-            "fewer warm-up prompts or prompts per category, or a smaller max_new_tokens"
+            f"warm-up, which needs {warmup}; skipped: {dict(skipped)} (at most {limit} prompt tokens); give a longer "
+            "file, fewer warm-up prompts or prompts per category, or a smaller max_new_tokens"
         )
     if config.context_tokens is not None:
         both = [*measured, *spare]

@@ -19,6 +19,7 @@ from eval.report.texts import visible  # noqa: E402
 
 COLORS = {"own": "#3b6ea8", "lossy": "#c98a2b", "plain": "#9aa3ad", "other": "#5b8c6a"}
 PARTS = {"draft": "#3b6ea8", "verify": "#9aa3ad", "other": "#c98a2b"}  # of a step's time
+LONGEST_LABEL = 60  # characters
 plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False})
 Line = tuple[str, list[tuple[float, float]]]  # a name and its points
 
@@ -93,8 +94,12 @@ def _bars(panel: Axes, rows: list[Row], baseline: Row, widest: float) -> None:
     panel.set_xlabel("speedup over plain decoding in the same loop (line: 95% interval)", fontsize=9)
 
 
+def _label(name: str) -> str:
+    return visible(name[:LONGEST_LABEL])
+
+
 def _names(panel: Axes, rows: list[Row]) -> None:
-    panel.set_yticks(range(len(rows)), [visible(shown_name(row)) for row in rows], fontsize=9)
+    panel.set_yticks(range(len(rows)), [_label(shown_name(row)) for row in rows], fontsize=9)
     panel.invert_yaxis()
     panel.spines[["top", "right"]].set_visible(False)
 
@@ -108,7 +113,7 @@ def tau_against_speed(rows: list[Row]) -> Figure | None:
     for row in told:
         panel.scatter(row["tau"], row["speedup"], color=COLORS[kind(row)])
         place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
-        panel.annotate(visible(shown_name(row)), (row["tau"], row["speedup"]), **place)
+        panel.annotate(_label(shown_name(row)), (row["tau"], row["speedup"]), **place)
     widest = max(row["tau"] for row in told) * 1.1
     for cost in (1.0, 1.5, 2.0, 3.0):
         panel.plot([0, widest], [0, widest / cost], color="gray", linestyle=":", linewidth=0.8)
@@ -125,7 +130,7 @@ def curves(lines: list[Line], x_label: str, y_label: str) -> Figure | None:
         return None
     figure, panel = _panel(x_label, y_label)
     for name, points in lines:
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=visible(name))
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_label(name))
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_ylim(bottom=0)
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
