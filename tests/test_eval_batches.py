@@ -23,8 +23,9 @@ from drafters.loop.trace import Step, Trace
 from eval.measure.expected import Expected
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
-from eval.prompts.prompts import PromptsConfig, PromptSet, in_whole_batches
-from eval.report.rows import _about_row
+from eval.prompts.config import PromptsConfig
+from eval.prompts.prompts import PromptSet, in_whole_batches
+from eval.report.remarks import _about_row
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import eval.measure.entries
 import pytest
 from transformers import PreTrainedModel
 
@@ -14,7 +13,8 @@ from drafters.config import Config
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from eval.configs import SpeedConfig
 from eval.entries import DrafterEntry
-from eval.measure.lineup import Lineup, Models
+from eval.measure.lineup import Lineup
+from eval.measure.models import Models
 
 
 def entries(*given: dict[str, Any]) -> list[DrafterEntry]:
