@@ -47,7 +47,7 @@ docs: $(READY)
 	mkdocs build --strict --quiet
 	@echo runs/site/index.html
 
-# Not part of the tests: a quarter of an hour, or the minutes of what changed since docs/results/mutants.json was written.
+# Not part of the tests: takes about ten minutes.
 mutants: $(READY)
 	python tests/mutants.py
 

@@ -1,10 +1,9 @@
-"""The leaderboard: every method of the committed reports, with what it was trained with.
+"""The leaderboard: every method of the committed reports, one table per target and prompt set.
 
     python -m eval.leaderboard [--results docs/results] [--out docs]
 
-Reads report.json, lossless.json and training summaries (a run folder's summary.json, under any name that ends so) below
---results, targets.yaml there, and what checkpoints/ records. Writes leaderboard.md and leaderboard.html into --out. To
-add an entry: measure with eval.speed into a folder of --results, put the summary of the training beside it, run this.
+Reads every report.json and lossless.json below --results, and the targets' names in targets.yaml there. Writes
+leaderboard.md and leaderboard.html into --out.
 """
 
 from pathlib import Path
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"there is no {REPORT} in {parsed.results} or below it; python -m eval.speed writes them")
     check_folder(parsed.out)
 
-    from eval.leaderboard_run import run
+    from eval.report.leaderboard import run
     from eval.report.tables import make_console
 
     run(parsed.results, parsed.out, make_console())

@@ -20,6 +20,7 @@ from eval.figures.metrics import (
     joules_per_token,
     paired_speedup,
     times,
+    typical_run,
 )
 from eval.figures.perplexity import OutputPerplexity
 from eval.measure.expected import Expected
@@ -293,6 +294,12 @@ def test_energy_is_of_all_tokens_of_all_calls() -> None:
     runs = [replace(make_run(0, 4, 1.0), energy_joules=10.0), replace(make_run(1, 9, 1.0), energy_joules=5.0)]
     assert joules_per_token(runs) == {"joules_per_token": 1.0, "host_joules_per_token": None}
     assert joules_per_token([*runs, make_run(2, 4, 1.0)])["joules_per_token"] is None
+
+
+def test_the_median_round_counts() -> None:
+    """Catches best-of: the fastest of several rounds."""
+    rounds = [make_run(0, 10, seconds) for seconds in (3.0, 1.0, 2.0)]
+    assert typical_run(rounds).decode_seconds == 2.0
 
 
 def test_divergence_is_accepted_only_where_rounding_explains_it() -> None:

@@ -1,6 +1,7 @@
-"""The list of mutants keeps up with the code that it mutates, and its results with the list."""
+"""Every entry of mutants.yaml fits the code and the tests, and mutants.py reports the mutants that no test kills."""
 
-import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,79 +9,46 @@ from pathlib import Path
 import mutants
 import pytest
 
-
-@pytest.mark.parametrize("mutant", mutants.read_list(), ids=lambda mutant: mutant.name)
-def test_every_mutant_can_still_be_made(mutant: mutants.Mutant) -> None:
-    """Catches an entry that code has moved away from, or whose tests are gone: it would say nothing any more."""
-    changed = mutant.text()
-    if mutant.file.endswith(".py"):
-        compile(changed, mutant.file, "exec")
-    assert mutant.test_files() and all((mutants.ROOT / file).is_file() for file in mutant.test_files())
-
-
-def test_results_are_of_the_list() -> None:
-    """Catches mutants listed but never run, and survivors that nobody explained."""
-    listed = mutants.read_list()
-    results = json.loads(mutants.RESULTS.read_text())
-    assert len({mutant.name for mutant in listed}) == len(listed) >= 60
-    assert [mutant.name for mutant in listed] == list(results), "run make mutants, and commit its results"
-    for mutant in listed:
-        assert (results[mutant.name]["outcome"] == mutants.KILLED) is not bool(mutant.equivalent), mutant.name
+MOST = 120
+MUTANTS = mutants.read_list()
+TESTS = "\n".join(file.read_text() for file in (mutants.ROOT / "tests").rglob("*.py"))
+SMALL_LIST = """
+group:
+- {name: killed, find: a = 1, replace: a = 2, tests: test_x}
+- {name: not seen, find: b = (1), replace: b = 2, tests: test_x}
+- {name: test fails anyway, find: a = 1, replace: a = 2, tests: test_y}
+"""
+MAIN = "import sys; sys.path.append('tests'); import mutants; mutants.LIBRARIES = (); mutants.main([''])"
 
 
-def test_a_text_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a mutant that changes nothing, or the wrong one of two places, and is called survived or killed."""
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    for text, times in (("b = 2\n", 0), ("a = 1\na = 1\n", 2)):
-        (tmp_path / "code.py").write_text(text)
-        with pytest.raises(ValueError, match=f"'one'.* stands {times} times in code.py"):
-            mutants.Mutant("one", "code.py", "a = 1", "a = 2", "tests/test_x.py", "").text()
+@pytest.mark.parametrize("entry", MUTANTS, ids=lambda entry: entry["name"])
+def test_entries_fit_the_code(entry: dict[str, str]) -> None:
+    """Catches an entry whose code or tests were renamed, or whose code now occurs twice."""
+    file, text = mutants.mutate(entry["find"], entry["replace"])
+    compile(text, file, "exec")
+    _, *selection = mutants.pytest_arguments(entry["tests"])
+    words = set(re.findall(r"\w+", " ".join(selection[1:]))) - {"and", "or", "not"}
+    assert not [word for word in words if word not in TESTS]
+
+
+def test_list_is_short() -> None:
+    """Catches a list so long that renames take hours."""
+    assert len({entry["name"] for entry in MUTANTS}) == len(MUTANTS) <= MOST
 
 
 def test_outcomes(tmp_path: Path) -> None:
-    """Catches a mutant called killed by a test that fails anyway, and a tree left mutated for the next one."""
+    """Catches a mutant that counts as killed though its tests pass, or though they fail without it, too."""
     for name, text in {
-        "drafters/__init__.py": "",
-        "drafters/code.py": "a = 1\n",
-        "tests/test_x.py": "from drafters.code import a\n\n\ndef test_a():\n    assert a == 1\n",
+        "tests/mutants.yaml": SMALL_LIST,
+        "tests/test_x.py": "from eval.code import a\n\n\ndef test_a():\n    assert a == 1\n",
         "tests/test_y.py": "def test_b():\n    assert False\n",
+        "eval/__init__.py": "",
+        "eval/code.py": "a = 1  # comment\nb = 1\n",
     }.items():
-        (tmp_path / "clean" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "clean" / name).write_text(text)
-    (tmp_path / "copy").mkdir()
-    # A process of its own: this one has imported another package of the name.
-    program = [sys.executable, "-c", OUTCOMES, str(tmp_path), str(Path(__file__).parent)]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    made, unsound, told = json.loads(done.stdout.splitlines()[-1])
-    assert {name: (outcome["outcome"], outcome["by"]) for name, outcome in made.items()} == {
-        "seen": (mutants.KILLED, "tests/test_x.py::test_a"),
-        "same": (mutants.SURVIVED, None),
-        "sick": (mutants.KILLED, "tests/test_y.py::test_b"),
-    }
-    assert unsound == ["sick"] and "sick: tests/test_y.py::test_b fails without the mutant, too" in done.stdout
-    assert "ended with 5" in told
-    assert (tmp_path / "copy" / "drafters/code.py").read_text() == "a = 1\n"
-
-
-OUTCOMES = """
-import json, sys
-from pathlib import Path
-
-sys.path.append(sys.argv[2])
-import mutants
-
-folder = Path(sys.argv[1])
-mutants.ROOT, tree = folder / "clean", folder / "copy"
-mutants.copy_tree(tree)
-code = "drafters/code.py"
-made = {
-    name: mutants.judge(mutants.Mutant(name, code, "a = 1", f"a = {value}", f"tests/{tests}.py", ""), tree)
-    for name, value, tests in (("seen", 2, "test_x"), ("same", "1.0", "test_x"), ("sick", 2, "test_y"))
-}
-unsound = mutants.check_killers(made, tree)
-try:
-    mutants.run_tests(["tests/test_x.py", "-k", "nothing"], tree)
-except ValueError as error:
-    print(json.dumps([made, unsound, str(error)]))
-"""
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shutil.copy(mutants.__file__, tmp_path / "tests")
+    done = subprocess.run([sys.executable, "-c", MAIN], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    outcomes = [line.split(" s  ")[1] for line in done.stdout.splitlines()]
+    assert outcomes == ["tests/test_x.py::test_a", "NOT KILLED", "tests/test_y.py::test_b"]
+    assert done.stderr.splitlines() == ["not killed: not seen", "fails without a mutant: tests/test_y.py::test_b"]

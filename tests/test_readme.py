@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 RESULTS = ROOT / "docs" / "results" / "2-core-cpu"
+LINK = re.compile(r"\]\((?!#|[\w+.-]+://)([^)\s#]+)")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -147,12 +148,20 @@ def test_the_table_is_what_was_measured(page: str, at_least: int) -> None:
 def test_pages_name_what_is_there(page: Path) -> None:
     """Catches a link or a config that was moved or renamed, and a page that the index of docs/ forgets."""
     text = page.read_text()
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    assert not [link for link in links if link and not (page.parent / link).exists()]
+    assert not [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     if page.name != "CONTRIBUTING.md":  # whose example brings a config of its own
         assert not [name for name in re.findall(r"configs/[\w./-]+\.\w+", text) if not (ROOT / name).is_file()]
     if page.parent.name == "docs" and page.name != "README.md":
         assert f"]({page.name})" in (ROOT / "docs" / "README.md").read_text()
+
+
+def test_results_are_what_pages_quote() -> None:
+    """Catches reports that no page links, and results that fill the repository."""
+    quoted = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(page.read_text())}
+    quoted.remove(RESULTS.parent)
+    assert not [path for path in RESULTS.rglob("*.json") if quoted.isdisjoint([path, *path.parents])]
+    everything = [path for path in RESULTS.parent.rglob("*") if path.is_file()]
+    assert len(everything) <= 150 and sum(path.stat().st_size for path in everything) <= 5e6
 
 
 def test_the_front_page_is_short() -> None:

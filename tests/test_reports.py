@@ -1,4 +1,4 @@
-"""Reports, certificates and summaries: with any content, their readers refuse them by name or read them."""
+"""Reports and certificates: with any content, their readers refuse them by name or read them."""
 
 import copy
 import json
@@ -16,11 +16,11 @@ from torch import nn
 import drafters.hub.__main__
 from drafters.hub.checkpoint import save_checkpoint
 from drafters.hub.model_card import Card, model_card
-from drafters.hub.reports import Certificate, Part, Report, Summary, read
+from drafters.hub.reports import Certificate, Part, Report, read
 from eval import compare, leaderboard, seeds
 from eval.figures import paired
-from eval.leaderboard_run import collect, page
 from eval.report.compare import compare_and_write
+from eval.report.leaderboard import collect, page
 from eval.report.pairs import read as read_pair
 
 ROOT = Path(__file__).parents[1]
@@ -31,10 +31,10 @@ NO_REPORTS = {
 }  # fmt: skip
 WRONG: list[Any] = [None, "x", -1, 0.5, True, [], {"x": 1}, float("nan")]
 GONE = object()
-SCHEMAS: dict[str, type[Part]] = {"report.json": Report, "lossless.json": Certificate, "x-summary.json": Summary}
+SCHEMAS: dict[str, type[Part]] = {"report.json": Report, "lossless.json": Certificate}
 
 
-@pytest.mark.parametrize(("name", "schema"), [*SCHEMAS.items()][:2])
+@pytest.mark.parametrize(("name", "schema"), [*SCHEMAS.items()])
 def test_committed_results_are_read(name: str, schema: type[Part]) -> None:
     """Catches a schema that refuses the reports of an earlier version, or changes what it read."""
     found = [*(ROOT / "docs" / "results").rglob(name)]
@@ -58,26 +58,16 @@ def test_large_counts_are_read(tmp_path: Path) -> None:
 
 
 def written(folder: Path) -> Path:
-    """A folder with a report and its journal, and all else that is read: the certificate and a training's summary."""
+    """A folder with a report, its journal and a certificate."""
     found, lines = report(0, prompts=4)
     facts = found["environment"]
     facts["config"]["drafters"][0] |= {"checkpoint": "runs/x", "label": "eagle"}
     for row in found["rows"]:
         row |= {"entry": row["drafter"], "trained": [{"minutes": 1.0, "tokens": 5, "joules": None, "data": "a/b"}]}
         row |= {"stock": False, "engine": None, "drafted_per_step": 1.0, "grid": None, "speedup_ci": [0.5, 1.5]}
-    summary = {
-        "run": "runs/x",
-        "date": "2026-01-01",
-        "minutes": 2.0,
-        "tokens": 7,
-        "joules": 3.0,
-        "hardware": {"cpu": "C"},
-    }
-    summary["config"] = {"out": "runs/x", "init_from": None, "data": "a/b"}
     (folder / "report.json").write_text(json.dumps(found))
     (folder / "measurements.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "lossless.json").write_text(json.dumps(evidence(fingerprint="t")["certificate"]))
-    (folder / "x-summary.json").write_text(json.dumps(summary))
     return folder
 
 
@@ -141,12 +131,11 @@ def test_what_is_no_report_is_named_by_every_program(
     ]
     for name, main, arguments in programs:
         before = (bad / name).read_bytes()
-        if not (name == "x-summary.json" and content == b"{}"):  # a training that recorded nothing
-            (bad / name).write_bytes(content)
-            assert status(main, *arguments) == 1
-            message = capsys.readouterr().err
-            assert message.startswith(f"error: {bad / name} is not what ") and message.count("\n") == 1
-            assert len(message) < 1000
+        (bad / name).write_bytes(content)
+        assert status(main, *arguments) == 1
+        message = capsys.readouterr().err
+        assert message.startswith(f"error: {bad / name} is not what ") and message.count("\n") == 1
+        assert len(message) < 1000
         (bad / name).write_bytes(before)
 
 
@@ -164,7 +153,7 @@ def test_a_table_of_prompts_that_is_none_is_named(
     assert table in message or "nothing can be compared" in message
 
 
-@pytest.mark.parametrize("name", ["report.json", "lossless.json", "x-summary.json"])
+@pytest.mark.parametrize("name", [*SCHEMAS])
 def test_any_content_is_read_or_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a traceback, or an error without the file's name, for a value of the wrong kind or a missing key."""
     monkeypatch.setattr(paired, "SAMPLES", 20)

@@ -80,7 +80,7 @@ class CpuLayer:
 
 class Stack:
     """Layers of one shape that follow each other, as one call, which spares what each call costs: an eighth of a step
-    in which 270 MB of weights are read (docs/smollm2.md)."""
+    in which 270 MB of weights are read."""
 
     def __init__(self, layers: Sequence[CpuLayer]) -> None:
         assert len({layer.shape for layer in layers}) == 1

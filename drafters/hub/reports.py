@@ -1,4 +1,4 @@
-"""Read and check the JSON files that eval.speed, eval.lossless and a training run write.
+"""Read and check the JSON files that eval.speed and eval.lossless write.
 
 The schemas list only the keys that other programs use. ``read`` returns the whole content, with all keys.
 """
@@ -157,28 +157,10 @@ class Certificate(Part):
     sampled: Sampled | None
 
 
-class SummaryConfig(Part):
-    out: str | None = None
-    init_from: str | None = None
-
-
-class Summary(Part):
-    """``summary.json`` of a training run."""
-
-    run: str | None = None
-    date: str | None = None
-    minutes: float | None = None
-    tokens: float | None = None
-    joules: float | None = None
-    config: SummaryConfig = SummaryConfig()
-    hardware: dict[str, str | float | None] | None = None
-
-
 Found = dict[str, Any]
 PROGRAMS: dict[type[Part], tuple[str, str]] = {  # the file, and what writes it
     Report: (REPORT, "python -m eval.speed"),
     Certificate: (CERTIFICATE, "python -m eval.lossless"),
-    Summary: ("summary.json", "a training"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The config of every step as YAML, each setting with its reason: what docs/smollm2.md found to work, at this size."""
+"""The config of every step as YAML, each setting with its reason, most of them from docs/smollm2-training.md."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from train.plan.facts import Data, Machine, Model
 ASKED = 192  # most tokens of a question
 FORWARD = 4096  # tokens of one forward that features are taken from
 SMALL = 1024  # hidden states up to which the learning rates measured here hold; the papers' begin at 4,096
-LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2.md
+LOSS_VOCAB, DRAFT_VOCAB, FREQUENT = 8192, 16_384, 2048  # of SmolLM2's 49,152: docs/smollm2-training.md
 SHORT = 30  # minutes of training, below which small steps over the most frequent tokens were seen to learn more
 
 Reasons = Mapping[str, str]
@@ -60,7 +60,7 @@ def regenerate(model: Model, machine: Machine, rows: int, out: str, minutes: flo
         "seed": 0,
     }
     reasons = {
-        "out": "a head trained on the target's own answers is accepted more: 28% at the first token, docs/smollm2.md",
+        "out": "the target's own answers: acceptance is 28% higher at the first token, docs/smollm2-training.md",
         "batch": "as many keys and values as a quarter of the free memory holds, at most 64 dialogues",
         "minutes": "what is not answered by then is left out",
         "max_new_tokens": "longer answers would be fewer ones, and new dialogues help most",
@@ -105,10 +105,10 @@ def training(
     }
     reasons = {
         "features": "computed while it trains: the disk is too small for them" if online else "",
-        "exit_layer": "a tenth of the layers, three at most: what the paper and docs/smollm2.md have",
+        "exit_layer": "a tenth of the layers, three at most: what the paper and docs/smollm2-training.md have",
         "minutes": "the learning rate falls to 0 by then; more: minutes=..., with --resume",
         "batch_tokens": "in a short run many small steps learn more" if cpu else "the papers' recipes in configs/",
-        "learning_rate": "docs/smollm2.md" if small else "the paper's; nothing larger was tried here",
+        "learning_rate": "docs/smollm2-training.md" if small else "the paper's; nothing larger was tried here",
         "schedule": "acceptance rises each time that the learning rate falls",
     }
     if method == "eagle" and small:
@@ -117,7 +117,7 @@ def training(
     if not small_vocabulary(model):
         short = cpu and method == "eagle" and minutes < SHORT
         values |= {"loss_vocab": FREQUENT if short else LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
-        reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2.md"
+        reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2-training.md"
         reasons["draft_vocab"] = "the most frequent tokens, of which decoding takes as many as it likes"
     values |= {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}
     return values, {key: reason for key, reason in reasons.items() if reason}

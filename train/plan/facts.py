@@ -21,7 +21,8 @@ from drafters.model.files import free_memory, load_config_only, resolve_device
 
 FEWEST = 24  # dialogues, below which nothing could be trained and measured on different ones
 SAMPLE = 256  # dialogues that are tokenized to know the lengths of all
-LONGEST, ANSWER = 1024, 256  # tokens of a dialogue and of an answer, as docs/smollm2.md's; a short context has less
+# Tokens of a dialogue and of an answer, as in docs/smollm2-training.md; less with a short context.
+LONGEST, ANSWER = 1024, 256
 
 
 @dataclass

@@ -26,7 +26,7 @@ from train.preflight.estimate import MicroBatch, measured_rate, meta_task
 from train.preflight.workload import Workload
 from train.run.files import run_folder_bytes, trained_parameters
 
-# Passes over the dialogues. SmolLM2's head still gained at its fifth (docs/smollm2.md: 7.7M positions of 1.5M tokens),
+# Passes over the dialogues. SmolLM2's head still gained at its fifth (docs/smollm2-training.md: 11.6M positions),
 # but what it gained most from were new dialogues: so many passes are made, and the rest of the time gives new answers.
 PASSES = 5
 ENOUGH = 1000  # dialogues, with fewer of which one is warned
@@ -250,7 +250,8 @@ class Planner:
         if answered < ENOUGH and not whole:
             self.plan.notes.append(
                 f"only about {answered:,.0f} dialogues will be answered, and a head learns little from so few "
-                "(docs/smollm2.md: 3,185 in its smallest training): give more --minutes, or leave this machine alone"
+                "(docs/smollm2-training.md: 3,185 in its smallest training): give more --minutes, or leave this "
+                "machine alone"
             )
         seconds = 60 * (shares.answering + shares.heldout) + 2 * self.rates.start
         memory = self.rates.weights + rows * self.model.longest * self.model.cache_bytes
