@@ -285,11 +285,7 @@ class TuneConfig(SpeedConfig):
         return [self.stage(number, knob, chosen) for number, knob in enumerate(self.knobs, start=1)]
 
     def stage(self, number: int, knob: str, chosen: dict[str, Any]) -> SpeedConfig:
-        """Return the speed config that measures all values of ``knob``, with the other knobs as ``chosen``.
-
-        Raises:
-            ValueError: the drafter has no such option, or the option no such value.
-        """
+        """Return the speed config that measures all values of ``knob``, with the other knobs as ``chosen``."""
         entry = self.drafters[0].model_dump(mode="json", exclude_unset=True)
         grid = {other: [value] for other, value in chosen.items()} | {knob: self.knobs[knob]}
         own = set(TuneConfig.model_fields) - set(SpeedConfig.model_fields)
@@ -306,11 +302,7 @@ class TuneConfig(SpeedConfig):
 
 
 def load_searches(path: Path, overrides: list[str]) -> dict[Path, TuneConfig]:
-    """Return the search of a file, or all searches in a folder, by file in order.
-
-    Raises:
-        ValueError: no config, a wrong config, or two with one ``out``.
-    """
+    """Return the search of a file, or all searches in a folder, by file in order."""
     files = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"--config {path} is a folder without .yaml files; name a config, or a folder of configs")

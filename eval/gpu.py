@@ -209,11 +209,7 @@ def run(parts: list[Section], out: Path, again: list[str], minutes: float | None
 
 
 def gpu_folder() -> str:
-    """Return a folder's name for this machine, from another process, so that no GPU memory stays allocated here.
-
-    Raises:
-        ValueError: no GPU is visible.
-    """
+    """Return a folder's name for this machine, from another process, so that no GPU memory stays allocated here."""
     question = (
         "import torch; from eval.rooflines.page import machine_folder as f; print(f(), torch.cuda.device_count())"
     )

@@ -24,9 +24,6 @@ def compare(report: dict[str, Any], over: list[str]) -> list[dict[str, Any]]:
     """Return tau by seed, its mean, and the percentage over each entry of ``over``, for every recipe and temperature.
 
     ``over`` may name an entry without seeds; default: the first recipe.
-
-    Raises:
-        ValueError: nothing to compare, or recipes with different numbers of seeds.
     """
     taus: dict[tuple[float, str], list[float]] = {}
     recipes: dict[str, int] = {}

@@ -31,11 +31,7 @@ FIXED = {"tree": ("chain", "static"), "match": (2,), "gamma": (5,), "nodes": (16
 
 
 def certificate(config: LosslessConfig, argv: list[str]) -> dict[str, Any]:
-    """Return what ``lossless.json`` holds.
-
-    Raises:
-        ValueError: something configured is missing or does not fit.
-    """
+    """Return what ``lossless.json`` holds."""
     set_threads(config.threads)
     check_options([config.drafter])
     models = _load(config, config.target.dtype)

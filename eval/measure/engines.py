@@ -39,11 +39,7 @@ class Engines:
         self.facts: dict[str, Any] = {"engines": {}, "engines_left_out": {}}
 
     def start(self, target: TargetModel, prompts: PromptSet, limits: Limits) -> None:
-        """Load every installed engine; note the reason for the others.
-
-        Raises:
-            ValueError: a checkpoint that the engine cannot load.
-        """
+        """Load every installed engine; note the reason for the others."""
         self._vocabulary = target.config.vocab_size
         longest = max(len(prompt.ids) for prompt in [*prompts.measured, *prompts.warmup])
         first = question(prompts.warmup[0].ids[: FIRST[0]], limits.seed, 0.0, min(FIRST[1], limits.max_new_tokens))

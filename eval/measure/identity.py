@@ -24,9 +24,6 @@ def conditions(paths: Iterable[str], device: str | None, threads: int | None) ->
     Args:
         paths: all models, checkpoints and phrase pools that are loaded.
         device, threads: as configured.
-
-    Raises:
-        ValueError: there is no such device.
     """
     found = machine(resolve_device(device))
     return {

@@ -223,11 +223,7 @@ def _lines_of(path: Path) -> Lines:
 
 
 def read_runs(path: Path) -> tuple[list[Run], dict[str, Any] | None]:
-    """Return the runs of a finished journal, and the value of its last line's ``END`` (None if it has none).
-
-    Raises:
-        ValueError: it has no runs.
-    """
+    """Return the runs of a finished journal, and the value of its last line's ``END`` (None if it has none)."""
     lines = _lines_of(path)
     runs = [run_from_line(line) for line in lines if "method" in line]
     if not runs:

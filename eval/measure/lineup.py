@@ -22,9 +22,6 @@ class Lineup:
         described: by name, what the report's rows say of each drafter besides figures.
         draft_vocabularies: by name, the tokens of a drafter with a pruned vocabulary.
         remembering: names of the drafters that remember earlier prompts.
-
-    Raises:
-        ValueError: some cannot be built; one message names them all.
     """
 
     def __init__(self, entries: list[DrafterEntry], models: Models) -> None:

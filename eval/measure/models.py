@@ -39,11 +39,7 @@ class Models:
         return self._draft_models[path]
 
     def assistants(self, paths: Mapping[str, str]) -> dict[str, TargetModel]:
-        """Return the draft models of stock generation by label, shared with drafters.
-
-        Raises:
-            ValueError: one cannot be loaded, or has another vocabulary than the target.
-        """
+        """Return the draft models of stock generation by label, shared with drafters."""
         found = {label: load_draft_model(self.target, self.draft_model(path)) for label, path in paths.items()}
         for label, assistant in found.items():
             if (own := assistant.config.vocab_size) != (size := self.target.config.vocab_size):
@@ -60,9 +56,6 @@ def load_models(chosen: TargetEntry, tokens: int = 0, batch: int = 1, rank: Rank
     Args:
         tokens: length of the longest text, as far as known. batch: number of such texts that must fit into the cache.
         rank: of several processes; each has a GPU of its own unless the config names one.
-
-    Raises:
-        ValueError: it cannot be loaded, or there is too little memory.
     """
     disable_progress_bar()  # transformers shows one for every model
     device = chosen.device if chosen.device_map is not None else rank.device(chosen.device)

@@ -138,11 +138,7 @@ def open_session(
 
 
 def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:
-    """Return the indices of the prompts that this process measures; the processes take whole batches in turn.
-
-    Raises:
-        ValueError: there are more processes than batches.
-    """
+    """Return the indices of the prompts that this process measures; the processes take whole batches in turn."""
     unit = math.lcm(*batches)
     if rank.count > count // unit:
         raise ValueError(
@@ -153,11 +149,7 @@ def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:
 
 
 def prompts_for(config: SpeedConfig, target: TargetModel, max_context: int, limits: Limits) -> PromptSet:
-    """Return the prompts that every batch size measures, with later turns if a suite has them.
-
-    Raises:
-        ValueError: as ``load_prompts``; too few for the largest batch; several limits of answers in a batch.
-    """
+    """Return the prompts that every batch size measures, with later turns if a suite has them."""
     tokenizer, most = chat_of(config.target).tokenizer, limits.max_new_tokens
     found = load_prompts(config.prompts, tokenizer, warmup=config.warmup, max_new_tokens=most, max_context=max_context)
     answers = {prompt.max_new_tokens or most for prompt in found.measured}
@@ -180,11 +172,7 @@ def prompts_for(config: SpeedConfig, target: TargetModel, max_context: int, limi
 
 
 def refused(config: SpeedConfig, lineup: Lineup) -> list[dict[str, Any]]:
-    """Return the methods that cannot decode batches of a size, with the largest batch of each.
-
-    Raises:
-        ValueError: none of the configured drafters decodes batches of one of the sizes.
-    """
+    """Return the methods that cannot decode batches of a size, with the largest batch of each."""
     found: list[dict[str, Any]] = []
     for temperature, batch in itertools.product(config.temperatures, config.batch):
         most = lineup.refusing(temperature, batch) | ({e.label: 1 for e in config.stock} if batch > 1 else {})

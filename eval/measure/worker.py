@@ -40,9 +40,6 @@ class Worker:
 
     Attributes:
         facts: the engine's description of itself. log: as given.
-
-    Raises (on entering):
-        WorkerError: there is no such Python, or the engine cannot be loaded there.
     """
 
     def __init__(self, python: Path, module: str, job: dict[str, Any], log: Path, patience: float = 900.0) -> None:
@@ -83,11 +80,7 @@ class Worker:
             self._process.wait()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send one line and return the answer.
-
-        Raises:
-            WorkerError: no answer in time, or an error. The process is ended, and later calls raise the same error.
-        """
+        """Send one line and return the answer."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -217,9 +210,6 @@ def steps_of(commits: list[int], drafted: list[int], accepted: list[int]) -> lis
 
     A step without a draft commits one token and has no verification. Among steps that commit one token, the first ones
     get the rejected drafts; the assignment changes no figure.
-
-    Raises:
-        ValueError: commits and verifications do not match.
     """
     verified = list(zip(drafted, accepted, strict=True))
     steps = []

@@ -50,9 +50,6 @@ class Earlier:
 
         Args:
             question: messages; the last is the user's.
-
-        Raises:
-            ValueError: too few dialogues, or too few short ones.
         """
         own = len(self._render(question))
         room = self._wanted - own

@@ -81,11 +81,7 @@ def first_record(records: Iterable[tuple[int, Any]]) -> dict[str, Any]:
 
 
 def read_prompts(file: Path, format_: Format, skipped: Counter[str]) -> Iterator[Record]:
-    """Yield the dialogues up to their first answers, or the questions; ``skipped`` counts unusable records.
-
-    Raises:
-        ValueError: no record has the fields of a known format; the message has the first record.
-    """
+    """Yield the dialogues up to their first answers, or the questions; ``skipped`` counts unusable records."""
     if format_ == "sharegpt":
         return _sharegpt(file, skipped)
     return questions(read_records(file), next(key for key, each in QUESTION_KEYS.items() if each == format_), skipped)

@@ -130,11 +130,7 @@ def load_prompts(
 
 
 def in_whole_batches(prompts: PromptSet, batches: Sequence[int]) -> PromptSet:
-    """Return as many of the prompts as fill batches of every size, so that all sizes measure the same prompts.
-
-    Raises:
-        ValueError: there are too few.
-    """
+    """Return as many of the prompts as fill batches of every size, so that all sizes measure the same prompts."""
     count, unit = len(prompts.measured), math.lcm(*batches)
     if count < unit:
         raise ValueError(
@@ -274,11 +270,7 @@ def _of_categories(config: PromptsConfig, records: list[Record], skipped: Counte
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Return the messages as token ids, up to where the assistant's answer begins.
-
-    Raises:
-        DroppedError: the template refuses them.
-    """
+    """Return the messages as token ids, up to where the assistant's answer begins."""
     given, tools = [for_template(message) for message in messages], messages[0].get("tools")
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:

@@ -147,11 +147,7 @@ def source(name: str, data: Path) -> str:
 
 
 def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> list[Record]:
-    """Return the suite's records; ``skipped`` counts those that cannot be used.
-
-    Raises:
-        ValueError: its data are missing or lack its fields; the message has the first record.
-    """
+    """Return the suite's records; ``skipped`` counts those that cannot be used."""
     skipped = Counter() if skipped is None else skipped
     suite = load_suite(name)
     read = list(_numbered(name, suite, data))

@@ -43,12 +43,7 @@ plain decoding's line shows. The speedup, of methods that take turns, does not d
 
 
 def compare_and_write(a: Read, b: Read, names: list[str], out: Path, argv: list[str], console: Console) -> None:
-    """Compare, print what changed and write both files.
-
-    Raises:
-        ValueError: the reports are of different texts, or have no methods or prompts in common.
-        OSError: a file could not be written.
-    """
+    """Compare, print what changed and write both files."""
     found = compare(a, b, names)
     for line in statements(found):
         say(console, line)

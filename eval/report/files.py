@@ -44,9 +44,6 @@ def write_pages(report: dict[str, Any], end: dict[str, Any], runs: list[Run], ou
 
     Args:
         end: the last line of the journal. runs: the runs before it.
-
-    Raises:
-        PictureError: a page or the picture could not be drawn.
     """
     replace_text(out / TABLE, as_csv(flat(report["rows"])))
     replace_text(out / PROMPTS, as_csv(in_report(end, runs)))

@@ -42,12 +42,7 @@ ADD = """\
 
 
 def run(results: Path, out: Path, console: Console) -> Found:
-    """Write both pages and return their content.
-
-    Raises:
-        ValueError: a report is not what eval.speed writes.
-        OSError: a file could not be written.
-    """
+    """Write both pages and return their content."""
     found = collect(results, out)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / PAGE, page(found))

@@ -56,11 +56,7 @@ def settings(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by name, without drafters that only one report has.
-
-    Raises:
-        ValueError: the reports are of different texts.
-    """
+    """Return the settings that differ, by name, without drafters that only one report has."""
     both = settings(a), settings(b)
     found = {
         name: (value, both[1][name]) for name, value in both[0].items() if name in both[1] and value != both[1][name]

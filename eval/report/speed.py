@@ -96,13 +96,7 @@ def _finish(session: Session, journal: RunJournal, console: Console) -> dict[str
 
 
 def write_again(journal: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write all files of a journal's report, without models and prompts; return the report.
-
-    Raises:
-        ValueError: it is not a finished journal of this version.
-        OSError: a file could not be written.
-        PictureError: a page or the picture could not be drawn.
-    """
+    """Write all files of a journal's report, without models and prompts; return the report."""
     runs, end = read_runs(journal)
     if end is None:
         raise ValueError(

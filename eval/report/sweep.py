@@ -28,14 +28,7 @@ Series = dict[tuple[str, float | None], dict[int, Row]]
 
 
 def sweep(config: SweepConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure every value that has no report yet, write the files after each, and return sweep.json.
-
-    Raises:
-        ValueError: something configured is missing or does not fit; raised before anything is measured.
-        MeasurementError: a needed method failed; the values before it are kept.
-        OSError: a file could not be written.
-        PictureError: only a picture is missing.
-    """
+    """Measure every value that has no report yet, write the files after each, and return sweep.json."""
     key, values = config.varied
     configs = config.speed_configs()
     for one in configs:

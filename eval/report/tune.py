@@ -20,13 +20,7 @@ BEST, DATA, PAGE, ALL = "best.yaml", "tune.json", "tune.md", "tuned.yaml"
 
 
 def tune_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Console) -> None:
-    """Run the searches of all files in order; of several, tuned.yaml lists the results.
-
-    Raises:
-        ValueError: something configured is missing or does not fit; raised before anything is measured.
-        MeasurementError: a needed method failed; earlier results are kept.
-        OSError: a file could not be written.
-    """
+    """Run the searches of all files in order; of several, tuned.yaml lists the results."""
     for config in configs.values():
         for one in config.planned():
             check_options(one.entries)
@@ -49,12 +43,7 @@ def tune_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Con
 
 
 def tune(config: TuneConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
-    """Search, writing the results so far after every knob; return tune.json.
-
-    Raises:
-        MeasurementError: a needed method failed; earlier knobs are kept.
-        OSError: a file could not be written.
-    """
+    """Search, writing the results so far after every knob; return tune.json."""
     chosen = config.first_values()
     stages: list[dict[str, Any]] = []
     found: dict[str, Any] = {}

@@ -41,12 +41,7 @@ class Block:
 
 
 def measure_and_write(config: BatchCostConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure and write both files; return the JSON.
-
-    Raises:
-        ValueError: the target is missing, or its context is too short.
-        OSError: a file could not be written.
-    """
+    """Measure and write both files; return the JSON."""
     set_threads(config.threads)
     target = load_models(config.target).target
     if config.context + 1 > target.max_context:

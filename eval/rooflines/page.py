@@ -37,12 +37,7 @@ forwards + verifying forward).
 
 @torch.inference_mode()
 def measure_and_write(shape: str, config: RooflineConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure, write both files and print the page; return the JSON.
-
-    Raises:
-        ValueError: no such shape, too little memory, or a profile that cannot give its tau.
-        OSError: a file could not be written.
-    """
+    """Measure, write both files and print the page; return the JSON."""
     set_threads(config.threads)
     out = config.out or Path("docs/results") / machine_folder()
     check_folder(out)

@@ -79,11 +79,7 @@ def verification_seconds(
 
 
 def scaled(profile: list[float], depth: int, tau: float) -> list[float]:
-    """Return ``profile`` with all rates raised to one power, so that drafts of ``depth`` have this tau.
-
-    Raises:
-        ValueError: no power gives it.
-    """
+    """Return ``profile`` with all rates raised to one power, so that drafts of ``depth`` have this tau."""
 
     def tau_of(power: float) -> float:
         total, reach = 1.0, 1.0

@@ -31,11 +31,7 @@ def random_target(
     seed: int = 0,
     cache_tokens: tuple[int, int] = (0, 0),
 ) -> TargetModel:
-    """Return a target of a named shape, made on the device; ``cache_tokens`` as in ``TargetModel.from_pretrained``.
-
-    Raises:
-        ValueError: no such shape, device or dtype, or too little memory.
-    """
+    """Return a target of a named shape, made on the device; ``cache_tokens`` as in ``TargetModel.from_pretrained``."""
     where = resolve_device(device)
     config, kind = shape_config(shape, max_positions), resolve_dtype(dtype, where)
     check_memory(shape, config, kind, [where], *cache_tokens)
