@@ -91,16 +91,11 @@ def _ratio(above: Figure, below: Figure) -> Figure:
 
 def _unexplained(found: dict[str, Any]) -> float:
     rows = [row for row in found["rows"] if row["lossless"] and row.get("divergences")]
-    exact = [(row["divergences"], row["prompts"]) for row in rows]
-    return float(sum(each["unexplained"] for each, prompts in exact if tail(each, prompts) is None))
+    return float(sum(r["divergences"]["unexplained"] for r in rows if tail(r["divergences"], r["prompts"]) is None))
 
 
 def _fastest(found: dict[str, Any]) -> float:
     return max(row["speedup"] for row in found["rows"] if row["lossless"] and row["temperature"] == 0)
-
-
-def _more_segments(found: dict[str, Any]) -> float:
-    return found["steady"]["segments_after"] - found["steady"]["segments_before"]
 
 
 _SPEED = _row("plain decoding", "tokens_per_second")
@@ -112,7 +107,8 @@ GOALS = [
     Goal("exact", "runs whose tokens are not the CPU's", lambda f: sum(not row["same"] for row in f["rows"]), 0, False,
          _WHOLE),
     Goal("exact", "forwards captured for an EAGLE tree", lambda f: f["steady"]["captured"], 1, form=_WHOLE),
-    Goal("exact", "device memory segments more after a prompt in the steady state", _more_segments, 0, False, _WHOLE),
+    Goal("exact", "device memory segments more after a prompt in the steady state",
+         lambda f: f["steady"]["segments_after"] - f["steady"]["segments_before"], 0, False, _WHOLE),
     Goal("roofline", "plain decoding, of the measured bandwidth", _row("plain decoding", "roofline_share"), 0.80,
          form=_SHARE),
     Goal("roofline", "plain decoding over stock eager generate", _ratio(_SPEED, _STOCK), 4.0),
@@ -184,10 +180,8 @@ def _run(line: list[str], log: Any, seconds: float) -> int | None:
 def run(parts: list[Section], out: Path, again: list[str], minutes: float | None) -> dict[str, Ending]:
     """Run the parts that are not done, and write the page after each."""
     began = time.monotonic()
-    outcomes: dict[str, Ending] = {}
-    for part in PARTS:
-        if (file := out / part.name / "part.json").is_file():
-            outcomes[part.name] = Ending(**json.loads(file.read_text(encoding="utf-8")))
+    files = {part.name: out / part.name / "part.json" for part in PARTS}
+    outcomes = {name: Ending(**json.loads(file.read_text())) for name, file in files.items() if file.is_file()}
     for number, part in enumerate(parts, 1):
         if part.name in outcomes and outcomes[part.name].ended == "done" and part.name not in again:
             continue

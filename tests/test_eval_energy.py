@@ -5,7 +5,6 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -102,20 +101,6 @@ def test_a_machine_without_counters_says_so(tmp_path: Path) -> None:
     assert not about["available"]
     assert "not exposed" in about["how"]
     assert "type 'mps'" in EnergyMeter(torch.device("mps")).describe()["device"]["how"]
-
-
-def test_a_counter_that_may_not_be_read_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a traceback, or a silent "-", for what chmod would mend."""
-    domain(tmp_path, "intel-rapl:0", "package-0", 0)
-    read = Path.read_text
-
-    def refuse(self: Path, *arguments: Any) -> str:
-        if self.name == "energy_uj":
-            raise PermissionError(13, "Permission denied")
-        return read(self, *arguments)
-
-    monkeypatch.setattr(Path, "read_text", refuse)
-    assert "chmod a+r" in EnergyMeter(CPU, tmp_path).describe()["device"]["how"]
 
 
 def test_a_counter_that_fails_later_ends_the_measuring_and_nothing_else(tmp_path: Path) -> None:

@@ -93,21 +93,6 @@ def test_draft_models_are_found_wherever_they_stand(
     assert given[1].options == {"draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
 
 
-def test_losslessness_is_the_built_drafters_own(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a method that one of its options makes lossy, reported by its class as lossless."""
-
-    class Sometimes(AutoregressiveDrafter):
-        def __init__(self, target: TargetModel, options: Config) -> None:
-            super().__init__(target, options)
-            self.lossless = False  # type: ignore[misc]
-
-    monkeypatch.setattr(
-        eval.measure.lineup, "make_drafter", lambda name, target, **options: Sometimes.from_options(target)
-    )
-    described = Lineup(entries({"drafter": "autoregressive"}), Models(target)).described
-    assert described["autoregressive"]["lossless"] is False
-
-
 def test_a_grid_becomes_an_entry_for_each_combination() -> None:
     """Catches combinations left out, doubled or sharing one dict of options, and labels that do not tell them apart."""
     given = {"drafter": "cascade", "label": "C", "draft_model": "x", "inner": {"drafter": "speculative"}}

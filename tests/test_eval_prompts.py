@@ -51,24 +51,6 @@ def load(file: Path | list[Path], warmup: int = 1, **options: Any) -> PromptSet:
     return load_prompts(config, tiny_tokenizer(), warmup=warmup, max_new_tokens=10, max_context=20)
 
 
-def test_sharegpt_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:
-    """Catches the reference answer, or a second question, leaking into the prompt, and a missing generation prompt."""
-    file = write(tmp_path / "p.jsonl", [sharegpt("w1 w2", "w3", "w4", "w5"), sharegpt("w7", "w8")])
-    prompts = load(file)
-    ids = {tuple(prompt.ids) for prompt in prompts.measured + prompts.warmup}
-    assert prompts.format == "sharegpt"
-    assert ids == {(3, 7, 8, 5), (3, 13, 5)}
-
-
-def test_spec_bench_takes_the_first_turn_and_the_category(tmp_path: Path) -> None:
-    """Catches Spec-Bench files read as ShareGPT, and turns glued together."""
-    records = [{"question_id": 81 + i, "category": "qa", "turns": [f"w{i}", "w9"]} for i in range(3)]
-    prompts = load(write(tmp_path / "p.jsonl", records))
-    assert prompts.format == "spec-bench"
-    assert {prompt.id for prompt in prompts.measured + prompts.warmup} == {"81", "82", "83"}
-    assert all(len(prompt.ids) == 3 and prompt.category == "qa" for prompt in prompts.measured)
-
-
 def test_what_is_skipped_is_counted_by_reason(tmp_path: Path) -> None:
     """Catches unusable lines that vanish, or that end the run, and prompts that leave no room for the output."""
     long = " ".join(["w1"] * 9)

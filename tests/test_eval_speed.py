@@ -23,7 +23,7 @@ from drafters.loop.sampling import Sampling
 from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from eval.configs import TargetEntry
-from eval.measure.models import Models, answer_ends
+from eval.measure.models import answer_ends
 from eval.report.remarks import warnings
 
 ROW_KEYS = {
@@ -217,18 +217,6 @@ def test_a_wrong_drafter_is_caught(
     assert wrong["divergences"]["unexplained"] == 4
     assert "a fault in the method" in (tmp_path / "out" / "report.md").read_text()
     assert "a fault in the method" in capsys.readouterr().out
-
-
-def test_sampling_alone_has_a_stock_baseline_and_a_shortage_is_said(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a baseline left null without greedy rows, and prompts.count that shrinks without a word."""
-    config = config_for(files, tmp_path / "out", temperatures=[1.0], rounds=1)
-    assert run(config, tmp_path, "prompts.count=50", "max_new_tokens=4") == 0
-    assert strict((tmp_path / "out" / "report.json").read_text())["baseline"]["stock_generate_tokens_per_second"] > 0
-    shortage = "only 7 prompts are measured, not the 50 asked for"
-    assert shortage in (tmp_path / "out" / "report.md").read_text()
-    assert shortage in capsys.readouterr().out
 
 
 def test_an_answer_ends_where_the_template_says(files: dict[str, Path], tmp_path: Path) -> None:
@@ -429,12 +417,3 @@ def test_a_mistyped_option_is_found_before_a_model_is_loaded(
     monkeypatch.setattr("eval.measure.speed.load_models", None)
     assert run(config_for(files, tmp_path / "out", drafters=[entry]), tmp_path) == 1
     assert message in capsys.readouterr().err
-
-
-def test_an_assistant_of_another_size(tiny_model: Callable[..., PreTrainedModel], monkeypatch: Any) -> None:
-    """Catches a traceback of transformers' in the middle of a measurement: stock assistance needs equal sizes."""
-    monkeypatch.setattr("drafters.drafting.draft_model.vocabulary", lambda _: {"a": 0})
-    models = Models(TargetModel(tiny_model("llama"), name="one"))
-    models._draft_models["other"] = TargetModel(tiny_model("llama", vocab_size=101), name="other")
-    with pytest.raises(ValueError, match="other has a vocabulary of 101 tokens and the target one of 97; stock"):
-        models.assistants({"stock": "other"})

@@ -47,17 +47,6 @@ def test_stock_generate_takes_nothing_from_the_models_generation_config(
     )
 
 
-def test_stock_generate_samples_as_the_loop_does(tiny_model: Callable[..., PreTrainedModel]) -> None:
-    """Catches a stock baseline that decodes greedily, or unfiltered, beside sampled rows."""
-    target = TargetModel(tiny_model("llama"))
-    ids = list(range(3, 20))
-    greedy = stock_method(target, 0.0, Limits(12))([ids], 0).tokens
-    sample = stock_method(target, 1.0, Limits(12))
-    assert sample([ids], 1).tokens == sample([ids], 1).tokens != sample([ids], 2).tokens
-    assert stock_method(target, 1.0, Limits(12, top_k=1))([ids], 1).tokens == greedy
-    assert stock_method(target, 1.0, Limits(12, top_p=1e-6))([ids], 1).tokens == greedy
-
-
 @pytest.fixture
 def pair(tiny_model: Callable[..., PreTrainedModel]) -> tuple[TargetModel, TargetModel]:
     """A target and another model for its assistant."""

@@ -10,13 +10,7 @@ from eval.measure.programs import passes
 from eval.prompts.prompts import Prompt
 from eval.prompts.suites import filled, load_suite, suite_name
 
-SHOWN: dict[str, str] = {
-    "number": "right number",
-    "humaneval": "pass@1",
-    "mbpp": "pass@1",
-    "rouge": "ROUGE-1",
-    "bleu": "BLEU",
-}
+SHOWN = {"number": "right number", "humaneval": "pass@1", "mbpp": "pass@1", "rouge": "ROUGE-1", "bleu": "BLEU"}
 PROGRAMS = ("humaneval", "mbpp")
 LIBRARIES = {"rouge": "rouge_score", "bleu": "sacrebleu"}
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -43,13 +37,8 @@ def accuracy(
         why = _unavailable(metric, run_code)
         of_these = [(prompts[place], answers[place]) for place in chosen]
         value = None if why else _value(metric, of_these)
-        found[name] = {
-            "metric": SHOWN[metric],
-            "value": value,
-            "answers": len(chosen),
-            "cut": sum(cut[n] for n in chosen),
-        }
-        found[name] |= {"unavailable": why} if why else {}
+        found[name] = {"metric": SHOWN[metric], "value": value, "answers": len(chosen)}
+        found[name] |= {"cut": sum(cut[n] for n in chosen)} | ({"unavailable": why} if why else {})
     return found
 
 
@@ -64,42 +53,24 @@ def _unavailable(metric: str, run_code: bool) -> str | None:
 
 
 def _value(metric: str, answered: list[tuple[Prompt, str]]) -> float:
+    records, answers = [prompt.record for prompt, _ in answered if prompt.record], [answer for _, answer in answered]
     if metric in PROGRAMS:
-        right = [passes(program(metric, _fields(prompt), answer)) for prompt, answer in answered]
+        right = [passes(program(metric, one.fields, answer)) for one, answer in zip(records, answers, strict=True)]
         return 100 * sum(right) / len(right)
-    references = [_reference(prompt) for prompt, _ in answered]
-    answers = [answer for _, answer in answered]
+    references = [filled(load_suite(one.suite or "").reference or "", one.fields) or "" for one in records]
     if metric == "number":
-        same = [same_number(answer, right) for answer, right in zip(answers, references, strict=True)]
-        return 100 * sum(same) / len(same)
-    return _rouge(answers, references) if metric == "rouge" else _bleu(answers, references)
+        return 100 * sum(map(same_number, answers, references)) / len(answers)
+    if metric == "rouge":  # the mean F1 of single words, stemmed, as in papers on CNN/DM
+        from rouge_score.rouge_scorer import RougeScorer
 
-
-def _rouge(answers: list[str], references: list[str]) -> float:
-    """Return the mean F1 of single words, stemmed, as in papers on CNN/DM."""
-    from rouge_score.rouge_scorer import RougeScorer
-
-    scorer = RougeScorer(["rouge1"], use_stemmer=True)
-    pairs = zip(references, answers, strict=True)
-    return 100 * sum(scorer.score(right, answer)["rouge1"].fmeasure for right, answer in pairs) / len(answers)
-
-
-def _bleu(answers: list[str], references: list[str]) -> float:
-    """Return BLEU of all answers together."""
+        scorer = RougeScorer(["rouge1"], use_stemmer=True)
+        scores = [
+            scorer.score(right, answer)["rouge1"].fmeasure for right, answer in zip(references, answers, strict=True)
+        ]
+        return 100 * float(sum(scores)) / len(answers)
     import sacrebleu
 
     return float(sacrebleu.corpus_bleu([" ".join(answer.split()) for answer in answers], [references]).score)
-
-
-def _fields(prompt: Prompt) -> dict[str, Any]:
-    assert prompt.record is not None
-    return prompt.record.fields
-
-
-def _reference(prompt: Prompt) -> str:
-    assert prompt.record is not None
-    assert prompt.record.suite is not None
-    return filled(load_suite(prompt.record.suite).reference or "", prompt.record.fields) or ""
 
 
 def same_number(answer: str, reference: str) -> bool:

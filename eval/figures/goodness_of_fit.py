@@ -9,6 +9,7 @@ The order of the vocabulary decides which mistakes show; it must be fixed before
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,11 +74,16 @@ def detectable(count: int, level: float, bins: int = BINS) -> float:
 @lru_cache(maxsize=16)
 def _noncentrality(level: float, degrees: int) -> float:
     """Return the noncentrality that a test at this level finds with probability ``POWER``."""
-    limit = _chi_square_quantile(level, degrees)
-    low, high = 0.0, 4.0 * limit + 100.0
-    for _ in range(60):
+    limit = _first(lambda value: chi_square_tail(value, degrees) <= level, 2000.0)
+    return _first(lambda value: _noncentral_tail(limit, degrees, value) >= POWER, 4.0 * limit + 100.0)
+
+
+def _first(reached: Callable[[float], bool], high: float) -> float:
+    """Return by bisection the smallest value up to ``high`` for which ``reached`` is true."""
+    low = 0.0
+    for _ in range(80):
         middle = (low + high) / 2
-        low, high = (low, middle) if _noncentral_tail(limit, degrees, middle) >= POWER else (middle, high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
     return high
 
 
@@ -102,14 +108,6 @@ def _gamma_tail(shape: float, value: float) -> float:
 
 def _double(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64)
-
-
-def _chi_square_quantile(level: float, degrees: int) -> float:
-    low, high = 0.0, 2000.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chi_square_tail(middle, degrees) > level else (low, middle)
-    return high
 
 
 def _noncentral_tail(limit: float, degrees: int, noncentrality: float) -> float:

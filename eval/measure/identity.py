@@ -21,9 +21,7 @@ Identity = dict[str, Any]
 def conditions(paths: Iterable[str], device: str | None, threads: int | None) -> Identity:
     """Return code, commit, machine and files, before a model is loaded.
 
-    Args:
-        paths: all models, checkpoints and phrase pools that are loaded.
-        device, threads: as configured.
+    ``paths`` are all models, checkpoints and phrase pools; ``device`` and ``threads`` are as configured.
     """
     found = machine(resolve_device(device))
     return {

@@ -108,10 +108,9 @@ class Run(Outcome):
         """Return each prompt's own tokens and steps; of a batch without times and joules, which belong to all."""
         if not self.lengths:
             return [self]
-        bare = replace(
-            self, prefill_seconds=0.0, decode_seconds=0.0, wall_seconds=0.0, energy_joules=None,
-            host_energy_joules=None, first_tokens=1, lengths=(),
-        )  # fmt: skip
+        shared: dict[str, Any] = dict.fromkeys(("prefill_seconds", "decode_seconds", "wall_seconds"), 0.0)
+        shared |= {"energy_joules": None, "host_energy_joules": None}
+        bare = replace(self, **shared, first_tokens=1, lengths=())
         found = []
         for row, tokens in enumerate(self.rows()):
             trace = Trace([step for step in self.trace.steps if step.row == row]) if self.trace else None

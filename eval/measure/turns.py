@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from drafters.common.files import naming
 from eval.measure.identity import digest
@@ -49,7 +49,9 @@ def with_later_turns(
                 key = digest([target, found[-1].ids, found[-1].max_new_tokens])
                 if key not in known:
                     known[key] = answer(found[-1])
-                    _append(file, kept, {"prompt": key, "tokens": known[key]})
+                    with naming(kept):
+                        file.write(json.dumps({"prompt": key, "tokens": known[key]}).encode() + b"\n")
+                        file.flush()
                 following = _after(found[-1], known[key], text, turn, tokenizer)
                 if len(following.ids) > longest(following):
                     skipped["too_long"] += len(later) - turn + 2
@@ -63,9 +65,3 @@ def _after(prompt: Prompt, answer: list[int], text: str, turn: int, tokenizer: A
     messages = [*prompt.question, {"role": "assistant", "content": told}, {"role": "user", "content": text}]
     first = prompt.id.removesuffix(f"/{prompt.turn}") if prompt.turn > 1 else prompt.id
     return replace(prompt, id=f"{first}/{turn}", ids=render(tokenizer, messages), question=messages, turn=turn)
-
-
-def _append(file: IO[bytes], path: Path, line: dict[str, Any]) -> None:
-    with naming(path):
-        file.write(json.dumps(line).encode() + b"\n")
-        file.flush()

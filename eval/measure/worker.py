@@ -11,7 +11,6 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self
 
 from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
@@ -32,21 +31,20 @@ class WorkerCrash(WorkerError):
 
 
 class Worker:
-    """A running engine with its model loaded, as a context manager.
+    """A running engine with its model loaded, as a context manager; entering may raise WorkerError.
 
     Args:
         python: of the engine's environment. module: the program that it runs. job: model, method and limits.
         log: file of all that the engine prints. patience: seconds for loading, and for each answer.
 
     Attributes:
-        facts: the engine's description of itself. log: as given.
+        facts: the engine's description of itself.
     """
 
     def __init__(self, python: Path, module: str, job: dict[str, Any], log: Path, patience: float = 900.0) -> None:
         self._python, self._module, self._job, self.log, self._patience = python, module, job, log, patience
         self.facts: dict[str, Any] = {}
         self._failure: WorkerError | None = None
-        self._late = False
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
@@ -62,9 +60,7 @@ class Worker:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -80,7 +76,7 @@ class Worker:
             self._process.wait()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send one line and return the answer."""
+        """Send one line and return the answer; a WorkerError ends the process, and later calls raise it again."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -98,7 +94,14 @@ class Worker:
     def _answer(self, question: str) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(self._patience, self._stop)
+        late = False
+
+        def stop() -> None:
+            nonlocal late
+            late = True
+            self._kill()
+
+        timer = threading.Timer(self._patience, stop)
         timer.start()
         try:
             self._process.stdin.write(question)
@@ -108,45 +111,40 @@ class Worker:
             answer = ""
         finally:
             timer.cancel()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = f"the end of {self.log}: {lines[-1].strip()}" if lines else f"{self.log} is empty"
         if not answer.endswith("\n"):
-            raise self._ended()
+            raise self._ended(late, last)
         try:
             found = json.loads(answer)
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {self._last_words()}")
+            raise WorkerError(f"the engine answered {shortened(answer)}, no JSON object; {last}")
         if "error" in found:
             raise WorkerError(f"{' '.join(str(found['error']).split())} (see {self.log})")
         return found
-
-    def _stop(self) -> None:
-        self._late = True
-        self._kill()
 
     def _kill(self) -> None:
         """End the process and its children, which are in a session of their own."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _ended(self) -> WorkerError:
+    def _ended(self, late: bool, last: str) -> WorkerError:
         """Return the error of a process that gave no answer."""
         try:
             status = self._process.wait(10)
         except subprocess.TimeoutExpired:
             status = None  # it closed its output and still runs
-        if self._late:
-            said = f"no answer from the engine within {self._patience:g} seconds, so its process was ended"
-        elif status is not None and status < 0:
+        if late:
+            return WorkerError(
+                f"no answer from the engine in {self._patience:g} seconds, so its process was ended; {last}"
+            )
+        if status is not None and status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-            return WorkerCrash(f"{name} ended the engine's process; {self._last_words()}")
-        else:
-            said = f"the engine's process ended without an answer{'' if status is None else f' (status {status})'}"
-        return WorkerError(f"{said}; {self._last_words()}")
-
-    def _last_words(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"the end of {self.log}: {lines[-1].strip()}" if lines else f"{self.log} is empty"
+            return WorkerCrash(f"{name} ended the engine's process; {last}")
+        shown = "" if status is None else f" (status {status})"
+        return WorkerError(f"the engine's process ended without an answer{shown}; {last}")
 
 
 Seconds = Annotated[NonNegativeFloat, AllowInfNan(False)]
@@ -199,9 +197,9 @@ def _outcome(made: Answer, vocabulary: int) -> Outcome:
         return Outcome(made.tokens, *times)
     if sum(made.commits) != len(made.tokens):
         raise ValueError(f"the engine's steps gave {sum(made.commits)} tokens, its output has {len(made.tokens)}")
-    known = made.drafted is not None and made.accepted is not None
-    steps = steps_of(made.commits[1:], made.drafted or [], made.accepted or []) if known else None
-    trace = None if steps is None else Trace(steps, prefill_seconds=times[0])
+    trace = None
+    if made.drafted is not None and made.accepted is not None:
+        trace = Trace(steps_of(made.commits[1:], made.drafted, made.accepted), prefill_seconds=times[0])
     return Outcome(made.tokens, *times, trace, first_tokens=(made.commits or [0])[0])
 
 

@@ -153,7 +153,12 @@ def read_suite(name: str, data: Path, skipped: Counter[str] | None = None) -> li
     read = list(_numbered(name, suite, data))
     kept = [(number, record) for number, record in read if suite.ids is None or _within(record, suite)]
     before = skipped.copy()
-    found = list(_from_template(suite, kept, skipped) if suite.prompt is not None else _published(suite, kept, skipped))
+    if suite.prompt is not None:
+        found = list(_from_template(suite, kept, skipped))
+    else:
+        keys = (question_key(record) for _, record in kept if isinstance(record, dict))
+        key = next(filter(None, keys), next(iter(QUESTION_KEYS)))
+        found = list(questions(kept, key, skipped, suite.id))
     if not found:
         why = dict(skipped - before)
         first = shortened(first_record(read), 60)
@@ -206,24 +211,16 @@ def _numbered(name: str, suite: Suite, data: Path) -> Iterator[tuple[int, Any]]:
             raise ValueError(f"suite {name}: {error}{fetch}") from error
         yield from enumerate(found, start=1)
         return
-    here = _local(name, suite, data)
     files = [here] if here.is_file() else _files_in(here)
+    if not files:
+        fetch = f"; {_fetch(here, suite)} fetches it" if suite.url else ""
+        hint = f"or prompts.data=FOLDER names the folder of {suite.file}"
+        raise ValueError(f"suite {name}: there is nothing at {here}{fetch}, {hint}")
     if any(file.name.endswith(DATASET_SUFFIXES) for file in files):
         yield from enumerate(dataset_records(f"{here}:{suite.split}"), start=1)
         return
     for file in files:
         yield from read_records(file)
-
-
-def _local(name: str, suite: Suite, data: Path) -> Path:
-    assert suite.file is not None
-    here = data / suite.file
-    if here.is_file() or (here.is_dir() and _files_in(here)):
-        return here
-    fetch = f"; {_fetch(here, suite)} fetches it" if suite.url else ""
-    raise ValueError(
-        f"suite {name}: there is nothing at {here}{fetch}, or prompts.data=FOLDER names the folder of {suite.file}"
-    )
 
 
 def _fetch(file: Path, suite: Suite) -> str:
@@ -241,11 +238,6 @@ def _within(record: Any, suite: Suite) -> bool:
     assert suite.ids is not None
     number = record.get(suite.id or "task_id") if isinstance(record, dict) else None
     return not isinstance(number, int) or suite.ids[0] <= number <= suite.ids[1]
-
-
-def _published(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
-    keys = (question_key(record) for _, record in records if isinstance(record, dict))
-    return questions(records, next(filter(None, keys), next(iter(QUESTION_KEYS))), skipped, suite.id)
 
 
 def _from_template(suite: Suite, records: list[tuple[int, Any]], skipped: Counter[str]) -> Iterator[Record]:
