@@ -316,7 +316,7 @@ def test_a_report_outlives_its_picture(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such font")
 
-    monkeypatch.setattr("eval.report.files.save", fail)
+    monkeypatch.setattr("eval.report.speed.save", fail)
     out = tmp_path / "out"
     out.mkdir()
     (out / "speedup.png").write_text("of another run")

@@ -1,4 +1,4 @@
-"""Perplexity of outputs under the target, which shows the change that a lossy method makes."""
+"""Perplexity of outputs under the target, and how far quantising moves a target from the loaded model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ from drafters import TargetModel
 from eval.measure.runner import Run
 
 ROWS = 256  # logits of this many tokens at once, in float32
+TEXTS = 12  # of ``quantisation_cost``
 Tokens = tuple[int, ...]
 
 
@@ -85,3 +86,26 @@ def negative_log_likelihoods(target: TargetModel, prompt: list[int], outputs: se
         found[tokens], before = sum(values), tokens
     cache.release()
     return found
+
+
+@torch.inference_mode()
+def quantisation_cost(whole: TargetModel, target: TargetModel, texts: list[list[int]]) -> dict[str, Any]:
+    """Return the report's ``quantisation``, over all positions of the first ``TEXTS`` texts (token ids).
+
+    Args:
+        whole: the target before quantising.
+
+    Returns:
+        ``kl``: mean KL(whole || target), in nats. ``same_argmax``: share of positions with the same best token.
+        ``positions``: their number.
+    """
+    kl, same, positions = 0.0, 0, 0
+    for ids in texts[:TEXTS]:
+        ours, theirs = (
+            model.lm_head(model.features(torch.tensor([ids], device=model.device)).features[0]).float().log_softmax(-1)
+            for model in (target, whole)
+        )
+        kl += (theirs.exp() * (theirs - ours)).sum().item()
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        positions += len(ids)
+    return {"kl": kl / positions, "same_argmax": same / positions, "positions": positions}

@@ -1,14 +1,16 @@
 """The configured drafters, built anew for every round; their draft models are loaded once."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from drafters import Drafter, LearnedDrafter, TargetModel, drafter_class, make_drafter
+from drafters.model.draft_head import DraftHead
 from drafters.model.text_tokens import TextTokens
 from eval.entries import DRAFT_MODELS, DrafterEntry
-from eval.measure.inside import draft_vocabulary, trained_with
 from eval.measure.models import Models
+
+KEPT = ("data", "dialogues", "tokens", "minutes", "ranks", "joules")  # fields of a checkpoint's training record
 
 
 class Lineup:
@@ -99,3 +101,30 @@ def _with_draft_models(value: Any, key: str, load: Callable[[str], TargetModel])
     if isinstance(value, list):
         return [_with_draft_models(item, key, load) for item in value]
     return value
+
+
+def trained_with(drafter: Drafter) -> list[dict[str, Any]]:
+    """Return the training records of its checkpoints; empty if it has none."""
+    found = []
+    for one in _within(drafter):
+        if isinstance(one, LearnedDrafter) and (training := one.provenance.get("training")):
+            told = {name: training[name] for name in KEPT if training.get(name) is not None}
+            found.append({"drafter": one.name, **told, "init_from": training.get("config", {}).get("init_from")})
+    return found
+
+
+def draft_vocabulary(drafter: Drafter) -> TextTokens | None:
+    """Return the tokens of its pruned vocabulary before any text; None: all tokens."""
+    for one in _within(drafter):
+        for value in vars(one).values():
+            for head in value if isinstance(value, list) else [value]:
+                if isinstance(head, DraftHead) and (found := head.vocabulary()) is not None:
+                    return found
+    return None
+
+
+def _within(drafter: Drafter) -> Iterator[Drafter]:
+    yield drafter
+    for value in vars(drafter).values():
+        if isinstance(value, Drafter):
+            yield from _within(value)

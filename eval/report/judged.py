@@ -1,13 +1,14 @@
-"""Figures of the outputs that need the target: perplexity, and whether rounding explains greedy divergences.
+"""Figures of outputs beyond the runs: perplexity, divergences that rounding explains, coverage of a draft vocabulary.
 
 The journal keeps them, so that a report can be made again without the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from drafters import TargetModel
+from drafters.model.text_tokens import TextTokens
 from eval.figures import divergence
 from eval.figures.metrics import typical_run
 from eval.figures.perplexity import OutputPerplexity
@@ -67,3 +68,42 @@ def _exactness(rounds: Rounds, plain: list[Run], names: list[str], partings: div
     except Exception as error:  # for example out of memory: the measurements are more important
         return row | {"divergences": divergence.unavailable(rounds, plain, error)}
     return row | {"divergences": divergence.summary(found, len(names))}
+
+
+def add_coverage(
+    judged: Sequence[dict[str, Any]],
+    runs: Sequence[Run],
+    known: Mapping[str, TextTokens],
+    prompts: Sequence[Prompt],
+) -> None:
+    """Add to the figures of methods with a pruned vocabulary the share of their outputs' tokens that it contains.
+
+    The vocabulary grows with the text, so each token is looked up at the start of its step. A prompt's first token is
+    left out, because prefill gives it. Batches have no figure, because their rows share the tokens of all texts.
+
+    Args:
+        judged: see ``eval.report.judged``. known: by label, a method's vocabulary before any text.
+        prompts: the measured prompts.
+    """
+    for row in judged:
+        if (vocabulary := known.get(row["drafter"])) is not None and row["batch"] == 1:
+            place = row["drafter"], row["temperature"], row["batch"]
+            own = [run for run in runs if (run.method, run.temperature, run.batch) == place]
+            found = [there for run in own for there in _drafted(vocabulary.anew(), prompts[run.prompt].ids, run)]
+            if found:
+                row["figures"] |= {"draft_vocab": len(vocabulary), "draft_vocab_coverage": sum(found) / len(found)}
+
+
+def _drafted(vocabulary: TextTokens, prompt: Sequence[int], run: Run) -> list[bool]:
+    """Return for each token except the first whether it could be drafted."""
+    found = list[bool]()
+    steps = [step.committed for step in run.trace.steps] if run.trace else [1] * (len(run.tokens) - 1)
+    text = [*prompt, *run.tokens[:1]]
+    rows, at = [text], 1
+    for count in steps:
+        vocabulary.read(rows)
+        new = run.tokens[at : at + count]
+        found += [token in vocabulary for token in new]
+        text += new
+        at += count
+    return found

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from eval.figures.quantisation import about_quantisation
 from eval.report.tables import about_energy, in_batch, number, setting_of, shown_name, tail
 
 
@@ -40,7 +39,12 @@ def statements(report: dict[str, Any]) -> list[str]:
     """Return statements about prompts, quantisation, the baseline, loops, energy, load and single rows."""
     facts = report["environment"]
     lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
-    lines += about_quantisation(facts)
+    if (cost := facts.get("quantisation")) is not None:
+        lines.append(
+            f"layers in {facts['quantize']}: KL {cost['kl']:.4f} from the target in {facts['dtype']}, and the same "
+            f"best token at {cost['same_argmax']:.1%} of {cost['positions']:,} positions of prompts and plain decoding's "
+            "answers"
+        )
     for baseline in report["baseline"]["temperatures"]:
         at = setting_of(baseline)
         line = f"{at}: plain decoding in this loop makes {number(baseline['tokens_per_second'], 1)} tokens/s"

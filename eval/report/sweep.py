@@ -13,10 +13,9 @@ from eval.configs import SweepConfig, folder_name
 from eval.measure.lineup import check_options
 from eval.measure.models import Models, load_models
 from eval.report.charts import Axes, plt, save
-from eval.report.files import drawing
 from eval.report.page import setting
 from eval.report.remarks import warnings
-from eval.report.speed import finished_report, measure_once
+from eval.report.speed import drawing, finished_report, measure_once
 from eval.report.tables import Row, number, run_again, say, shown_name, speedup_with_interval, table
 
 DATA, PAGE, PICTURE = "sweep.json", "sweep.md", "sweep.png"

@@ -17,7 +17,6 @@ from drafters.common.wording import size_text
 from eval.configs import RooflineConfig
 from eval.report.tables import machine_line, say, software_line, table, target_line, write_page
 from eval.rooflines import parts
-from eval.rooflines.random_target import random_target
 
 METHODS = (
     "method", "batch", "tau (replayed)", "tokens/s", "of the roofline", "speedup", "draft ms", "verify ms", "commit ms",
@@ -43,7 +42,7 @@ def measure_and_write(shape: str, config: RooflineConfig, argv: list[str], conso
     check_folder(out)
     positions = config.context + config.new_tokens + max(config.rows) + 128
     how = config.dtype, config.device, config.engine, config.quantize, config.seed
-    target = random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
+    target = parts.random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
     facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
     found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
     with console.status("") as status:

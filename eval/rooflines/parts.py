@@ -1,4 +1,4 @@
-"""The measurements of eval.roofline, one function each."""
+"""Targets with random weights, and the measurements of eval.roofline, one function each."""
 
 import random
 import statistics
@@ -8,18 +8,55 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
+from drafters.common.choices import Engine, Quantization
 from drafters.cpu.kernels import most_likely
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.replay import ReplayDrafter
 from drafters.model.cache import cache_bytes
+from drafters.model.files import load_config_only, resolve_device, resolve_dtype
+from drafters.model.loading import check_memory
 from eval.configs import RooflineConfig
+from eval.rooflines.shapes import FOLDER, LLAMAS, PUBLISHED, SIZES, check_shape
 
 COPIED = {"cuda": 2 << 30, "cpu": 256 << 20}  # bytes; larger than every cache
 NO_EOS: list[int] = []
+
+
+def shape_config(shape: str, max_positions: int) -> PretrainedConfig:
+    """Return the configuration of a named shape; ValueError with the known ones if there is none."""
+    check_shape(shape)
+    if shape in PUBLISHED:
+        config = load_config_only(str(FOLDER / f"{PUBLISHED[shape]}.json"), may_be_file=True)
+        config.max_position_embeddings = max_positions
+        return config
+    sizes = dict(zip(SIZES, LLAMAS[shape], strict=True))
+    return LlamaConfig(**sizes, max_position_embeddings=max_positions, tie_word_embeddings=False)
+
+
+def random_target(
+    shape: str,
+    max_positions: int,
+    dtype: str,
+    device: str | None = None,
+    engine: Engine | None = None,
+    quantize: Quantization | None = None,
+    seed: int = 0,
+    cache_tokens: tuple[int, int] = (0, 0),
+) -> TargetModel:
+    """Return a target of a named shape, made on the device; ``cache_tokens`` as in ``TargetModel.from_pretrained``."""
+    where = resolve_device(device)
+    config, kind = shape_config(shape, max_positions), resolve_dtype(dtype, where)
+    check_memory(shape, config, kind, [where], *cache_tokens)
+    torch.manual_seed(seed)
+    with torch.device(where):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=kind, attn_implementation="sdpa", trust_remote_code=False
+        )
+    return TargetModel(model, name=f"{shape} (random weights)", engine=engine, quantize=quantize)
 
 
 def copy_bandwidth(device: torch.device, tries: int = 9) -> float:
