@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from programs import status
-from rich.console import Console
 from transformers import PreTrainedModel
 
 import eval.batch_cost
@@ -77,7 +76,7 @@ def test_every_forward_is_the_same_token_after_the_same_context(
     monkeypatch.setattr(target, "run", noted)
     monkeypatch.setattr(torch, "randint", remembered)
     config = BatchCostConfig(**config_for(tmp_path, tmp_path / "out"))
-    blocks = measure(target, config, EnergyMeter(target.device), Console(quiet=True))
+    blocks = measure(target, config, EnergyMeter(target.device))
     assert Counter(block.batch for block in blocks) == {1: 3, 3: 3}
     assert [block.batch for block in blocks] != [1, 1, 1, 3, 3, 3]
     assert Counter(len(tokens) for tokens, _, _ in seen) == {1: 1 + 3 * 2, 3: 1 + 3 * 2}

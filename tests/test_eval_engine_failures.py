@@ -19,7 +19,7 @@ FAKE = {"python": sys.executable, "module": "tests.fake_engine"}
 ENDS = {
     91: "SIGSEGV ended the engine's process; .*log is empty",
     92: "SIGKILL ended the engine's process",
-    93: "no answer of the engine's within 4 seconds, and its process was ended",
+    93: "no answer from the engine in 4 seconds, so its process was ended",
     94: "the engine answered '.*what is this.*', no JSON object",
     95: "the engine answered '.*no.*answer.*', no JSON object",
     96: "the engine's answer: prefill_seconds: .*finite number",
@@ -70,7 +70,7 @@ def test_an_engine_that_dies_has_no_figures(gamma: int, finished: tuple[Path, di
     assert f"dies-{gamma}.log" in failure["reason"]
     page = (folder / "out" / "report.md").read_text()
     assert re.search(rf"\| dies {gamma} \(Mortal 1, Q4\) \| 0 \| failed \|( - \|)+\n", page)
-    assert f"dies {gamma} (Mortal 1, Q4), T = 0: no figures, for it failed on prompt" in page
+    assert f"dies {gamma} (Mortal 1, Q4), T = 0: no figures, it failed on prompt" in page
 
 
 def test_the_others_go_on(finished: tuple[Path, dict[str, Any]]) -> None:
