@@ -126,21 +126,12 @@ class RunJournal:
         return True
 
     def _everything(self) -> Lines:
-        """Return the lines of all processes: the starts, the runs in the order of one process, and the end."""
+        """Return the lines of all processes: the starts, the runs and the end."""
         lines = [line for path in self._all for line in _complete(path)]
-        runs = [line for line in lines if "method" in line]
-        sizes = [len(line.get("lengths", "1")) for line in runs]
-        temperatures = list(dict.fromkeys(line["temperature"] for line in runs))
-        batches = list(dict.fromkeys(sizes))
-        keys = {
-            id(line): (temperatures.index(line["temperature"]), line["round"], batches.index(size), line["index"])
-            for line, size in zip(runs, sizes, strict=True)
-        }
         first, *starts = (start for line in lines if (start := line.get("environment") or line.get("resumed")))
         told = [{"resumed": {name: start[name] for name in START}} for start in starts]
         begun = {"environment": first, "identity": self._identity}
-        runs.sort(key=lambda line: keys[id(line)])
-        return [begun, *told, *runs, *(line for line in lines if END in line)]
+        return [begun, *told, *(line for line in lines if "method" in line), *(line for line in lines if END in line)]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

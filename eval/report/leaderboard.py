@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 from rich.console import Console
 
 from drafters.common.files import replace_text
@@ -219,18 +220,8 @@ def _address(link: str) -> str:
 
 
 def html(found: Found) -> str:
-    """Return ``leaderboard.html``."""
-    return render(
-        "leaderboard.html",
-        title="Leaderboard of drafters",
-        about=markdown(ABOUT),
-        add=markdown(ADD),
-        best_head=BEST,
-        best=best(found),
-        head=HEAD,
-        targets=by_target(found),
-        table_title=title,
-        table_about=about,
-        certified=CERTIFIED,
-        certificates=found["certificates"],
-    )
+    """Return ``leaderboard.html``: the Markdown page with tables that a click sorts."""
+    body = markdown(page(found).removeprefix("# Leaderboard\n"))
+    body = body.replace("<table>", Markup('<div class="scroll"><table class="sortable">'))
+    body = body.replace("</table>", Markup("</table></div>"))
+    return render("leaderboard.html", title="Leaderboard of drafters", body=body)

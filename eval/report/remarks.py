@@ -41,8 +41,8 @@ def statements(report: dict[str, Any]) -> list[str]:
     lines = [shortage] if (shortage := shortage_line(facts["prompt_set"])) else []
     if (cost := facts.get("quantisation")) is not None:
         lines.append(
-            f"layers in {facts['quantize']}: KL {cost['kl']:.4f} from the target in {facts['dtype']}, same best token at "
-            f"{cost['same_argmax']:.1%} of {cost['positions']:,} positions of prompts and plain decoding's answers"
+            f"layers in {facts['quantize']}: KL {cost['kl']:.4f} from the target in {facts['dtype']}, same best token "
+            f"at {cost['same_argmax']:.1%} of {cost['positions']:,} positions of prompts and plain decoding's answers"
         )
     for baseline in report["baseline"]["temperatures"]:
         at = setting_of(baseline)
