@@ -57,13 +57,6 @@ def test_a_program_passes_by_its_tests_alone(answer: str, right: bool) -> None:
     assert passes(program("humaneval", FIELDS, answer), seconds=2) is right
 
 
-def test_mbpp_runs_its_setup_and_every_test() -> None:
-    """Catches a solution judged by the first of its tests, or without what the tests stand on."""
-    fields = {"test_setup_code": "one = 1", "test_list": ["assert add(one) == 2", "assert add(2) == 3"]}
-    assert passes(program("mbpp", fields, "```python\ndef add(n):\n    return n + 1\n```"))
-    assert not passes(program("mbpp", fields, "def add(n):\n    return 2"))
-
-
 @pytest.mark.parametrize(
     "harm",
     [

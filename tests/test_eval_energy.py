@@ -1,15 +1,13 @@
 """Energy from counters that are files and a module of our own: no machine of the tests has the real ones."""
 
-import itertools
 import sys
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from drafters.common.energy import EnergyMeter, NvmlPower, Rapl, gpu_counter, integrate
+from drafters.common.energy import EnergyMeter, Rapl, integrate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -129,23 +127,6 @@ def test_a_gpu_is_read_by_its_uuid_and_the_cpu_beside_it(
         file.write_text("400000")
     assert nvml.asked_for == ["GPU-1234-ab"]
     assert (reading.device, reading.host) == (2.5, pytest.approx(0.4))
-
-
-def test_without_a_counter_the_power_is_integrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches older GPUs without a figure, and a sampling thread that goes on after the call."""
-    nvml = FakeNvml()
-    nvml.power, nvml.has_power = itertools.repeat(50_000), True
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    counter = gpu_counter("GPU-1")
-    assert isinstance(counter, NvmlPower)
-    for _ in range(2):  # a second call begins anew
-        begun = time.perf_counter()
-        counter.start()
-        time.sleep(0.06)
-        joules = counter.stop()
-        assert 50 * 0.06 <= joules <= 50 * (time.perf_counter() - begun)
-    assert counter._thread is not None
-    assert not counter._thread.is_alive()
 
 
 def test_trapezia() -> None:

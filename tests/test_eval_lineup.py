@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import eval.measure.lineup
-from drafters import Drafter, TargetModel
-from drafters.config import Config
-from drafters.methods.autoregressive import AutoregressiveDrafter
+from drafters import TargetModel
 from eval.configs import SpeedConfig
 from eval.entries import DrafterEntry
 from eval.measure.lineup import Lineup
@@ -40,21 +37,6 @@ def target(tiny_model: Callable[..., PreTrainedModel]) -> TargetModel:
     return TargetModel(tiny_model("llama"))
 
 
-class ManyOptions(Config):
-    draft_models: list[Any]
-
-
-class Many(AutoregressiveDrafter):
-    """Takes several draft models, as a tree merged from them does."""
-
-    name = "many"
-    options = ManyOptions
-
-    def __init__(self, target: TargetModel, options: ManyOptions) -> None:
-        super().__init__(target, options)
-        self.draft_models = options.draft_models
-
-
 def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
     target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -66,31 +48,6 @@ def test_draft_models_are_loaded_once_and_drafters_are_new_every_round(
     assert loads == [path]
     assert len({id(drafter) for drafters in rounds for drafter in drafters.values()}) == 9
     assert len({id(drafters["ouroboros"].pool) for drafters in rounds}) == 3  # type: ignore[attr-defined]
-
-
-def test_draft_models_are_found_wherever_they_stand(
-    target: TargetModel, loads: list[str], tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a cascade or a tree of several draft models that loads its own copy of each, in every round."""
-    one, two = str(tiny_checkpoint("llama", 1)), str(tiny_checkpoint("llama", 2))
-    plain = eval.measure.lineup.drafter_class
-    monkeypatch.setattr(eval.measure.lineup, "drafter_class", lambda name: Many if name == "many" else plain(name))
-    make = eval.measure.lineup.make_drafter
-
-    def make_any(name: str, target: TargetModel, **options: Any) -> Drafter:
-        return Many.from_options(target, **options) if name == "many" else make(name, target, **options)
-
-    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_any)
-    cascade = {"drafter": "cascade", "draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
-    given = entries({"drafter": "many", "draft_models": [one, two]}, cascade)
-    lineup = Lineup(given, Models(target))
-    for _ in range(2):
-        built = lineup.fresh(0.0)
-        first, second = built["many"].draft_models  # type: ignore[attr-defined]
-        assert built["cascade"].draft_model is first  # type: ignore[attr-defined]
-        assert built["cascade"].inner.draft_model is second  # type: ignore[attr-defined]
-    assert loads == [one, two]
-    assert given[1].options == {"draft_model": one, "inner": {"drafter": "speculative", "draft_model": two}}
 
 
 def test_a_grid_becomes_an_entry_for_each_combination() -> None:

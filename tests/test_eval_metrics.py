@@ -101,25 +101,6 @@ def test_methods_alternate_within_a_prompt_and_pools_start_anew() -> None:
         assert len({prompt for _, prompt in calls[start : start + 3]}) == 1
 
 
-def test_a_failure_names_method_and_prompt_and_keeps_what_was_measured() -> None:
-    """Catches an error that is swallowed while an earlier time is reused."""
-
-    def fine(ids: list[list[int]], seed: int, most: int) -> Outcome:
-        return Outcome([1, 2], 0.0, 0.1, trace_of(1))
-
-    def breaks(ids: list[list[int]], seed: int, most: int) -> Outcome:
-        if ids == [PROMPTS[2].ids]:
-            raise RuntimeError("out of memory")
-        return fine(ids, seed, most)
-
-    kept: list[Run] = []
-    with pytest.raises(MeasurementError, match="bad failed at temperature 0 on prompt 'p2'.*out of memory"):
-        for run in measure(lambda *_: {"good": fine, "bad": breaks}, PROMPTS[:4], PROMPTS[4:5], [0.0], 1, Limits(8)):
-            kept.append(run)
-    assert {run.prompt for run in kept} >= {0, 1}
-    assert not [run for run in kept if run.prompt == 2 and run.method == "bad"]
-
-
 def test_the_journal_holds_all_of_every_run() -> None:
     """Catches a journal from which nothing can be computed again: without tokens, steps, forwards or their times."""
     trace = Trace(
@@ -393,25 +374,6 @@ def test_what_is_alike_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [together.describe([run])["perplexity"] for run in runs] == pytest.approx(alone, rel=1e-5)
     # The prompt but for its last token; 3; 12, 13; 9; 14, 15; 16: each with the token before it.
     assert rows == [2, 1, 2, 1, 2, 1]
-
-
-def test_perplexity_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches hours of measurements lost to the last forwards, or to a NaN that JSON does not hold."""
-    target = TargetModel(build("llama"))
-    score = OutputPerplexity(target, [[5, 6]])
-    runs = [placed(Outcome([3, 4], 0, 1), 0, 1)]
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target, "run", fail)
-        assert score.describe(runs) == {
-            "perplexity": None,
-            "perplexity_unavailable": "OutOfMemoryError: out of memory",
-        }
-    monkeypatch.setattr(target, "lm_head", lambda rows: torch.full((len(rows), VOCAB_SIZE), torch.nan))
-    assert score.describe(runs)["perplexity"] is None
 
 
 def test_tau_by_context_worked_by_hand() -> None:

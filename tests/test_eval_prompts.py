@@ -207,30 +207,6 @@ def test_published_formats_are_read_as_they_are(
     assert prompts.skipped.total() == 2
 
 
-def test_what_the_template_refuses_is_skipped_and_counted(tmp_path: Path) -> None:
-    """Catches a system message, which Gemma's template refuses, that ends the run in a traceback of Jinja."""
-    tokenizer = tiny_tokenizer()
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
-    tokenizer.chat_template = refusing
-    system = [{"from": "system", "value": "w9"}, *sharegpt("w3", "w4")["conversations"]]
-    file = write(tmp_path / "p.jsonl", [{"conversations": system}, sharegpt("w1", "w2"), sharegpt("w5", "w6")])
-    prompts = load_prompts(PromptsConfig(file=file), tokenizer, warmup=1, max_new_tokens=10, max_context=20)
-    assert len(prompts.measured) == len(prompts.warmup) == 1 and prompts.skipped == {"template_refused": 1}
-    file = write(tmp_path / "p.jsonl", [{"conversations": system}])
-    with pytest.raises(ValueError, match="0 usable prompts.*'template_refused': 1"):
-        load_prompts(PromptsConfig(file=file), tokenizer, warmup=1, max_new_tokens=10, max_context=20)
-
-
-def test_definitions_of_tools_reach_the_prompt(tmp_path: Path) -> None:
-    """Catches prompts of a tool's user measured without the tools, and without a word where the template has none."""
-    file = write(tmp_path / "p.jsonl", [sharegpt("w1", "w2") | {"tools": [{"name": "w7"}]}, sharegpt("w3", "w4")])
-    assert load(file, warmup=0).skipped == {"tools_not_printed": 1}
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }} {% endfor %}" + TEMPLATE
-    prompts = load_prompts(PromptsConfig(file=file), tokenizer, warmup=0, max_new_tokens=10, max_context=20)
-    assert sorted(prompt.ids for prompt in prompts.measured) == [[3, 9, 5], [13, 3, 7, 5]] and not prompts.skipped
-
-
 def long_prompts(file: Path, tokens: int, **options: Any) -> PromptSet:
     config = PromptsConfig(file=file, context_tokens=tokens, **options)
     return load_prompts(config, tiny_tokenizer(), warmup=2, max_new_tokens=10, max_context=100)

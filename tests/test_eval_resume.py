@@ -1,7 +1,6 @@
 """A killed `python -m eval.speed` goes on where it stopped, and mixes nothing that does not belong together."""
 
 import copy
-import errno
 import json
 import os
 import signal
@@ -307,24 +306,6 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
             second.runs.append(run_of("a"))
             second.finish()
         assert first.exists() and second.path.name == journal.JOURNAL
-
-
-def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Catches the error of closing, which names no file, in place of that of writing, and a journal without a run."""
-
-    class Full:
-        def write(self, line: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self) -> None:
-            opening.close()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left on device") as raised, opened(tmp_path, {}) as full:
-        opening, full._file = full._file, Full()  # type: ignore[assignment]
-        full.write(run_of("a"), Prompt("p", None, [3]))
-    assert raised.value.filename == str(full.path)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.speculative import SpeculativeDrafter
 from eval.configs import TargetEntry
 from eval.measure.models import answer_ends
-from eval.report.remarks import warnings
 
 ROW_KEYS = {
     "drafter", "temperature", "lossless", "tau", "tokens_per_second", "speedup", "exact_match", "draft_ms", "verify_ms",
@@ -325,53 +324,6 @@ def test_a_report_outlives_its_picture(
     assert {path.name for path in out.iterdir()} == PAGES | {"measurements.jsonl"}
 
 
-def test_a_report_outlives_the_search_for_divergences(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches hours of measurements lost to the forwards after them."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(eval.measure.lineup, "make_drafter", make_wrong)
-    monkeypatch.setattr("eval.figures.divergence.find_divergences", fail)
-    assert run(config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1), tmp_path) == 0
-    _, wrong = strict((tmp_path / "out" / "report.json").read_text())["rows"]
-    assert wrong["exact_match"] == 0.0
-    assert (wrong["divergences"]["count"], wrong["divergences"]["unexplained"]) == (4, None)
-    assert "an unchecked amount (OutOfMemoryError: out of memory)" in (tmp_path / "out" / "report.md").read_text()
-    assert "unchecked" in capsys.readouterr().out
-
-
-def test_a_slow_baseline_is_flagged(finished: tuple[Path, dict[str, Any]]) -> None:
-    """Catches speedups over a loop slower than stock generate, with nobody told."""
-    _, report = finished
-    report = json.loads(json.dumps(report))
-    for baseline, ratio in zip(report["baseline"]["temperatures"], (1.25, 0.8), strict=True):
-        baseline["over_stock_generate"] = ratio
-    (line,) = warnings(report)
-    assert line.startswith("T = 1: the baseline is slower than stock generate (0.80 times")
-
-
-def test_a_grid_is_measured_in_one_run(files: dict[str, Path], tmp_path: Path) -> None:
-    """Catches combinations that share a drafter, or a report whose rows cannot be pivoted."""
-    entry = {"label": "S", "drafter": "speculative", "draft_model": str(files["draft"])}
-    config = config_for(files, tmp_path / "out", temperatures=[0.0], rounds=1)
-    config["drafters"] = [entry | {"grid": {"gamma": [1, 3]}}]
-    assert run(config, tmp_path, "prompts.count=2") == 0
-    report = strict((tmp_path / "out" / "report.json").read_text())
-    assert [(row["drafter"], row["entry"], row["grid"]) for row in report["rows"]] == [
-        ("autoregressive", "autoregressive", None),
-        ("S gamma=1", "S", {"gamma": 1}),
-        ("S gamma=3", "S", {"gamma": 3}),
-    ]
-    assert [row["drafted_per_step"] <= gamma for row, gamma in zip(report["rows"], (0, 1, 3), strict=True)] == [
-        True
-    ] * 3
-    assert report["rows"][2]["drafted_per_step"] > 1
-    assert report["environment"]["config"]["drafters"][0]["grid"] == {"gamma": [1, 3]}
-
-
 def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], tmp_path: Path) -> None:
     """Catches rows of transformers' own methods without a mark, with a tau that nobody measured, or left unpaired."""
     stock = [
@@ -395,25 +347,3 @@ def test_stock_acceleration_stands_beside_the_drafters(files: dict[str, Path], t
         assert greedy["perplexity"] == pytest.approx(rows["autoregressive", 0.0]["perplexity"])
         assert f"| {label} (stock) | 0 | - |" in (tmp_path / "out" / "report.md").read_text()
     assert not rows["draft model", 0.0]["stock"]
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"drafter": "prompt_lookup", "zzz": 3}, "prompt_lookup: unknown key 'zzz'; known keys: "),
-        ({"drafter": "bild", "draft_model": ".", "gama": 3}, "bild: unknown key 'gama'; did you mean 'gamma'"),
-        ({"drafter": "eagle", "checkpont": "x"}, "eagle: unknown key 'checkpont'; did you mean 'checkpoint'"),
-    ],
-)
-def test_a_mistyped_option_is_found_before_a_model_is_loaded(
-    entry: dict[str, Any],
-    message: str,
-    files: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Catches minutes of loading a large target before a mistyped option of a drafter is named."""
-    monkeypatch.setattr("eval.measure.speed.load_models", None)
-    assert run(config_for(files, tmp_path / "out", drafters=[entry]), tmp_path) == 1
-    assert message in capsys.readouterr().err

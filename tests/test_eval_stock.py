@@ -90,32 +90,6 @@ def test_the_tokens_of_the_first_forward_are_the_prefills(pair: tuple[TargetMode
     assert everything.decode_seconds < everything.prefill_seconds
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(4, {4}), (None, {20})])
-def test_a_draft_has_the_length_that_is_asked_for(
-    pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch, tokens: int | None, expected: set[int]
-) -> None:
-    """Catches drafts cut short by an unsure assistant, or growing with success, under the name of a fixed length."""
-    target, draft = pair
-    lengths: list[int] = []
-    thresholds: set[float] = set()
-    kind = candidate_generator.AssistedCandidateGenerator
-    plain = kind.get_candidates
-
-    def counted(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
-        asked = self._calculate_new_tokens(input_ids)[1]
-        ids, logits = plain(self, input_ids, **options)
-        if asked == self.num_assistant_tokens:  # not at the limit of the output
-            lengths.append(ids.shape[1] - input_ids.shape[1] if tokens else asked)
-        thresholds.add(self.assistant_confidence_threshold)
-        return ids, logits
-
-    monkeypatch.setattr(kind, "get_candidates", counted)
-    for assistant in (draft, target):
-        stock_method(target, 0.0, Limits(60), assisted(tokens), assistant)([IDS], 0)
-    assert set(lengths) == expected
-    assert thresholds == ({0.0} if tokens else {0.4})
-
-
 def test_prompt_lookup_is_plain_decoding_and_copies_from_the_context(
     pair: tuple[TargetModel, TargetModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,24 +110,6 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
     assert measured[3:] == ["max_new_tokens=6"]
 
 
-def test_the_order_of_prompts_and_the_target_itself_can_vary(
-    config: dict[str, Any], tmp_path: Path, loads: list[str]
-) -> None:
-    """Catches nested keys and null values that are lost, and a target of the value before measured again."""
-    assert run(config, tmp_path, 'vary={"prompts.consecutive": [2, 1, null]}', "max_new_tokens=3") == 0
-    assert len(loads) == 2
-    sets = [
-        json.loads((tmp_path / "out" / f"prompts.consecutive={value}" / "report.json").read_text())["environment"]
-        for value in ("2", "1", "null")
-    ]
-    assert [facts["prompt_set"]["consecutive"] for facts in sets] == [2, 1, None]
-    loads.clear()
-    assert run(config, tmp_path, 'vary={"target.dtype": ["float32", "bfloat16"]}', "max_new_tokens=3") == 0
-    assert len(loads) == 4
-    rows = json.loads((tmp_path / "out" / "target.dtype=bfloat16" / "report.json").read_text())
-    assert rows["environment"]["dtype"] == "bfloat16"
-
-
 @pytest.mark.parametrize(
     ("vary", "message"),
     [

@@ -75,17 +75,6 @@ def test_knobs_are_searched_one_after_the_other(
     validate(TuneConfig, config, source="config").drafters[0].model_validate(best[0])
 
 
-def test_another_pass_starts_from_what_was_found(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches passes that repeat the first, and a search that goes on when nothing changes any more."""
-    # With window 3 gamma 1 is best; with window 2 gamma 3 is.
-    asked = pretend(monkeypatch, lambda o: (o["gamma"] * (1 if o["window"] == 2 else -1) + 9.0 * (o["window"] == 2), 5))
-    assert run(config, tmp_path, "passes=9") == 0
-    assert [grid["gamma"] for grid in asked] == [[1, 2, 3], [1], [1, 2, 3], [3], [1, 2, 3], [3]]
-    assert yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())[0]["gamma"] == 3
-
-
 def test_a_bound_on_perplexity(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a lossy method tuned for speed at any price, a bound that is absolute, and a search that ends where the
     first knob alone cannot keep the bound."""

@@ -30,7 +30,7 @@ from drafters.model.cache import KVCache
 from eval import lossless
 from eval.configs import LosslessConfig
 from eval.figures import certificate as made
-from eval.figures.goodness_of_fit import count_tail, detectable, uniformity
+from eval.figures.goodness_of_fit import detectable, uniformity
 
 # Three children of the root, three of its first, three of that one's first: siblings, and a chain of three.
 PARENTS, GROUPS, SIBLINGS = (ROOT, ROOT, ROOT, 0, 0, 0, 3, 3, 3), (0, 0, 0, 1, 1, 1, 2, 2, 2), 3
@@ -253,13 +253,6 @@ def test_power_is_as_stated() -> None:
     p_values = [fit.p_value for fit in (uniformity(row, level) for row in generator.random((1000, 400))) if fit]
     assert len(p_values) == 1000 and 25 <= sum(p < 0.05 for p in p_values) <= 75
     assert uniformity(generator.random(100), level) is None
-
-
-def test_counts_worked_by_hand() -> None:
-    """Catches the wrong tail, or one that leaves its own number out."""
-    assert count_tail(0, 10.0) == pytest.approx(2 * np.exp(-10.0))
-    assert count_tail(2, 0.1) == pytest.approx(2 * (1 - 1.1 * np.exp(-0.1)))
-    assert count_tail(10, 10.0) == 1.0
 
 
 def test_the_program_certifies_by_name_and_by_folder(tmp_path: Path) -> None:

@@ -139,20 +139,6 @@ def test_what_is_no_report_is_named_by_every_program(
         (bad / name).write_bytes(before)
 
 
-@pytest.mark.parametrize("table", ["prompts.csv", "measurements.jsonl"])
-@pytest.mark.parametrize("content", ["[1]\n5\nnull", "{", '{"method": 5}', "a,b\n1,2", "\x00"])
-def test_a_table_of_prompts_that_is_none_is_named(
-    table: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a traceback for the runs of a report, where the report itself is whole."""
-    written(tmp_path)
-    (tmp_path / table).write_text(content)
-    assert status(compare.main, tmp_path, tmp_path) == 1
-    message = capsys.readouterr().err
-    assert str(tmp_path) in message and message.count("\n") == 1
-    assert table in message or "nothing can be compared" in message
-
-
 @pytest.mark.parametrize("name", [*SCHEMAS])
 def test_any_content_is_read_or_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a traceback, or an error without the file's name, for a value of the wrong kind or a missing key."""
