@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -17,6 +17,7 @@ from drafters.common.threads import fewest_threads, set_threads
 from drafters.common.wording import shortened
 from eval.configs import SpeedConfig
 from eval.entries import STOCK
+from eval.measure.engines import Engines
 from eval.measure.identity import Identity, conditions, digest
 from eval.measure.journal import RunJournal
 from eval.measure.lineup import Lineup, check_options
@@ -27,23 +28,6 @@ from eval.measure.stock import stock_method
 from eval.measure.turns import ANSWERS, with_later_turns
 from eval.prompts.config import shown_sizes
 from eval.prompts.prompts import Prompt, PromptSet, in_whole_batches, load_prompts, longest_prompt
-
-
-class Guests(Protocol):
-    """Methods outside of this process that take turns with ours (``eval.measure.engines``).
-
-    Attributes:
-        described: by label, what the report's rows say of each. facts: for the report's environment.
-    """
-
-    described: dict[str, dict[str, Any]]
-    facts: dict[str, Any]
-
-    def start(self, target: TargetModel, prompts: PromptSet, limits: Limits) -> None:
-        """Load what is available; before, ``described`` is empty."""
-
-    def methods(self, temperature: float, limits: Limits) -> Mapping[str, Method]:
-        """Return the methods by label."""
 
 
 @dataclass
@@ -65,13 +49,13 @@ class Session:
     share: list[int]
     left_out: list[dict[str, Any]]
     facts: dict[str, Any]
-    guests: Guests | None
+    engines: Engines | None
 
     @property
     def described(self) -> dict[str, dict[str, Any]]:
         """By label in the report's order, what is known of every row."""
         stock = {e.label: {"lossless": True, "stock": True, "entry": e.label, "grid": None} for e in self.config.stock}
-        return {**self.lineup.described, **stock, **(self.guests.described if self.guests is not None else {})}
+        return {**self.lineup.described, **stock, **(self.engines.described if self.engines is not None else {})}
 
     @property
     def plain(self) -> str:
@@ -81,7 +65,7 @@ class Session:
     def labels(self, temperature: float, batch: int) -> list[str]:
         """Return the labels of all methods at a temperature and a batch size."""
         out = [row["drafter"] for row in self.left_out if (row["temperature"], row["batch"]) == (temperature, batch)]
-        known = [*self.config.methods(temperature), *(self.guests.described if self.guests is not None else ())]
+        known = [*self.config.methods(temperature), *(self.engines.described if self.engines is not None else ())]
         return [name for name in known if name not in out]
 
     def methods(self, temperature: float, batch: int) -> Mapping[str, Method]:
@@ -94,7 +78,7 @@ class Session:
             found[entry.label] = stock_method(stock, temperature, limits, entry, self.assistants.get(entry.label))
         if self.config.stock_generate:
             found[STOCK] = stock_method(stock, temperature, limits)
-        return found if self.guests is None else {**found, **self.guests.methods(temperature, limits)}
+        return found if self.engines is None else {**found, **self.engines.methods(temperature, limits)}
 
     def identity(self) -> Identity:
         """Return what runs must share to be in one report; see ``eval.measure.identity``."""
@@ -113,7 +97,7 @@ def open_session(
     argv: list[str],
     console: Console,
     models: Models | None = None,
-    guests: Guests | None = None,
+    engines: Engines | None = None,
     rank: Rank = ALONE,
 ) -> Session:
     """Load everything; raises ValueError for what is missing or does not fit, before anything is measured."""
@@ -131,10 +115,10 @@ def open_session(
     limits = replace(limits, eos=frozenset()) if config.ignore_eos else limits
     share = share_of(rank, len(prompts.measured), config.batch)
     facts = describe(config, argv, target, prompts) | ({"processes": rank.count} if rank.count > 1 else {})
-    if guests is not None:
-        guests.start(target, prompts, limits)
-        facts |= guests.facts
-    return Session(config, models, lineup, assistants, prompts, limits, share, left_out, facts, guests)
+    if engines is not None:
+        engines.start(target, prompts, limits)
+        facts |= engines.facts
+    return Session(config, models, lineup, assistants, prompts, limits, share, left_out, facts, engines)
 
 
 def share_of(rank: Rank, count: int, batches: Sequence[int]) -> list[int]:

@@ -114,12 +114,13 @@ def tau_against_speed(rows: list[Row]) -> Figure | None:
         panel.scatter(row["tau"], row["speedup"], color=COLORS[kind(row)])
         place: dict[str, Any] = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
         panel.annotate(_label(shown_name(row)), (row["tau"], row["speedup"]), **place)
-    widest = max(row["tau"] for row in told) * 1.1
+    widest, highest = max(row["tau"] for row in told) * 1.1, max(row["speedup"] for row in told) * 1.15
     for cost in (1.0, 1.5, 2.0, 3.0):
-        panel.plot([0, widest], [0, widest / cost], color="gray", linestyle=":", linewidth=0.8)
-        panel.text(widest, widest / cost, f"a step costs {cost:g}", fontsize=8, color="gray")
+        x = min(widest, cost * highest)
+        panel.plot([0, x], [0, x / cost], color="gray", linestyle=":", linewidth=0.8)
+        panel.text(x, x / cost, f"a step costs {cost:g}", fontsize=8, color="gray")
     panel.set_xlim(min(0.9, *(row["tau"] for row in told)), widest)
-    panel.set_ylim(0, max(row["speedup"] for row in told) * 1.15)
+    panel.set_ylim(0, highest)
     return figure
 
 
@@ -172,6 +173,7 @@ def step_times(rows: list[Row]) -> Figure | None:
         panel.text(total, place, f" {total:.2f} ms{a_token}", va="center", fontsize=8)
     _names(panel, told)
     panel.set_xlabel("milliseconds per step", fontsize=9)
+    panel.set_xlim(0, 1.4 * max(left))
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     return figure
 

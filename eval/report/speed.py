@@ -16,10 +16,11 @@ from eval.configs import SpeedConfig
 from eval.figures.accuracy import accuracy
 from eval.figures.divergence import tolerance_note
 from eval.figures.perplexity import quantisation_cost
+from eval.measure.engines import Engines
 from eval.measure.journal import END, RunJournal, read_runs
 from eval.measure.models import ALONE, Models, answer_ends, chat_of
 from eval.measure.runner import Run
-from eval.measure.speed import Guests, Session, conditions_of, measure_all, open_session
+from eval.measure.speed import Session, conditions_of, measure_all, open_session
 from eval.prompts.files import files_sha256
 from eval.report.by_prompt import as_csv, flat, in_report
 from eval.report.charts import save, speedups
@@ -44,14 +45,14 @@ def measure_and_report(
     argv: list[str],
     console: Console,
     models: Models | None = None,
-    guests: Guests | None = None,
+    engines: Engines | None = None,
     rank: Rank = ALONE,
 ) -> dict[str, Any]:
     """Measure, write the report and print its table; return the report.
 
     Args:
         models: of ``config.target``, if they are loaded already.
-        guests: methods outside of this process.
+        engines: other engines, which take turns with our methods.
         rank: of several processes that share the prompts. The last to end writes the report; the others return {}.
 
     Raises:
@@ -60,7 +61,7 @@ def measure_and_report(
         OSError: a file could not be written.
         PictureError: only a picture or page is missing.
     """
-    session = open_session(config, argv, console, models, guests, rank)
+    session = open_session(config, argv, console, models, engines, rank)
     session.facts["divergence_tolerance"] = tolerance_note(session.models.target)
     if shortage := shortage_line(session.prompts.describe()):
         say(console, shortage, "bold red")
