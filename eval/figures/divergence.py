@@ -4,13 +4,13 @@ In bf16 and fp16 a block of tokens and a single token give logits that differ in
 therefore leave plain decoding's path where two tokens are almost equally likely. It is accepted only there.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from drafters import TargetModel
+from eval.figures.scores import Scores
 from eval.measure.runner import Run
 
 # Largest accepted gap between the best logit and that of the token taken, in units of the logit scale (the largest
@@ -39,78 +39,33 @@ class Divergence:
     accepted: bool
 
 
-class Logits(NamedTuple):
-    """Logits of the target at a divergence: the two best, the worse of the two tokens taken, the largest absolute."""
-
-    best: float
-    second: float
-    worse: float
-    scale: float
-
-
-class Partings:
-    """The target's logits where outputs leave plain decoding's: one forward per prompt.
-
-    Args:
-        prompt_ids: of every prompt. plain: plain decoding's tokens after each.
-        outputs: (index of the prompt, tokens) of all outputs that will be asked for, as far as known.
-    """
-
-    def __init__(
-        self,
-        target: TargetModel,
-        prompt_ids: list[list[int]],
-        plain: list[list[int]],
-        outputs: Iterable[tuple[int, list[int]]] = (),
-    ) -> None:
-        self._target, self._prompts, self.plain = target, prompt_ids, plain
-        self._waiting: dict[int, set[tuple[int, int]]] = {}
-        self._known: dict[tuple[int, int, int], Logits] = {}
-        for prompt, tokens in outputs:
-            position = _parted(tokens, plain[prompt])
-            if position < min(len(tokens), len(plain[prompt])):
-                self._waiting.setdefault(prompt, set()).add((position, tokens[position]))
-
-    def divergence(self, prompt: int, name: str, tokens: list[int]) -> Divergence:
-        """Return where an output leaves plain decoding's, and whether rounding explains it."""
-        plain = self.plain[prompt]
-        position = _parted(tokens, plain)
-        if position >= min(len(tokens), len(plain)):
-            return Divergence(name, position, None, None, 0.0, False)
-        key = prompt, position, tokens[position]
-        if key not in self._known:
-            self._forward(prompt, self._waiting.pop(prompt, set()) | {key[1:]})
-        logits = self._known[key]
-        gap = logits.best - logits.worse
-        tolerance = TOLERANCE[self._target.dtype] * logits.scale
-        return Divergence(name, position, logits.best - logits.second, gap, tolerance, gap < tolerance)
-
-    @torch.inference_mode()
-    def _forward(self, prompt: int, places: set[tuple[int, int]]) -> None:
-        ids, plain = self._prompts[prompt], self.plain[prompt]
-        context = torch.tensor([ids + plain[: max(position for position, _ in places)]], device=self._target.device)
-        features = self._target.features(context).features[0, len(ids) - 1 :]
-        for position, token in places:
-            logits = self._target.lm_head(features[position]).float()
-            best, second = logits.topk(2).values.tolist()
-            worse = min(logits[token].item(), logits[plain[position]].item())
-            self._known[prompt, position, token] = Logits(best, second, worse, logits.abs().max().item())
-
-
 def exact_share(rounds: list[list[Run]], baseline: list[Run]) -> float:
     """Return the share of prompts whose tokens equal plain decoding's in every round; ``rounds`` are by prompt."""
     equal = [all(run.tokens == plain.tokens for run in runs) for runs, plain in zip(rounds, baseline, strict=True)]
     return sum(equal) / len(equal)
 
 
-def find_divergences(partings: Partings, names: list[str], rounds: list[list[Run]]) -> list[Divergence]:
+def find_divergences(
+    scores: Scores, plain: list[list[int]], names: list[str], rounds: list[list[Run]]
+) -> list[Divergence]:
     """Return a divergence for each prompt whose output differs from plain decoding's in some round."""
     found = []
     for number, (name, runs) in enumerate(zip(names, rounds, strict=True)):
-        other = next((run.tokens for run in runs if run.tokens != partings.plain[number]), None)
+        other = next((run.tokens for run in runs if run.tokens != plain[number]), None)
         if other is not None:
-            found.append(partings.divergence(number, name, other))
+            found.append(_divergence(scores, number, name, other, plain[number]))
     return found
+
+
+def _divergence(scores: Scores, number: int, name: str, tokens: list[int], plain: list[int]) -> Divergence:
+    shorter = min(len(tokens), len(plain))
+    position = next((n for n in range(shorter) if tokens[n] != plain[n]), shorter)
+    if position == shorter:
+        return Divergence(name, position, None, None, 0.0, False)
+    logits = scores.of(number, plain)[position]
+    gap = logits.best - min(logits.own, scores.of(number, tokens)[position].own)
+    tolerance = TOLERANCE[scores.target.dtype] * logits.scale
+    return Divergence(name, position, logits.best - logits.second, gap, tolerance, gap < tolerance)
 
 
 def summary(divergences: list[Divergence], prompts: int) -> dict[str, Any]:
@@ -138,9 +93,3 @@ def tolerance_note(target: TargetModel) -> dict[str, Any]:
         "rule": "accepted where the logits of both tokens lie less than this share of the largest absolute logit below "
         "the best one",
     }
-
-
-def _parted(tokens: list[int], plain: list[int]) -> int:
-    """Return the first position where they differ; the length of the shorter one if they do not."""
-    common = zip(tokens, plain, strict=False)
-    return next((i for i, (a, b) in enumerate(common) if a != b), min(len(tokens), len(plain)))

@@ -11,7 +11,7 @@ from drafters import TargetModel
 from drafters.model.text_tokens import TextTokens
 from eval.figures import divergence
 from eval.figures.metrics import typical_run
-from eval.figures.perplexity import OutputPerplexity
+from eval.figures.scores import Scores
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
 from eval.report.rows import Described, Rounds, outputs_by_prompt, outputs_of, rounds_by_key, succeeded
@@ -37,34 +37,28 @@ def judge(
         if key[2] in described and succeeded(rounds)
     }
     typical = {key: outputs_of([typical_run(of_prompt) for of_prompt in rounds]) for key, rounds in by_key.items()}
-    ids = [prompt.ids for prompt in prompts]
-    perplexity = OutputPerplexity(target, ids, chain(*typical.values()))
+    asked = [*typical.values(), *(outputs_of([*chain(*rounds)]) for key, rounds in by_key.items() if key[0] == 0)]
+    outputs = ((run.prompt, run.tokens) for run in chain(*asked))
+    scores = Scores(target, [prompt.ids for prompt in prompts], outputs)
     smallest = min(run.batch for run in runs)
-    greedy = [outputs_of([*chain(*rounds)]) for (temperature, *_), rounds in by_key.items() if temperature == 0]
-    partings: divergence.Partings | None = None
     found = []
     for (temperature, batch, label), rounds in by_key.items():
-        outputs = typical[temperature, batch, label]
-        figures = perplexity.describe(outputs)
-        if marks := accuracy(outputs):
+        figures = scores.perplexity(typical[temperature, batch, label])
+        if marks := accuracy(typical[temperature, batch, label]):
             figures["accuracy"] = marks
         if temperature == 0:
             plain = typical[temperature, smallest, baseline_label]  # the batch size must not change an output
-            if partings is None:
-                made = ((run.prompt, run.tokens) for run in chain(*greedy))
-                partings = divergence.Partings(target, ids, [run.tokens for run in plain], made)
-            figures |= _exactness(rounds, plain, [prompt.id for prompt in prompts], partings)
+            figures |= _exactness(outputs_by_prompt(rounds), plain, [prompt.id for prompt in prompts], scores)
         else:
             figures["exact_match"] = None
         found.append({"drafter": label, "temperature": temperature, "batch": batch, "figures": figures})
     return found
 
 
-def _exactness(rounds: Rounds, plain: list[Run], names: list[str], partings: divergence.Partings) -> dict[str, Any]:
-    rounds = outputs_by_prompt(rounds)
+def _exactness(rounds: Rounds, plain: list[Run], names: list[str], scores: Scores) -> dict[str, Any]:
     row: dict[str, Any] = {"exact_match": divergence.exact_share(rounds, plain)}
     try:
-        found = divergence.find_divergences(partings, names, rounds)
+        found = divergence.find_divergences(scores, [run.tokens for run in plain], names, rounds)
     except Exception as error:  # for example out of memory: the measurements are more important
         return row | {"divergences": divergence.unavailable(rounds, plain, error)}
     return row | {"divergences": divergence.summary(found, len(names))}

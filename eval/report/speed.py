@@ -15,7 +15,7 @@ from drafters.loop.generate import until
 from eval.configs import SpeedConfig
 from eval.figures.accuracy import accuracy
 from eval.figures.divergence import tolerance_note
-from eval.figures.perplexity import quantisation_cost
+from eval.figures.scores import quantisation_cost
 from eval.measure.engines import Engines
 from eval.measure.journal import END, RunJournal, read_runs
 from eval.measure.models import ALONE, Models, answer_ends, chat_of

@@ -111,7 +111,7 @@ def target_line(facts: dict[str, Any]) -> str:
     target = facts["target"]
     revision = f" at revision {target['revision']}" if target["revision"] else ""
     tuned = target.get("tuned_from")
-    other = f"; tuned from {tuned['name']}: lossless methods keep the output of the tuned model" if tuned else ""
+    other = f"; tuned from {tuned['name']}, another model: lossless methods keep the tuned output" if tuned else ""
     return (
         f"- target: {target['name']}{revision}, {target['parameters'] / 1e6:,.1f}M parameters, {facts['dtype']}, "
         f"engine {facts['engine']}{', layers in ' + facts['quantize'] if facts['quantize'] else ''}{other}"
