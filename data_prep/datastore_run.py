@@ -9,7 +9,7 @@ from pathlib import Path
 from data_prep.datastore import is_text
 from data_prep.dialogues.encoding import encode_split, load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
-from drafters.common.text_files import read_text
+from drafters.common.files import read_text
 from drafters.drafting.datastore import Datastore, save_datastore
 from drafters.drafting.draft_model import vocabulary_facts
 from drafters.model.files import load_bare_tokenizer, load_config_only

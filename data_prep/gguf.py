@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from data_prep.common.disk import check_room
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from drafters.common.choices import StoredDtype
 from drafters.common.files import check_new_folder, keep_mode, replace_json, sync_folder
 from drafters.common.provenance import library_versions
+from drafters.config import StoredDtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

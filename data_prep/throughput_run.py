@@ -18,7 +18,8 @@ from data_prep.features_run import Work, check_disk, encode, make_headers, start
 from data_prep.store.dump import Tokens, forward, make_batches
 from data_prep.store.manifest import plan_shards
 from drafters.common.files import existing_folder, replace_json
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.model.target import TargetModel
 
 

@@ -17,10 +17,9 @@ from typing import Any, get_args
 from pydantic import ConfigDict
 
 from drafters.cli.program import CommandLine, positive, run_program
-from drafters.common.choices import Dtype, Quantization
 from drafters.common.paths import check_model
 from drafters.common.wording import shortened
-from drafters.config import Config, from_overrides
+from drafters.config import Config, Dtype, Quantization, from_overrides
 from drafters.methods import check_method, method_names
 
 NONE = "none"

@@ -6,12 +6,12 @@ Unknown keys are errors that suggest the nearest known key; ``key=value`` overri
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafters.common.text_files import read_text
+from drafters.common.files import read_text
 from drafters.common.wording import shortened
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -26,6 +26,18 @@ Vocabulary = Annotated[int, Field(le=4_194_304)]  # tokens of a vocabulary
 Length = Annotated[int, Field(le=16_777_216)]  # tokens of one text
 Amount = Annotated[int, Field(le=100_000_000)]  # tokens, texts or steps of a run
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # libraries and servers take these; 64 bits overflow in derived seeds
+
+
+Engine = Literal["graphs", "fused", "eager"]
+Quantization = Literal["int8", "int4"]
+StoredDtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]  # auto: what the device multiplies fast (precision.py)
+# What an EAGLE head reads at index i: feature_i and token_{i+1}; feature_i and token_i; token_{i+1}; feature_i.
+HeadInputs = Literal["feature+shifted_token", "feature+unshifted_token", "token", "feature"]
+SHIFTED: Final = "feature+shifted_token"
+UNSHIFTED: Final = "feature+unshifted_token"
+# The kind of an EAGLE head's decoder layer: the target's own, or Llama's with the target's width, heads and RoPE.
+HeadLayer = Literal["target", "llama"]
 
 
 class Config(BaseModel):

@@ -12,9 +12,7 @@ from pathlib import Path
 from drafters.cli.program import CommandLine, command, keeping, positive, run_program
 from drafters.common.files import check_new_folder
 from drafters.common.paths import check_model
-from drafters.export import read_config
-
-LOADS_AS_IT_IS = "load_drafter reads it as it is"
+from drafters.layouts.config import LOADS_AS_IT_IS, read_config
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,36 +9,12 @@ a head says nothing where a name, a shape or a key of config.json is wrong: --ch
 """
 
 from pathlib import Path
-from typing import Any
 
 from drafters.cli.program import CommandLine, command, keeping, run_program
 from drafters.common.files import check_new_folder
-from drafters.common.paths import check_model, readable
-from drafters.common.text_files import strict_json
-from drafters.common.wording import shortened
-
-READERS = ("official", "vllm", "sglang")
-EXPORT_FIRST = "export it first: python -m drafters.export CHECKPOINT --to vllm --out FOLDER"
-
-
-def read_config(folder: Path, source: str, own: str) -> dict[str, Any]:
-    """The ``config.json`` of a head in the form of its authors or of an engine, as it is.
-
-    Raises:
-        ValueError: there is none, or no JSON object in it; or it is of our own form: ``own`` says what to do with that.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{source} holds no {path.name}; a released head is a folder of that and one file of weights")
-    try:
-        found = strict_json(readable(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{source}: {path.name} is not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{source}: {path.name} must hold an object of keys and values, found {shortened(found)}")
-    if "drafter_type" in found:
-        raise ValueError(f"{source} is a drafter of this toolkit; {own}")
-    return found
+from drafters.common.paths import check_model
+from drafters.hub.declared import READERS
+from drafters.layouts.config import EXPORT_FIRST, read_config
 
 
 def main(arguments: list[str] | None = None) -> None:

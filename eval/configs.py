@@ -13,11 +13,23 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_validator
 
-from drafters.common.choices import Dtype, Engine, Quantization
 from drafters.common.files import check_folder
 from drafters.common.paths import is_missing_folder
 from drafters.common.wording import shortened
-from drafters.config import Amount, Config, Layers, Length, Seed, Size, Vocabulary, load_config, validate
+from drafters.config import (
+    Amount,
+    Config,
+    Dtype,
+    Engine,
+    Layers,
+    Length,
+    Quantization,
+    Seed,
+    Size,
+    Vocabulary,
+    load_config,
+    validate,
+)
 from eval.entries import (
     DISTINCT,
     STOCK,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from drafters.common.files import replace_json
-from drafters.common.provenance import machine
+from drafters.common.machine import machine
 
 DRAFTERS = [
     {"drafter": "autoregressive"},

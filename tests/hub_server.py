@@ -58,7 +58,6 @@ class HubServer(LoopbackServer):
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}  # LFS objects by sha256
         self.requests: list[str] = []
-        self.silent_after: int | None = None  # requests; those that follow are never answered
         # What happens once to a request that matches, first come first served: a status that is answered, "drop" (the
         # connection, unheard), "lose" (what was done, its answer), "hang".
         self.faults: list[tuple[str, int | str]] = []
@@ -88,9 +87,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, method: str) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        if self.hub.silent_after is not None and len(self.hub.requests) > self.hub.silent_after:
-            time.sleep(60)
-            return
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = self._read_chunks()

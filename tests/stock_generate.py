@@ -26,7 +26,7 @@ from test_for_transformers import sampled_deviation
 from transformers import AutoTokenizer, PreTrainedModel
 
 from drafters import Drafter, TargetModel, load_drafter, make_drafter
-from drafters.common.provenance import machine
+from drafters.common.machine import machine
 from drafters.loop import processors as by_text
 from eval.prompts.files import detect_format, read_prompts
 from eval.prompts.prompts import render

@@ -11,8 +11,6 @@ import pytest
 
 import drafters.chat
 from drafters.cli.chat import Answer
-from drafters.loop.sampling import Sampling
-from drafters.methods.speculative import SpeculativeDrafter
 
 Talk = Callable[..., str]
 
@@ -42,19 +40,6 @@ def test_a_conversation_beside_plain_decoding(talk: Talk) -> None:
     first, second, third = re.findall(r"> (?:What is 2\+2\?|And 2\+3\?)\n(.*?)\n\[\d+ tokens, tau (.*?),", said, re.S)
     assert first[0] == third[0] != second[0]  # /reset forgets
     assert float(first[1]) > 3
-
-
-def test_no_question_waits_for_costs(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches seconds in which the first answer stands still: costs for other lengths, or another temperature."""
-    asked: list[tuple[int, float, int]] = []
-
-    def prepare(self: SpeculativeDrafter, batch: int, sampling: Sampling, longest: int) -> None:
-        asked.append((batch, sampling.temperature, longest - self.max_context))
-
-    monkeypatch.setattr(SpeculativeDrafter, "prepare", prepare)
-    talk("Why?\n", "--temperature", "0.7")
-    assert asked[0] == (1, 0.7, 0) and len(asked) == 3  # of two answers none wants more
-    assert all(each[:2] == (1, 0.7) and each[2] < 0 for each in asked[1:])
 
 
 def test_accepted_drafts_have_their_drafters_colour(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,23 +86,6 @@ def test_ctrl_c_stops_the_answer_alone(talk: Talk, monkeypatch: pytest.MonkeyPat
     assert "plain decoding" not in stopped
     assert "times as fast" in rest
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_ctrl_c_at_the_prompt_ends_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches Ctrl-C that ends the program where a line was half typed."""
-
-    class Hand(io.StringIO):
-        def readline(self, size: int = -1) -> str:  # type: ignore[override]
-            if not pressed:
-                pressed.append(True)
-                signal.raise_signal(signal.SIGINT)
-            return super().readline(size)
-
-    pressed: list[bool] = []
-    monkeypatch.setattr(io, "StringIO", Hand)
-    said = talk("Hello!\n", drafter="none")
-    assert "Ctrl-C stops an answer]\n\n[/reset begins" in said
-    assert "tau 1.00" in said
 
 
 def test_what_does_not_fit_is_refused(talk: Talk, target_folder: Path, tmp_path: Path) -> None:

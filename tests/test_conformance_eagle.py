@@ -3,7 +3,7 @@
 import conformance
 from rigged import eagle
 
-from drafters.common.choices import UNSHIFTED
+from drafters.config import UNSHIFTED
 
 TestChainAll = conformance.suite(lambda t: eagle(t, 0.0, "chain", depth=5), accepts="all", families=("llama", "qwen3"))
 TestChainSome = conformance.suite(lambda t: eagle(t, 0.4, "chain"), accepts="some", families=("mistral-sliding",))

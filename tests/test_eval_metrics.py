@@ -10,6 +10,7 @@ import torch
 from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
+from drafters.base import Expected
 from drafters.loop.trace import Step, Trace
 from eval.entries import STOCK
 from eval.figures.divergence import TOLERANCE, find_divergences
@@ -23,7 +24,6 @@ from eval.figures.metrics import (
     typical_run,
 )
 from eval.figures.scores import Scores
-from eval.measure.expected import Expected
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, Run, measure
 from eval.prompts.prompts import Prompt

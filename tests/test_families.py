@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.common.choices import HeadLayer
+from drafters.config import HeadLayer
 from drafters.hub.checkpoint import load_checkpoint, make_config, save_checkpoint
 from drafters.layouts.convert import convert
 from drafters.layouts.export import check, export, served_by

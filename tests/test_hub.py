@@ -1,11 +1,8 @@
 """Publishing and loading with huggingface_hub's own client against a Hub on loopback (hub_server.py)."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 import pytest
 import rigged
 import tiny
-import tiny_run
 import torch
 import yaml
 from chat_formats import CHATML_SPECIALS, byte_level
@@ -25,15 +21,13 @@ from test_export import save_target
 from torch import nn
 
 import drafters.hub.__main__
-from drafters import TargetModel, generate, load_drafter, load_frozen_ends
+from drafters import TargetModel, generate, load_drafter
 from drafters.hub.checkpoint import load_checkpoint, save_checkpoint
 from drafters.hub.model_card import Card, model_card
 from drafters.hub.publishing import GENERATE_FILES, push_to_hub
 from drafters.layouts.convert import convert
 from drafters.layouts.serving import serving
-from drafters.model.files import load_bare_tokenizer, load_config_only
 from drafters.model.head_adapter import fingerprint, load_head
-from drafters.model.loading import load_model
 from train.core.config import Lora
 from train.core.lora import save_adapter, with_lora
 
@@ -163,23 +157,6 @@ def test_an_adapter_is_pushed_and_loaded(hub: HubServer, login: Login, tmp_path:
         assert config["drafter"] == CONFIG["drafter"] | {"depth": 3}  # type: ignore[operator]
 
 
-def test_a_users_own_process(hub: HubServer, saved: Path, tmp_path: Path) -> None:
-    """Catches the library's settings (HF_ENDPOINT, HF_HOME, HF_TOKEN) overridden or read too early by the toolkit."""
-    program = (
-        "from drafters.hub.checkpoint import load_checkpoint\nfrom drafters.hub.publishing import push_to_hub\n"
-        f"push_to_hub({str(saved)!r}, 'user/my-drafter')\n"
-        "print(load_checkpoint('user/my-drafter')[0]['training']['steps'])"
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "1200"
-    assert list((tmp_path / "home").rglob("model.safetensors"))
-
-
 def test_model_card(hub: HubServer, login: Login, saved: Path) -> None:
     """Catches a card whose front matter the Hub cannot parse, a table broken by a bar, or figures nobody measured."""
     push_to_hub(saved, "user/plain")
@@ -245,7 +222,7 @@ def test_what_was_measured_is_on_the_card(tmp_path: Path) -> None:
     assert index["results"][0]["dataset"]["name"] == "q" and not [name for name in metrics if "other" in name]
     assert "## Losslessness\n\n**not lossless**, by `eval.lossless` (tree chain)." in card and "- a reason" in card
     assert "4,096 tokens of 32 texts against transformers' own model; 1 differ, 1 of them by more" in card
-    assert "p = 0.5; a total variation of 0.034 would have been caught with 99%" in card
+    assert "p = 0.5; a total variation of 0.034 would have been detected with probability 99%" in card
     assert "| E\\|1 | 0 | 2.00 | 1.50 (1.25 to 1.75) | 5.0 |" in card and "| E, lossy (**lossy**) |" in card
     assert "| autoregressive |" in card and "| other |" not in card and "/home/me" not in card
     assert "    python -m x 'a b'" in card
@@ -358,19 +335,6 @@ def test_what_is_pulled_drafts_the_same(
     assert made[0]["result"].tokens[0].tolist() == made[1]["output"][0, made[0]["input_ids"].shape[1] :].tolist()
 
 
-def test_card_written_by_hand_and_older_revision_are_kept(hub: HubServer, login: Login, saved: Path) -> None:
-    """Catches a second push that overwrites a card its author edited, and a revision that is not passed on."""
-    push_to_hub(saved, "user/my-drafter")
-    first = hub.repositories["user/my-drafter"].head
-    save_checkpoint(saved, nn.Linear(16, 8, bias=False), CONFIG | {"training": {"steps": 2400}})
-    (saved / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.")
-    push_to_hub(saved, "user/my-drafter")
-    assert b"My own words." in files(hub, "user/my-drafter")["README.md"]
-    assert load_checkpoint("user/my-drafter")[0]["training"]["steps"] == 2400
-    assert load_checkpoint("user/my-drafter", revision=first)[0]["training"]["steps"] == 1200
-    assert "has no revision 'v9'" in refusal(load_checkpoint, "user/my-drafter", revision="v9")
-
-
 def test_options_change_an_existing_card(hub: HubServer, login: Login, saved: Path) -> None:
     """Catches --license, --base-model and --dataset that are dropped without a word, and an author's words lost."""
     words = "\n# Mine\n\nMy own words, e.g. `tokens/s`.\n"
@@ -391,8 +355,7 @@ def test_options_change_an_existing_card(hub: HubServer, login: Login, saved: Pa
     )
 
 
-BAD_NAMES = ["../../x", "", "a/b/c", "usér/x", "user/é", "name", "user/", "/x", "user/a--b", "user/.x", "user/x.git"]
-BAD_NAMES += ["user/" + "x" * 97, "user name/x", "datasets/x", "./x", "https://host/x"]
+BAD_NAMES = ["../../x", "", "a/b/c", "user/é", "name", "user/a--b", "datasets/x", "https://host/x"]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -408,72 +371,39 @@ def test_a_name_that_the_hub_refuses_is_refused_before(saved: Path, name: str) -
         assert "is not a Hub repository name like 'user/my-drafter'" in refusal(call)
 
 
-def test_names_without_a_user_are_taken_of_others(saved: Path, tmp_path: Path) -> None:
-    """Catches a base model or data set that the Hub holds under its old name, and that no card may name."""
-    card = tmp_path / "card.md"
-    names = ["--base-model", "gpt2", "--dataset", "gsm8k"]
-    drafters.hub.__main__.main(["push", str(saved), "user/d", "--card", str(card), *names])
-    front = yaml.safe_load(card.read_text().split("---\n")[1])
-    assert (front["base_model"], front["datasets"]) == ("gpt2", ["gsm8k"])
-
-
-def test_nothing_that_is_sent_holds_a_path_of_this_machine(hub: HubServer, login: Login, tmp_path: Path) -> None:
-    """Catches the author's folders in config.json, in the card's tables and commands, and in TensorBoard's events."""
-    target = tiny_run.save_target(tmp_path / "my models" / "target")
-    features = tiny_run.write_stores(tmp_path / "features", target)
-    run = tmp_path / "run"
-    tiny_run.train_here("eagle", tiny_run.settings(target.name, features, run, steps=2, eval_every=1))
-    config = json.loads((run / "config.json").read_text())
-    assert str(tmp_path) in json.dumps(config), "run folders keep what is needed to go on"
-    found = evidence(fingerprint=config["target"]["fingerprint"])
+def test_nothing_that_is_sent_holds_a_path_of_this_machine(
+    hub: HubServer, login: Login, saved: Path, tmp_path: Path
+) -> None:
+    """Catches the author's folders in config.json, and in the card's tables and commands."""
+    target = {**CONFIG["target"], "name": f"{tmp_path}/my models/target"}  # type: ignore[dict-item]
+    save_checkpoint(
+        saved, nn.Linear(16, 8, bias=False), CONFIG | {"target": target, "training": {"data": f"{tmp_path}/x"}}
+    )
+    found = evidence()
     for each in found.values():
         argv = ["python", "-m", "x", f"out={tmp_path}/my runs/x", "--config", f"{tmp_path}/y.yaml"]
-        each["environment"] |= {
-            "argv": argv,
-            "prompt_set": each["environment"]["prompt_set"] | {"file": f"{tmp_path}/q.jsonl"},
-        }
-    found["certificate"]["drafter"] |= {"checkpoint": str(run), "pool": f"{tmp_path}/phrases.safetensors"}
-    card = Card(certificate=found["certificate"], report=found["report"], figures={f"tau on {tmp_path}/z": 2.0})
-    push_to_hub(run, "user/d", card=card)
+        each["environment"] |= {"argv": argv}
+    found["certificate"]["drafter"] |= {"checkpoint": str(saved), "pool": f"{tmp_path}/phrases.safetensors"}
+    push_to_hub(saved, "user/d", card=Card(**found, figures={f"tau on {tmp_path}/z": 2.0}))
     sent = files(hub, "user/d")
-    assert any(name.startswith("tensorboard/") for name in sent) and "config.json" in sent
     for name, content in sent.items():
         assert str(tmp_path).encode() not in content, name
-    assert json.loads(sent["config.json"])["target"] == config["target"] | {"name": "target"}
+    assert json.loads(sent["config.json"])["target"] == target | {"name": "target"}
     assert "python -m x out=x --config y.yaml" in sent["README.md"].decode()
-    push_to_hub(run, "user/plain")
-    assert all(str(tmp_path).encode() not in content for content in files(hub, "user/plain").values())
-
-
-def test_local_target_is_not_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a card that links a local folder as if it were a Hub model, or shows the author's paths."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checkpoints" / "my-target").mkdir(parents=True)
-    for name in ("checkpoints/my-target", str(tmp_path / "checkpoints" / "my-target")):
-        card = model_card(CONFIG | {"target": CONFIG["target"] | {"name": name}}, "user/d", parameters=128)
-        assert "base_model" not in card
-        assert "`my-target`" in card
-        assert str(tmp_path) not in card
 
 
 def test_private_repository(hub: HubServer, login: Login, saved: Path) -> None:
-    """Catches private=True that is dropped on the way: the drafter would be public."""
+    """Catches private=True that is dropped on the way: the drafter would be public; and a copy in the cache that is
+    refused because the token is gone."""
     push_to_hub(saved, "user/secret", private=True)
     assert hub.repositories["user/secret"].private
     assert load_checkpoint("user/secret")[0]["drafter_type"] == "eagle"
-    login(token=None, home="elsewhere")
-    refused = refusal(load_checkpoint, "user/secret")
-    assert refused.startswith("no drafter 'user/secret'")
-    assert "hf auth login" in refused
-    assert load_checkpoint("user/secret", token=TOKEN)[0]["drafter_type"] == "eagle"
-
-
-def test_what_was_downloaded_is_had_without_leave(hub: HubServer, login: Login, saved: Path) -> None:
-    """Catches a drafter in the cache that is refused because the token is gone, or the Hub says "too many requests"."""
-    push_to_hub(saved, "user/secret", private=True)
-    assert load_checkpoint("user/secret")[0]["drafter_type"] == "eagle"
     login(token=None)
     assert load_checkpoint("user/secret")[0]["drafter_type"] == "eagle"
+    login(token=None, home="elsewhere")
+    refused = refusal(load_checkpoint, "user/secret")
+    assert refused.startswith("no drafter 'user/secret'") and "hf auth login" in refused
+    assert load_checkpoint("user/secret", token=TOKEN)[0]["drafter_type"] == "eagle"
 
 
 def test_errors_are_one_clear_line(
@@ -539,73 +469,10 @@ def test_a_hub_that_never_answers(saved: Path, login: Login, monkeypatch: pytest
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
         began = time.monotonic()
-        for refused in (
-            refusal(load_checkpoint, "user/d"),
-            refusal(push_to_hub, saved, "user/d"),
-            refusal(load_config_only, "user/d"),
-            refusal(load_bare_tokenizer, "user/d"),
-        ):
+        for refused in (refusal(load_checkpoint, "user/d"), refusal(push_to_hub, saved, "user/d")):
             assert "does not answer when asked for 'user/d' (waited 1 s)" in refused
             assert "HF_HUB_OFFLINE=1" in refused
         assert time.monotonic() - began < 30
-
-
-def test_a_hub_that_falls_silent(hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a wait for ever in the requests behind the first, for which huggingface_hub sets no timeout."""
-    push_to_hub(saved, "user/d")
-    hub.silent_after = len(hub.requests) + 1
-    monkeypatch.setattr("drafters.hub.client.PATIENCE", 0.5)
-    began = time.monotonic()
-    assert "the Hub cannot be reached" in refusal(load_checkpoint, "user/d")
-    assert time.monotonic() - began < 20
-
-
-def test_an_index_that_names_a_pickle(hub: HubServer, login: Login, tmp_path: Path) -> None:
-    """Catches a repository whose index sends transformers, use_safetensors or not, to torch.load."""
-    tiny.build("llama").config.save_pretrained(tmp_path)
-    index = json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}})
-    files = {"config.json": (tmp_path / "config.json").read_bytes(), "model.safetensors.index.json": index.encode()}
-    hub.repositories["user/m"] = Repository(private=False)
-    hub.repositories["user/m"].commit(files, "a model")
-    assert "pytorch_model.bin" in refusal(load_model, "user/m", "float32", "cpu", None, None, (1, 8))
-    assert not [line for line in hub.requests if line.endswith("/pytorch_model.bin")]
-
-
-def test_the_weights_of_a_model_on_the_hub(hub: HubServer, login: Login, tmp_path: Path) -> None:
-    """Catches a repository whose shards are downloaded before anyone sees that tensors are missing, or that it holds
-    two sets of weights."""
-    model = tiny.build("llama")
-    model.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
-    model.save_pretrained(tmp_path / "single")
-    shards = {file.name: file.read_bytes() for file in (tmp_path / "shards").iterdir()}
-    index = json.loads(shards["model.safetensors.index.json"])
-    gone = "model.layers.3.mlp.up_proj.weight"
-    less = {"weight_map": {name: file for name, file in index["weight_map"].items() if name != gone}}
-    stale = {"model.safetensors": (tmp_path / "single" / "model.safetensors").read_bytes()}
-    states = {
-        "whole": (shards, ""),
-        "less": (shards | {"model.safetensors.index.json": json.dumps(less).encode()}, f"missing: {gone}"),
-        "both": (shards | stale, "holds two sets of weights, model.safetensors and model-00001-of-"),
-    }
-    for name, (files, message) in states.items():
-        hub.repositories[f"user/{name}"] = Repository(private=False)
-        hub.repositories[f"user/{name}"].commit(files, "a model")
-        if not message:
-            fingerprint = load_frozen_ends(f"user/{name}", device="meta").fingerprint
-            loaded, marked = load_model(f"user/{name}", "float32", "cpu", None, None, (1, 8))
-            assert fingerprint == marked == TargetModel(model).fingerprint()
-            assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-        else:
-            assert message in refusal(load_frozen_ends, f"user/{name}", device="meta")
-            assert message in refusal(load_model, f"user/{name}", "float32", "cpu", None, None, (1, 8))
-        downloaded = list((tmp_path / "home").rglob(f"models--user--{name}/snapshots/*/*.safetensors"))
-        assert bool(downloaded) == (not message)
-
-
-def test_a_model_that_is_nowhere_is_asked_for_once(hub: HubServer, login: Login) -> None:
-    """Catches six requests, each a second and more on a slow line, for a mistyped name."""
-    assert "user/none" in refusal(load_config_only, "user/none")
-    assert hub.requests == ["HEAD /user/none/resolve/main/config.json"]
 
 
 def test_a_server_without_xet(hub: HubServer, login: Login, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

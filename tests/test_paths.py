@@ -1,11 +1,9 @@
 """drafters/common/paths.py and drafters/common/files.py: what may be opened, and who may read what was written."""
 
-import contextlib
 import json
 import os
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_prep.dialogues.encoding import load_tokenizer
-from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, load_drafter, load_frozen_ends
 from drafters.common.files import save_tensors
 from drafters.common.paths import names_only
 from drafters.drafting.draft_model import load_draft_model
 from drafters.drafting.phrase_pool import PhrasePool
-from drafters.drafting.pool_file import load_pool, save_pool
+from drafters.drafting.pool_file import save_pool
 from drafters.hub.checkpoint import load_checkpoint, load_state, make_config, save_checkpoint
 from drafters.methods.eagle import EagleHead
 
@@ -31,26 +28,6 @@ OPENERS: dict[str, Callable[[str], object]] = {
     "tokenizer": lambda path: load_tokenizer(path),
     "draft model": lambda path: load_draft_model(TargetModel(tiny.build("llama"), name="tiny"), path),
 }
-
-
-@pytest.fixture
-def opened_up() -> Iterator[Path]:
-    """A folder that any user may enter, unlike pytest's."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def as_somebody() -> Iterator[None]:
-    """Without root's right to read everything, where the tests run as root."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
 
 
 @pytest.mark.parametrize("opener", OPENERS)
@@ -102,11 +79,6 @@ def test_a_published_text_has_no_folders(text: str, shown: str | None) -> None:
     assert names_only(text) == (text if shown is None else shown)
 
 
-def test_files_of_one_name_stay_apart() -> None:
-    """Catches a figure that replaces another one's, measured on a file of the same name in another folder."""
-    assert names_only({"/a/b/x": 1, "/c/x": 2, "x": 3}) == {"x (2)": 1, "x (3)": 2, "x": 3}
-
-
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
     """Catches a run that names the revision it measured, of a folder that has one state only."""
     tiny.build("llama").save_pretrained(tmp_path)
@@ -142,33 +114,6 @@ def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert len(files) == 4 + 2 + 1 + 1
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
-
-
-def test_what_may_not_be_read_is_said_to_be_there(opened_up: Path) -> None:
-    """Catches "No such file" for a file that is there, which sends its reader looking in the wrong place."""
-    target = TargetModel(tiny.build("llama"), name="tiny")
-    tiny.build("llama").save_pretrained(opened_up / "target")
-    save_checkpoint(opened_up / "head", EagleHead(target.config), make_config("eagle", {}, target))
-    save_pool(opened_up / "pool.safetensors", PhrasePool(3, 4), target)
-    test_store.write_all(opened_up / "store")
-    openers: dict[str, Callable[[], object]] = {
-        "target/model.safetensors": lambda: TargetModel.from_pretrained(str(opened_up / "target"), "float32", "cpu"),
-        "target/config.json": lambda: load_frozen_ends(str(opened_up / "target")),
-        "head/model.safetensors": lambda: load_checkpoint(opened_up / "head"),
-        "head/config.json": lambda: load_checkpoint(opened_up / "head"),
-        "pool.safetensors": lambda: load_pool(opened_up / "pool.safetensors", target, 3, 4),
-        "store/shard-00001.safetensors": lambda: FeatureStore.open(opened_up / "store"),
-        "store/manifest.json": lambda: FeatureStore.open(opened_up / "store"),
-        "head": lambda: load_checkpoint(opened_up / "head"),
-    }
-    for path in opened_up.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    for name in openers:
-        (opened_up / name).chmod(0)
-        message = rf"{name} may not be read \(permission denied\); .*chmod -R a\+rX"
-        with as_somebody(), pytest.raises(ValueError, match=message):
-            openers[name]()
-        (opened_up / name).chmod(0o755)
 
 
 def test_weights_are_no_whole_numbers(tmp_path: Path) -> None:

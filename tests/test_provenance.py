@@ -1,13 +1,11 @@
 """Which code made a result."""
 
-import platform
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from drafters.common.provenance import UNCOMMITTED, git_commit, library_versions
+from drafters.common.provenance import UNCOMMITTED, git_commit
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -45,18 +43,3 @@ def test_the_commit_tells_when_the_code_is_not_in_it(checkout: Path) -> None:
     assert git_commit(package) == commit + UNCOMMITTED
     git(checkout, "add", ".")  # staged is not committed
     assert git_commit(package) == commit + UNCOMMITTED
-
-
-def test_code_outside_of_its_checkout_has_no_commit(checkout: Path, tmp_path: Path) -> None:
-    """Catches a copy installed below the user's own project being given that project's commit."""
-    installed = checkout / "runs" / "site-packages"
-    installed.mkdir(parents=True)
-    (installed / "module.py").write_text("")
-    assert git_commit(installed) is None
-    assert git_commit(tmp_path / "nowhere") is None
-
-
-def test_library_versions() -> None:
-    """Catches versions of the requirement instead of what is installed."""
-    versions = library_versions("torch")
-    assert versions == {"python": platform.python_version(), "torch": str(torch.__version__)}

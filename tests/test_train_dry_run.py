@@ -169,7 +169,7 @@ def test_an_exit_layer_that_is_not_there(settings: dict[str, Any], tmp_path: Pat
             r"this toolkit \(layer: target\); not by .* vLLM: its layer is that of the",
         ),
         ("llama", "eagle", {"fc_bias": True}, "not by vLLM: its fc has no bias"),
-        ("llama", "eagle", {"inputs": "token"}, r"this toolkit \(layer: target\); not by .*: it reads 'token'"),
+        ("llama", "eagle", {"inputs": "token"}, r"this toolkit \(layer: target\); not by .*: its inputs is 'token'"),
         ("llama", "kangaroo", {"exit_layer": 2}, "this toolkit, the official code; not by vLLM: it is of the method"),
         (
             "qwen3",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel, generate, load_drafter
-from drafters.common.provenance import environment
+from drafters.common.machine import environment
 from drafters.config import load_config
 from drafters.hub.model_card import model_card
 from drafters.methods.medusa import MedusaDrafter

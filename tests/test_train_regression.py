@@ -10,8 +10,7 @@ from test_families import HEADS, build
 from torch import Tensor
 
 from data_prep.store.reader import FeatureStore
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
-from drafters.config import validate
+from drafters.config import SHIFTED, UNSHIFTED, HeadInputs, validate
 from drafters.methods.eagle import EagleHead
 from drafters.model.ends import FrozenEnds
 from train import regression

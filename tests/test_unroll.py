@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_prep.store.reader import FeatureStore
 from drafters import TargetModel
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs
+from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
 from drafters.methods.eagle import EagleDrafter
 from drafters.model.ends import FrozenEnds
 from train.core.engine import checkpoint_activations

@@ -2,22 +2,16 @@
 
 import pytest
 
-from drafters.common.wording import shortened, size_text, with_article
+from drafters.common.wording import shortened, size_text
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (0, "0 bytes"),
         (1, "1 byte"),
         (999, "999 bytes"),
-        (1_000, "1.00 kB"),
         (999_600, "1.00 MB"),
-        (4_567_890, "4.57 MB"),
         (45_678_900, "45.7 MB"),
-        (999_400_000, "999 MB"),
-        (13_500_000_000, "13.5 GB"),
-        (2.5e12, "2.50 TB"),
         (1.5e18, "1,500 PB"),
     ],
 )
@@ -32,9 +26,3 @@ def test_shortened() -> None:
     assert len(shortened("0" * 5000)) <= 102
     assert shortened(list(range(40))) == "[0, 1, 2, 3, 4, 5, 6, 7, ...]"
     assert shortened(10**5000) == "a number of about 4,983 digits"
-
-
-def test_with_article() -> None:
-    """Catches "a EagleHead"."""
-    assert with_article("EagleHead") == "an EagleHead"
-    assert with_article("KangarooAdapter") == "a KangarooAdapter"

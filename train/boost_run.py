@@ -11,7 +11,7 @@ import torch
 
 from drafters.cli.program import Failure
 from drafters.common.files import replace_json
-from drafters.common.provenance import measured_on
+from drafters.common.machine import measured_on
 from drafters.model.files import resolve_device
 from train.boost import BoostConfig
 from train.core.losses import default_chunk_rows

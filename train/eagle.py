@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from pydantic import Field, model_validator
 
-from drafters.common.choices import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
+from drafters.config import SHIFTED, UNSHIFTED, HeadInputs, HeadLayer
 from train.cli import program
 from train.core.config import TrainConfig
 from train.core.task import Ratio, Task

@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.common.progress import Bar
 from drafters.common.files import replace_json
-from drafters.common.provenance import measured_on
+from drafters.common.machine import measured_on
 from drafters.common.wording import size_text
 from train.bench.sides import Side, from_config, from_shape
 from train.core.config import TrainConfig

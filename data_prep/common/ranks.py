@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data_prep.common.progress import quiet_in_log_files
-from drafters.common.choices import Dtype
 from drafters.common.wording import dtype_name
-from drafters.config import Config
+from drafters.config import Config, Dtype
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from drafters.common.text_files import decode, not_unicode, unicode_encoding
+from drafters.common.files import decode, not_unicode, unicode_encoding
 
 # Odd bytes in fewer lines are damage, and cost those lines; in more of them, and no line in UTF-8, the file is another.
 FEW = 0.01

@@ -21,12 +21,14 @@ from transformers.utils.logging import disable_progress_bar
 from drafters.base import Drafter
 from drafters.common.threads import fit_threads
 from drafters.common.wording import dtype_name
+from drafters.loading import load_drafter
 from drafters.loop.generate import generate
 from drafters.loop.sampling import Sampling
 from drafters.loop.trace import Trace
-from drafters.methods import load_drafter, make_drafter
+from drafters.methods import make_drafter
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel
+from drafters.policy.costs import prepare
 
 COLOURS = ("green", "cyan", "magenta", "yellow")  # of drafters, in the order in which their drafts are first accepted
 # What a model may write and a terminal would obey: escape sequences set its title, its keys or its clipboard.
@@ -207,7 +209,7 @@ class Chat:
         """
         ids = self.prompt([{"role": "user", "content": "Hello!"}])
         with self.console.status("measuring what a step costs here (it is kept for the next time)"):
-            self.drafter.prepare(1, Sampling(self.temperature), self.drafter.max_context)
+            prepare(self.drafter, 1, Sampling(self.temperature), self.drafter.max_context)
             for drafter in filter(None, (self.drafter, self.plain)):
                 options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
                 # With room for a whole answer: what is captured of its cache is there for the first question.

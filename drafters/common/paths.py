@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that are read from a folder
 # A path of this machine within a text: from the root, a home, a drive, a server (UNC) or the working directory, also
 # behind an option's letter (-I/home/u). No URL, no "a/b".
@@ -30,6 +31,16 @@ def is_missing_folder(name: str) -> bool:
     if path.exists():
         return False
     return path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
+
+
+def is_hub_id(name: str) -> bool:
+    """True if ``name`` can only be a Hub repository ("user/name"), not a folder of this machine."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def shown_name(name: str) -> str:
+    """A model's name for publishing: a Hub repository as it is, of a local path the last component."""
+    return name if is_hub_id(name) else Path(name).name
 
 
 def names_only(value: Any) -> Any:

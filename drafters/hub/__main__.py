@@ -12,9 +12,9 @@ from pathlib import Path
 
 from drafters.cli.program import CommandLine, run_program
 from drafters.common.files import check_file
-from drafters.hub.card_evidence import check_card
+from drafters.common.wording import size_text
 from drafters.hub.client import check_repo_ids
-from drafters.hub.model_card import Card
+from drafters.hub.model_card import Card, check_card
 from drafters.hub.reports import Certificate, Report, read
 
 
@@ -43,10 +43,13 @@ def main(arguments: list[str] | None = None) -> None:
         if evidence is not None:
             read(evidence, schema)
 
+    from drafters.hub.checkpoint import drafter_type
     from drafters.hub.publishing import card_of, files_of, push_to_hub
-    from drafters.layouts.serving import listed, serving
+    from drafters.layouts.serving import serving
+    from drafters.methods import drafter_class
 
     card = Card(
+        title=getattr(drafter_class(drafter_type(given.folder)), "card_title", ""),
         license=given.license,
         certificate=given.certificate,
         report=given.report,
@@ -59,7 +62,12 @@ def main(arguments: list[str] | None = None) -> None:
         given.card.write_text(card_of(given.folder, given.repo_id, card), encoding="utf-8")
         print(given.card)
         return
-    print(listed(files_of(given.folder, given.repo_id, card), given.repo_id, given.revision))
+    files = files_of(given.folder, given.repo_id, card)
+    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
+    for name, size in sizes.items():
+        print(f"{name:{max(map(len, sizes))}}  {size_text(size):>10}")
+    where = f"{given.repo_id}, branch {given.revision or 'main'}"
+    print(f"{len(sizes)} files, {size_text(sum(sizes.values()))}, for {where}")
     if not given.dry_run:
         print(push_to_hub(given.folder, given.repo_id, given.private or None, card=card, revision=given.revision))
 

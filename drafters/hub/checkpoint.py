@@ -29,11 +29,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.common.files import replacing, save_tensors, sync
-from drafters.common.paths import check_loadable
+from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable
 from drafters.common.wording import dtype_name, how_to_import, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
-from drafters.hub.card_evidence import CARD_FILE
 from drafters.hub.client import look_up
+from drafters.hub.model_card import CARD_FILE
 
 if TYPE_CHECKING:
     from drafters.model.target import TargetModel
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 
@@ -300,7 +299,8 @@ def snapshot(repo_id: str, files: list[str], revision: str | None = None, token:
             "(check the connection and HF_HUB_OFFLINE)"
         ) from None
     except (HFValidationError, HfHubHTTPError) as error:
-        raise ValueError(f"{looked}, and the Hub answers: {one_line(error)}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{looked}, and the Hub answers: {reason}") from None
 
 
 def _read_weights(folder: Path, name: str, source: str) -> dict[str, Tensor]:
@@ -340,7 +340,3 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source}: NaN or infinite values in {', '.join(bad)}; the training diverged (lower the learning rate, "
             "check the gradient norm) or the file is damaged"
         )
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

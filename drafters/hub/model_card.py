@@ -1,30 +1,67 @@
-"""The model card of a published drafter: what it is, for which target, how it was trained, how to use it.
+"""The model card of a published drafter: its method, its target, how to use it, and what was measured.
 
-The card states what ``config.json`` records and the figures that it is given; it claims nothing of its own.
+The card repeats ``config.json``, a certificate of eval.lossless and a report of eval.speed. It adds no figures.
 """
 
-import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub.repocard import REGEX_YAML_BLOCK, metadata_load
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from drafters.common.paths import names_only
-from drafters.hub.card_evidence import losslessness, measured, model_index
+from drafters.common.paths import is_hub_id, names_only, shown_name
 from drafters.hub.reports import Certificate, read
 
-_KNOWN = {  # other types show their own name
-    "eagle": "EAGLE autoregression head ([EAGLE](https://arxiv.org/abs/2401.15077))",
-    "medusa": "Medusa heads ([Medusa](https://arxiv.org/abs/2401.10774))",
-    "kangaroo": "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))",
-}
+CARD_FILE = "README.md"
+NOT_OPTIONS = ("name", "label", "temperatures", "grid", "drafter", "checkpoint")  # of a certificate's drafter
+Found = Mapping[str, Any]
 
-OTHER_TARGET = (
-    " That target was tuned from `{}` together with these heads and is another model: what they preserve is its output."
+TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ name }}
+
+A drafter for speculative decoding: {{ title }} with {{ weights }} weights, trained for the target `{{ target }}`. \
+It works with that target only.
+{%- if base %} It is a LoRA on the drafter `{{ base }}`, and is merged into it when it is loaded.{% endif %}
+{%- if tuned_from %} That target was tuned from `{{ tuned_from }}` together with these heads and is another model: the \
+drafter preserves its output.{% endif %}
+
+## Use
+
+```python
+from drafters import TargetModel, generate, load_drafter
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({{ pinned }})
+target = TargetModel.from_pretrained({{ pinned }})
+drafter = load_drafter({{ loaded }})
+input_ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+result = generate(target, drafter, input_ids, max_new_tokens=128)
+print(tokenizer.decode(result.tokens[0]))
+```
+
+Or in transformers' own `generate`, if the library `drafters` is installed:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({{ pinned }})
+model = AutoModelForCausalLM.from_pretrained({{ pinned }}, dtype="auto")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+output = model.generate(
+    **inputs, max_new_tokens=128, custom_generate={{ repo_id }}, trust_remote_code=True
 )
+print(tokenizer.decode(output[0]))
+```
+{% for section in sections %}
+{{ section }}
+{% endfor %}"""
 
 
 @dataclass(frozen=True)
@@ -32,158 +69,212 @@ class Card:
     """What a card says beside ``config.json``.
 
     Attributes:
-        license: an identifier of the Hub; None leaves it out, for only its author can choose one.
+        title: the method in words; empty shows the drafter's type.
+        license: an identifier of the Hub; None leaves it out, because only the author can choose one.
         figures: measured values by name, each with its conditions in the name ("tau, greedy, held-out").
         certificate, report: of ``eval.lossless`` and ``eval.speed``: their JSON, or its file or folder.
-        base_model: the target's Hub repository, where the drafter was trained upon a copy of it on a disk.
-        datasets: what it was trained on, as the Hub calls it.
+        base_model: the target's Hub repository, for a drafter that was trained with a local copy of it.
+        datasets: Hub repositories of the training data.
         serving: how engines serve it, in Markdown.
     """
 
+    title: str = ""
     license: str | None = None
     figures: Mapping[str, str | float] | None = None
-    certificate: str | Path | Mapping[str, Any] | None = None
-    report: str | Path | Mapping[str, Any] | None = None
+    certificate: str | Path | Found | None = None
+    report: str | Path | Found | None = None
     base_model: str | None = None
     datasets: tuple[str, ...] = ()
     serving: str = ""
 
 
-def model_card(config: Mapping[str, Any], repo_id: str, parameters: int, card: Card | None = None) -> str:
-    """The text of ``README.md`` for a checkpoint's ``config``, to be published as ``repo_id``.
+def check_card(folder: Path, *evidence: object) -> None:
+    """Raise ValueError if ``folder`` does not exist, or has a card of its own, which lacks the ``evidence`` given."""
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}; save the drafter first, or give the folder of a trained one")
+    if (folder / CARD_FILE).is_file() and any(one is not None for one in evidence):
+        raise ValueError(
+            f"{folder / CARD_FILE} is published as it is, without the certificate, report or figures given: remove it, "
+            "and a card is written with them"
+        )
+
+
+def model_card(config: Found, repo_id: str, parameters: int, card: Card | None = None) -> str:
+    """The text of ``README.md`` for a drafter to be published as ``repo_id``.
 
     Args:
         config: the content of ``config.json``.
-        parameters: how many weights the drafter has.
+        parameters: number of the drafter's weights.
 
     Raises:
         ValueError: the certificate or the report is of another method or target, or no such file.
     """
     card, config = card or Card(), names_only(config)
-    report = None if card.report is None else names_only(read(card.report))
-    kind, target, base = config["drafter_type"], config["target"], config.get("base")
-    base_name = shown_name(base["name"]) if base else None
-    tuned = config.get("training", {}).get("tuned_from")
-    target_name = card.base_model or shown_name(target["name"])
-    on_hub = card.base_model is not None or is_hub_id(target["name"])
-    front: dict[str, Any] = {"library_name": "drafters", "tags": ["speculative-decoding", kind, "custom_generate"]}
-    if card.license:
-        front["license"] = card.license
-    if on_hub:
-        front["base_model"] = target_name
-        front["base_model_relation"] = "adapter"
-    data = str(config.get("training", {}).get("data", ""))
-    if datasets := [*dict.fromkeys([*card.datasets, *([data] if is_hub_id(data) else [])])]:
-        front["datasets"] = datasets
-    if report is not None:
-        front["model-index"] = model_index(repo_id.split("/")[-1], config, report)
-    sections = [
-        f"---\n{yaml.safe_dump(front, sort_keys=True)}---",
-        f"# {repo_id.split('/')[-1]}",
-        f"A drafter for speculative decoding: {_KNOWN.get(kind, kind)} with {parameters:,} weights, trained for the "
-        f"target `{target_name}`. It works with that target only."
-        + (f" A LoRA on the drafter `{base_name}`, merged into it when it is loaded." if base_name else "")
-        + (OTHER_TARGET.format(shown_name(tuned["name"])) if tuned else ""),
-        "## Use\n\n" + _usage(target_name, target.get("revision"), repo_id, base_name),
-        "Or within transformers, whose `generate` then takes what it takes as ever (the library must be installed):\n\n"
-        + _within_transformers(target_name, target.get("revision"), repo_id),
-        *([card.serving] if card.serving else []),
-        "## Target\n\n" + _table({**target, "name": target_name}),
-    ]
-    more = {"Options": config.get("drafter"), "Training": config.get("training"), "Measured": names_only(card.figures)}
-    sections += [f"## {title}\n\n{_table(values)}" for title, values in more.items() if values]
+    kind, target, training = config["drafter_type"], config["target"], config.get("training") or {}
+    name, target_name = repo_id.split("/")[-1], card.base_model or shown_name(target["name"])
+    base = shown_name(config["base"]["name"]) if config.get("base") else None
+    tables = {"Target": {**target, "name": target_name}, "Options": config.get("drafter"), "Training": training}
+    tables["Measured"] = names_only(card.figures)
+    sections = [card.serving] if card.serving else []
+    sections += [f"## {title}\n\n{_table(values)}" for title, values in tables.items() if values]
+    results: list[EvalResult] = []
     if card.certificate is not None:
         sections.append(losslessness(config, names_only(read(card.certificate, Certificate))))
-    if report is not None:
+    if card.report is not None:
+        report = names_only(read(card.report))
         sections.append(measured(config, report))
-    return "\n\n".join(sections) + "\n"
+        results = eval_results(config, report)
+    on_hub, data = card.base_model or is_hub_id(target["name"]), str(training.get("data", ""))
+    pinned = f", revision={target['revision']!r}" if target.get("revision") else ""
+    header = ModelCardData(
+        library_name="drafters",
+        tags=["speculative-decoding", kind, "custom_generate"],
+        license=card.license,
+        base_model=target_name if on_hub else None,
+        base_model_relation="adapter" if on_hub else None,
+        datasets=[*dict.fromkeys([*card.datasets, *([data] if is_hub_id(data) else [])])] or None,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    made = ModelCard.from_template(
+        header,
+        template_str=TEMPLATE,
+        name=name,
+        title=card.title or kind,
+        weights=f"{parameters:,}",
+        target=target_name,
+        base=base,
+        tuned_from=shown_name(training["tuned_from"]["name"]) if training.get("tuned_from") else None,
+        pinned=f"{target_name!r}{pinned}",
+        loaded=f"{base!r}, target, adapter={repo_id!r}" if base else f"{repo_id!r}, target",
+        repo_id=repr(repo_id),
+        sections=sections,
+    )
+    return f"{str(made).rstrip()}\n"
 
 
 def with_header(file: Path, card: Card) -> str:
-    """The text of a card that its author wrote, with what ``card`` says of license, target and data in its header.
+    """The text of a card that its author wrote; license, target and data of ``card`` are added to its header.
 
     Raises:
         ValueError: its header is no YAML mapping.
     """
     text = file.read_text(encoding="utf-8-sig")
-    new: dict[str, Any] = {"license": card.license, "base_model": card.base_model, "datasets": card.datasets}
-    if not any(new.values()):
+    if not (card.license or card.base_model or card.datasets):
         return text
     try:
-        header = metadata_load(file) or {}
+        written = ModelCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}")
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: the header is no YAML mapping ({reason}); correct it") from None
-    known = header.get("datasets") or []
-    new["datasets"] = [*dict.fromkeys([*([known] if isinstance(known, str) else known), *card.datasets])]
-    header |= {key: value for key, value in new.items() if value}
-    body = REGEX_YAML_BLOCK.sub("", text, count=1)
-    return f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---\n{body}"
+    data: Any = written.data
+    known = data.datasets or []
+    data.license, data.base_model = card.license or data.license, card.base_model or data.base_model
+    data.datasets = [*dict.fromkeys([*([known] if isinstance(known, str) else known), *card.datasets])] or None
+    return str(written)
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether ``name`` can only be a Hub repository ("user/name") and not a folder of this machine."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+def losslessness(config: Found, certificate: Found) -> str:
+    """The section of a certificate; raises ValueError if it is of another method or target than ``config``."""
+    _check_target(config, certificate, "the certificate")
+    kind, certified = config["drafter_type"], certificate["drafter"]["drafter"]
+    if certified != kind:
+        raise ValueError(f"the certificate is of the method {certified!r}, and the drafter is of type {kind!r}")
+    options = {name: value for name, value in certificate["drafter"].items() if name not in NOT_OPTIONS and value}
+    shown = f" ({', '.join(f'{name} {value}' for name, value in options.items())})" if options else ""
+    lines = [f"## Losslessness\n\n**{certificate['verdict']}**, by `eval.lossless`{shown}.\n"]
+    lines += [f"- {reason}" for reason in certificate["reasons"]]
+    lines += [
+        f"- greedy, {part['dtype']}: {part['tokens']:,} tokens of {part['texts']:,} texts against transformers' own "
+        f"model; {len(part['divergences']):,} differ, {part['unexplained']:,} of them by more than rounding explains"
+        for part in certificate["greedy"]
+    ]
+    if (sampled := certificate["sampled"]) is not None:
+        distance = next((f"{test['distance']:.3f}" for test in sampled["tests"]), "-")
+        lines.append(
+            f"- sampled, {sampled['tokens']:,} tokens against the target's own probabilities: p = "
+            f"{sampled['p_value']:.2g}; a total variation of {distance} would have been detected with probability "
+            f"{sampled['power']:.0%}"
+        )
+    return "\n".join([*lines, _command(certificate["environment"])])
 
 
-def shown_name(name: str) -> str:
-    """A local path is nobody else's business."""
-    return name if is_hub_id(name) else Path(name).name
+def measured(config: Found, report: Found) -> str:
+    """The section of a report: rows of the drafter's method and of plain decoding; raises as ``losslessness``."""
+    facts, limits = report["environment"], report["environment"]["limits"]
+    versions = ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items())
+    lines = [
+        f"## Speed\n\nOver plain decoding in the same loop, {facts['dtype']}, on {facts['gpu'] or facts['cpu']} with "
+        f"{facts['threads']} threads; {facts['prompt_set']['prompts']} prompts of "
+        f"{Path(facts['prompt_set']['file']).name}, at most {limits['max_new_tokens']} new tokens"
+        f"{'; ' + versions if versions else ''}. Other machines give other figures.\n",
+        "| | temperature | tau | speedup (95% interval) | tokens/s |\n| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in _rows(config, report, "autoregressive"):
+        name = row["drafter"].replace("|", "\\|") + ("" if row["lossless"] else " (**lossy**)")
+        tau, speedup = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "speedup"))
+        interval = "" if row["speedup_ci"] is None else " ({:.2f} to {:.2f})".format(*row["speedup_ci"])
+        speed = "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}"
+        lines.append(f"| {name} | {row['temperature']:g} | {tau} | {speedup}{interval} | {speed} |")
+    return "\n".join([*lines, _command(facts)])
 
 
-def _usage(target_name: str, revision: str | None, repo_id: str, base_name: str | None) -> str:
-    drafter = f"{base_name!r}, target, adapter={repo_id!r}" if base_name else f"{repo_id!r}, target"
-    pinned = f", revision={revision!r}" if revision else ""
-    return "\n".join(
-        [
-            "```python",
-            "from drafters import TargetModel, generate, load_drafter",
-            "from transformers import AutoTokenizer",
-            "",
-            f"tokenizer = AutoTokenizer.from_pretrained({target_name!r}{pinned})",
-            f"target = TargetModel.from_pretrained({target_name!r}{pinned})",
-            f"drafter = load_drafter({drafter})",
-            'input_ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
-            "result = generate(target, drafter, input_ids, max_new_tokens=128)",
-            "print(tokenizer.decode(result.tokens[0]))",
-            "```",
-        ]
-    )
+def eval_results(config: Found, report: Found) -> list[EvalResult]:
+    """tau and speedup of the drafter's rows, for the card's header; raises as ``losslessness``."""
+    file = Path(report["environment"]["prompt_set"]["file"])
+    workload = file.stem if file.is_absolute() or not file.parent.name else f"{file.parent.name}/{file.stem}"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=workload,
+            dataset_name=workload,
+            metric_type=metric,
+            metric_name=f"{metric}, {row['drafter']}, temperature {row['temperature']:g}",
+            metric_value=round(row[metric], 3),
+        )
+        for row in _rows(config, report)
+        for metric in ("tau", "speedup")
+        if row[metric] is not None
+    ]
 
 
-def _within_transformers(target_name: str, revision: str | None, repo_id: str) -> str:
-    pinned = f", revision={revision!r}" if revision else ""
-    return "\n".join(
-        [
-            "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"tokenizer = AutoTokenizer.from_pretrained({target_name!r}{pinned})",
-            f'model = AutoModelForCausalLM.from_pretrained({target_name!r}, dtype="auto"{pinned})',
-            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
-            "output = model.generate(",
-            f"    **inputs, max_new_tokens=128, custom_generate={repo_id!r}, trust_remote_code=True",
-            ")",
-            "print(tokenizer.decode(output[0]))",
-            "```",
-        ]
-    )
+def _rows(config: Found, report: Found, *others: str) -> Iterator[Found]:
+    """Rows of the drafter's method and of the methods ``others``; raises ValueError if it has none of the first."""
+    _check_target(config, report, "the report")
+    kind, drafters = config["drafter_type"], report["environment"]["config"]["drafters"]
+    entries = {entry.get("label") or entry["drafter"]: entry["drafter"] for entry in drafters}
+    methods = [entries.get(row.get("entry"), entries.get(row["drafter"])) for row in report["rows"]]
+    if kind not in methods:
+        raise ValueError(f"the report has no row of type {kind!r}; it has {', '.join(map(repr, entries))}")
+    pairs = zip(report["rows"], methods, strict=True)
+    return (row for row, method in pairs if method in (kind, *others))
 
 
-def _table(values: Mapping[str, Any]) -> str:
+def _command(facts: Found) -> str:
+    commit = (facts["commit"] or "unknown")[:12] + (" with local changes" if facts["dirty"] else "")
+    return f"\nOf {facts['date'][:10]}, commit {commit}:\n\n    {shlex.join(facts['argv'])}"
+
+
+def _check_target(config: Found, found: Found, what: str) -> None:
+    ours, theirs = config["target"], found["environment"]["target"]
+    if ours["fingerprint"] != theirs["fingerprint"]:
+        raise ValueError(
+            f"{what} is of the target {theirs['name']!r} (fingerprint {theirs['fingerprint']}), and the drafter was "
+            f"trained for {ours['name']!r} (fingerprint {ours['fingerprint']})"
+        )
+
+
+def _table(values: Found) -> str:
     """A Markdown table of ``values``; nested mappings become dotted names, as in an override."""
-    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in _flat(values)]
-    return "\n".join(["| | |", "| --- | --- |", *rows])
+    return "\n".join(["| | |\n| --- | --- |", *(f"| {_cell(key)} | {_cell(value)} |" for key, value in _flat(values))])
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
+def _flat(values: Found, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            rows += _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         elif value is not None:
-            rows.append((f"{prefix}{key}", value))
-    return rows
+            yield f"{prefix}{key}", value
 
 
 def _cell(value: Any) -> str:

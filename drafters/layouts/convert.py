@@ -1,4 +1,4 @@
-"""The work of ``drafters.convert``: read a released head, check it against its target, write it as a checkpoint."""
+"""Import a released head: read it, check it against its target, write it as a checkpoint."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,24 +10,23 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from drafters.common.files import check_new_folder
+from drafters.common.paths import shown_name
 from drafters.common.wording import dtype_name, shortened
-from drafters.convert import LOADS_AS_IT_IS
-from drafters.export import read_config
-from drafters.hub.checkpoint import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
+from drafters.hub.checkpoint import FORMAT_VERSION, WEIGHTS_FILE, load_state, save_checkpoint, snapshot
+from drafters.hub.declared import Layout
+from drafters.layouts.config import CONFIG_FILE, LOADS_AS_IT_IS, made_from, read_config
 from drafters.layouts.released import (
     DTYPES,
     EMBEDDING,
     INDEXES,
     PICKLED_FILE,
     differences,
+    exportable,
     head_layer,
-    is_eagle,
-    made_from,
+    kind_of,
     read_weights,
-    shown,
 )
-from drafters.methods.eagle import EagleHead
-from drafters.methods.kangaroo import KangarooAdapter
+from drafters.learned import LearnedDrafter
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.layers import layer_config
 from drafters.model.weights import EMBEDDING as TARGETS
@@ -62,34 +61,32 @@ def convert(
     folder = _folder(source, revision)
     config = read_config(folder, source, LOADS_AS_IT_IS)
     path, weights = read_weights(folder, source)
-    _check_known(weights, source, exit_layer)
-    eagle, notices = is_eagle(weights), []
-    there = weights.get(EMBEDDING)  # the target's is read to be compared with it, and else not at all
+    kind, notices = kind_of(weights), list[str]()
+    _check_known(weights, kind, source, exit_layer)
+    there = weights.get(EMBEDDING)  # the target's is read only to be compared with it
     dtype = there.dtype if there is not None and there.dtype in DTYPES else torch.float32
     ends = load_frozen_ends(target, dtype, "meta" if there is None else "cpu", target_revision)
-    layer = head_layer(config, ends.config, eagle)
+    layer = head_layer(config, ends.config, kind)
     shape = layer_config(ends.config, layer)
-    _check_layer(config, ends, shape, eagle, source, target)
+    _check_layer(config, ends, shape, kind.layout, source, target)
     if (embedding := weights.pop(EMBEDDING, None)) is not None:
         notices.append(_same_embedding(embedding, ends, source, target))
     if (eps := config.get("rms_norm_eps", 1e-6)) != (own := getattr(shape, "rms_norm_eps", eps)):
         notices.append(f"rms_norm_eps is {eps} in its {CONFIG_FILE} and {own} in the layer that it gets")
-    options: dict[str, Any] = {}
-    if eagle:
-        options = _fc_bias(config, weights, source, notices) | ({} if layer == "target" else {"layer": layer})
-        module: Any = EagleHead(ends.config, bias=options.get("fc_bias", False), layer=layer)
-    else:
-        options = {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
-        module = KangarooAdapter(ends.config)
-    load_state(module, weights, source)
+    options: dict[str, Any] = {} if layer == "target" else {"layer": layer}
+    if kind.layout.bias:
+        options |= _bias(config, weights, kind.layout.bias, source, notices)
+    if "exit_layer" in kind.options.model_fields:
+        options |= {"exit_layer": _exit_layer(config, exit_layer, ends, source, target)}
+    load_state(kind.build_module(ends.config, options), weights, source)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     written = {
-        "drafter_type": "eagle" if eagle else "kangaroo",
+        "drafter_type": kind.name,
         "format_version": FORMAT_VERSION,
         "drafter": options,
         "target": ends.identity(target, target_revision).model_dump(),
-        "training": {"imported_from": shown(source), "revision": revision, "file": path.name, "sha256": digest},
+        "training": {"imported_from": shown_name(source), "revision": revision, "file": path.name, "sha256": digest},
     }
     save_checkpoint(out, weights, written, dtype=None)
     return notices
@@ -105,30 +102,31 @@ def _folder(source: str, revision: str | None) -> Path:
     return folder
 
 
-def _check_known(weights: Mapping[str, Tensor], source: str, exit_layer: int | None) -> None:
-    """Raise ValueError where the names are those of a head that this toolkit does not have, or that has no exit layer
-    while one is given."""
-    if any(name.startswith("midlayer.") or name in ("d2t", "t2d") for name in weights):
-        raise ValueError(f"{source} is an EAGLE-3 head, and this toolkit has EAGLE-1/2 heads; import one of those")
-    if any(name.startswith(("model.", "layers.1.")) for name in weights) or not weights:
+def _check_known(
+    weights: Mapping[str, Tensor], kind: type[LearnedDrafter], source: str, exit_layer: int | None
+) -> None:
+    """Raise ValueError if this toolkit has no such head, or an exit layer is given for one that has none."""
+    if 2 * len(kind.layout.names & weights.keys()) < len(kind.layout.names):
+        known = ", ".join(other.layout.noun for other in exportable())
+        what = "an EAGLE-3 head, which this toolkit does not have" if "d2t" in weights else "no head of a known kind"
         raise ValueError(
-            f"{source} is no EAGLE-1/2 head and no Kangaroo adapter: it holds {len(weights)} tensors, for example "
+            f"{source} is {what} (known: {known}): it holds {len(weights)} tensors, for example "
             f"{', '.join(sorted(weights)[:3]) or 'none'}"
         )
-    if is_eagle(weights) and exit_layer is not None:
-        raise ValueError(f"--exit-layer is {exit_layer}, and {source} is an EAGLE head, which has none; leave it out")
+    if exit_layer is not None and "exit_layer" not in kind.options.model_fields:
+        noun = kind.layout.noun
+        raise ValueError(f"--exit-layer is {exit_layer}, and {source} is {noun}, which has none; leave it out")
 
 
 def _check_layer(
-    config: Mapping[str, Any], ends: FrozenEnds, shape: PretrainedConfig, eagle: bool, source: str, target: str
+    config: Mapping[str, Any], ends: FrozenEnds, shape: PretrainedConfig, layout: Layout, source: str, target: str
 ) -> None:
     """Raise ValueError unless the head is made of one layer of this ``shape``."""
     if (layers := config.get("num_hidden_layers", 1)) != 1:
         raise ValueError(f"{source}: num_hidden_layers is {shortened(layers)} in {CONFIG_FILE}, and a head has 1")
-    said = dict(config)
-    if not eagle:  # the official adapter's RoPE is that of Llama 1, whatever its config.json says
-        said = {key: value for key, value in said.items() if not key.startswith("rope_")}
-    if found := differences(said, shape, eagle):
+    if layout.rope_theta:  # the official code does not read RoPE from config.json
+        config = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    if found := differences(config, shape, layout):
         raise ValueError(
             f"{source} is no head for {target}: {'; '.join(found)}. Give the model that it was trained for: "
             "--target MODEL"
@@ -176,23 +174,26 @@ def _same_embedding(theirs: Tensor, ends: FrozenEnds, source: str, target: str) 
     return f"its {EMBEDDING} ({dtype_name(theirs.dtype)}) is the target's, and was left out"
 
 
-def _fc_bias(config: Mapping[str, Any], weights: dict[str, Tensor], source: str, notices: list[str]) -> dict[str, Any]:
-    """The options of a head with or without a bias in fc; one of zeros is taken out of ``weights``."""
-    bias = weights.get("fc.bias")
+def _bias(
+    config: Mapping[str, Any], weights: dict[str, Tensor], name: str, source: str, notices: list[str]
+) -> dict[str, Any]:
+    """The option of a head with the bias ``name``; a bias of zeros is removed from ``weights``."""
+    bias = weights.get(name)
     if bias is None:
         if config.get("bias", True):
-            said = "true" if "bias" in config else "absent, which means true,"
+            given = "true" if "bias" in config else "absent, which means true,"
             raise ValueError(
-                f"{source}: bias is {said} in {CONFIG_FILE}, and there is no fc.bias among its tensors. If it was "
-                f'trained without one, set "bias": false in {CONFIG_FILE}; else the file is incomplete'
+                f"{source}: bias is {given} in {CONFIG_FILE}, and {name} is not among its tensors. If it was trained "
+                f'without one, set "bias": false in {CONFIG_FILE}; else the file is incomplete'
             )
         return {}
     if bias.is_floating_point() and not bias.any():
-        del weights["fc.bias"]
-        notices.append("its fc.bias is zero, and was left out")
+        del weights[name]
+        notices.append(f"its {name} is zero, and was left out")
         return {}
-    notices.append("its fc.bias is kept (fc_bias: true; to train it further, set that there, too)")
-    return {"fc_bias": True}
+    option = name.replace(".", "_")
+    notices.append(f"its {name} is kept ({option}: true; to train it further, set that there, too)")
+    return {option: True}
 
 
 def _exit_layer(config: Mapping[str, Any], given: int | None, ends: FrozenEnds, source: str, target: str) -> int:

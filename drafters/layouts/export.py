@@ -1,4 +1,4 @@
-"""The work of ``drafters.export``: write a head for others, and check one."""
+"""Write a drafter's head in the form of another program, and check a folder in such a form."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,32 +8,26 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from drafters.common.choices import SHIFTED
 from drafters.common.files import check_new_folder, replace_json, replace_text, replacing, save_tensors
-from drafters.common.paths import readable
+from drafters.common.paths import readable, shown_name
 from drafters.common.wording import dtype_name
 from drafters.config import validate
-from drafters.export import EXPORT_FIRST, READERS, read_config
-from drafters.hub.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_state
-from drafters.layouts.readme import Exported, readme
+from drafters.hub.checkpoint import WEIGHTS_FILE, load_state
+from drafters.hub.declared import READERS
+from drafters.layouts.config import CONFIG_FILE, EXPORT_FIRST, MADE_FROM, made_from, older_keys, read_config, rope
+from drafters.layouts.readme import HOT_TOKENS, Exported, readme
 from drafters.layouts.released import (
     BIASED,
-    HOT_TOKENS,
-    MADE_FROM,
     PICKLED_FILE,
     PLAIN,
     SGLANG,
-    WHO,
     differences,
+    exportable,
     head_layer,
-    is_eagle,
-    made_from,
+    kind_of,
     no_target,
-    older_keys,
     problems,
     read_weights,
-    rope,
-    shown,
     why_not,
 )
 from drafters.methods import drafter_class
@@ -41,12 +35,14 @@ from drafters.model.draft_head import DRAFT_IDS, check_ids, kept_ids
 from drafters.model.ends import load_frozen_ends
 from drafters.model.files import load_config_only
 from drafters.model.head_adapter import load_head
-from drafters.model.layers import ROPES, SERVED, layer_config, unserved
+from drafters.model.layers import ROPES, layer_config, unserved
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# A head sees all that came before, also where its target has sliding windows.
+    from drafters.learned import LearnedDrafter
+
+# A head attends to all tokens before it, also if its target has sliding windows.
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -54,27 +50,28 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     """Write the checkpoint's head for ``to`` into ``out``, a new folder or an empty one.
 
     Args:
-        to: one of ``drafters.export.READERS``.
-        target: a folder or Hub repository of the target, where it is not at the place that the checkpoint names.
-        adapter: a LoRA for the drafter, merged into it. (That of a checkpoint which is one is merged in any case.)
+        to: one of ``READERS``.
+        target: a folder or Hub repository of the target, if it is not where the checkpoint says.
+        adapter: a LoRA for the drafter, merged into it. (A checkpoint that is a LoRA is merged in any case.)
 
     Returns:
-        what a user should know of what was left out, in words.
+        notes for the user on what was left out.
 
     Raises:
         ValueError: a checkpoint that ``to`` cannot load, another target, or a folder that holds files.
-        OSError: the disk is full, say.
+        OSError: the disk is full, for example.
     """
     check_new_folder(out, "--out")
     config, weights = load_head(checkpoint, adapter=adapter)
-    trained, method = config["target"], config["drafter_type"]
-    _refuse(checkpoint, to, _method_refused(to, method, config["drafter"]))
-    kind: Any = drafter_class(method)
-    options = validate(kind.options, config["drafter"], source=f"{checkpoint}: options of drafter {method!r}")
+    trained, method, given = config["target"], config["drafter_type"], config["drafter"]
+    kind = learned(method)
+    layout = kind.layout
+    refuse(checkpoint, to, _method_refused(to, kind, given))
+    options: Any = validate(kind.options, given, source=f"{checkpoint}: options of drafter {method!r}")
     name, revision = target or trained["name"], None if target else trained["revision"]
     family = load_config_only(name, revision)
-    _refuse(checkpoint, to, _layer_refused(to, method, config["drafter"], family))
-    # A head that is served beside another target loads as well, and nothing that it drafts is accepted.
+    refuse(checkpoint, to, _layer_refused(to, kind, given, family))
+    # Beside another target, a head loads and no draft is accepted.
     fingerprint = load_frozen_ends(name, device="meta", revision=revision).fingerprint
     if fingerprint != trained["fingerprint"]:
         raise ValueError(
@@ -84,92 +81,89 @@ def export(checkpoint: str, to: str, out: Path, target: str | None = None, adapt
     if (ids := weights.pop(DRAFT_IDS, None)) is not None:
         check_ids(ids, family.vocab_size, checkpoint)
     kept_ids(ids, options, family.vocab_size, checkpoint)  # refuses what drafting would
-    hot = None if options.draft_vocab is None else ids  # all: an engine adds none of the text's own to them
-    eagle, fc_bias = method == "eagle", config["drafter"].get("fc_bias", False)
-    load_state(kind.build_module(family, config["drafter"]), weights, checkpoint)
-    if fc_bias and not weights["fc.bias"].any():
-        weights.pop("fc.bias")
-        fc_bias = False
+    hot = None if options.draft_vocab is None else ids  # all of them: an engine adds no tokens of the text
+    load_state(kind.build_module(family, given), weights, checkpoint)
+    bias = layout.has_bias(given)
+    if bias and not weights[str(layout.bias)].any():
+        weights.pop(str(layout.bias))
+        bias = False
     weights = _in_one_dtype(weights)
-    shape = layer_config(family, options.layer if eagle else "target")
-    written = head_config(shape, to, fc_bias, next(iter(weights.values())).dtype) | {
-        MADE_FROM: _made_from(config, checkpoint)
-    }
-    _refuse(checkpoint, to, why_not(to, written, eagle, fc_bias))
+    shape = layer_config(family, getattr(options, "layer", "target"))
+    written = head_config(shape, to, bias, next(iter(weights.values())).dtype)
+    written |= {MADE_FROM: _made_from(config, checkpoint, kind)}
+    refuse(checkpoint, to, why_not(to, written, layout, bias))
     if to == "sglang":
-        weights.setdefault("fc.bias", torch.zeros_like(weights["fc.weight"][:, 0]))
+        if layout.bias:
+            weights.setdefault(layout.bias, torch.zeros(family.hidden_size, dtype=next(iter(weights.values())).dtype))
         if hot is not None:  # else the pruned LM head would be the embedding, too
             written["tie_word_embeddings"] = False
-    if wrong := problems(written, weights, pickled=not eagle):  # else this is a mistake of ours
+    if wrong := problems(written, weights, pickled=layout.pickled):  # a mistake of ours
         raise ValueError(f"{checkpoint} would not load there: {'; '.join(wrong)}")
     same = ("sglang",) if to == "sglang" else ("official", "vllm")
     known = [one for one in same if one == to or not no_target(one, family.model_type)]
-    readers = tuple(one for one in known if why_not(one, written, eagle, fc_bias) is None)
-    text = readme(written, weights, Exported(checkpoint, name, to, out, hot, readers))
+    readers = tuple(one for one in known if why_not(one, written, layout, bias) is None)
+    text = readme(written, weights, Exported(checkpoint, name, to, out, hot, method, readers), layout)
     _write(out, written, weights, hot if to == "sglang" else None, text)
-    return _notices(to, hot, family.vocab_size, no_target(to, family.model_type) if eagle else None)
+    return _notices(to, hot, family.vocab_size, no_target(to, family.model_type))
 
 
 def check(folder: Path, to: str | None = None, target: str | None = None) -> str:
     """Check a head in the form of its authors or of an engine.
 
     Args:
-        to: who it must be for; None: anyone. target: a folder or Hub repository of the target it must be for.
+        to: the program that must be able to load it; None: any.
+        target: a folder or Hub repository of the target that it must be for.
 
     Returns:
         what it is, in words.
 
     Raises:
-        ValueError: what is wrong with it, all of it.
+        ValueError: everything that is wrong with it.
     """
     source = str(folder)
     config = read_config(folder, source, EXPORT_FIRST)
     path, weights = read_weights(folder, source)
-    eagle = is_eagle(weights)
+    kind = kind_of(weights)
+    layout = kind.layout
     found = problems(config, weights, path.name == PICKLED_FILE) + _hot_problems(folder, config)
     if target is not None:
-        found += _other_target(config, target, eagle)
+        found += _other_target(config, target, kind)
     if found:
-        kind = "an EAGLE head" if eagle else "a Kangaroo adapter"
-        raise ValueError(f"{folder} is not {kind} that would be served as it is: {'; '.join(found)}")
-    for_sglang = eagle and config["architectures"][0] in SGLANG.values()
-    fc_bias = "fc.bias" in weights
-    form = ("sglang",) if for_sglang else ("official", "vllm")
-    refused = {one: "another form; export it once more: --to " + one for one in WHO if one not in form}
-    refused |= {one: reason for one in form if (reason := why_not(one, config, eagle, fc_bias))}
+        raise ValueError(f"{folder} is not {layout.noun} that would be served as it is: {'; '.join(found)}")
+    bias = layout.bias is not None and layout.bias in weights
+    form = ("sglang",) if layout.bias and config["architectures"][0] in SGLANG.values() else ("official", "vllm")
+    refused = {one: "another form; export it once more: --to " + one for one in READERS if one not in form}
+    refused |= {one: reason for one in form if (reason := why_not(one, config, layout, bias))}
     if to in refused:
-        raise ValueError(f"{folder} is not for {WHO[to]}: {refused[to]}")
+        raise ValueError(f"{folder} is not for {READERS[to]}: {refused[to]}")
     if not (able := [one for one in form if one not in refused]):
-        reasons = "; ".join(f"not for {WHO[one]}: {refused[one]}" for one in form)
+        reasons = "; ".join(f"not for {READERS[one]}: {refused[one]}" for one in form)
         raise ValueError(f"{folder} is a head that none of its readers can serve: {reasons}")
     known = "target_fingerprint" in made_from(config)
     for_target = "" if target is None else f", for {target}" if known else f", of the shape of {target}"
-    readers = " and ".join(WHO[one] for one in able)
-    parameters = sum(value.numel() for value in weights.values())
-    kind = f"an EAGLE head{' with fc.bias' if eagle and fc_bias and weights['fc.bias'].any() else ''}"
+    with_bias = f" with {layout.bias}" if bias and weights[str(layout.bias)].any() else ""
     return (
-        f"{folder} is {kind if eagle else 'a Kangaroo adapter'} for {readers}, {parameters:,} weights in "
+        f"{folder} is {layout.noun}{with_bias} for {' and '.join(READERS[one] for one in able)}, "
+        f"{sum(value.numel() for value in weights.values()):,} weights in "
         f"{dtype_name(next(iter(weights.values())).dtype)}{for_target}"
     )
 
 
-def head_config(target: "PretrainedConfig", to: str, fc_bias: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """``config.json`` of a model of one layer: ``target``'s, or what ``layer_config`` gives for it."""
-    # Without the name that transformers keeps of it, and without what would lead to code beside the target or say how
-    # the target is quantised.
+def head_config(target: "PretrainedConfig", to: str, bias: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """``config.json`` of a model of one layer: the layer of ``target``, which is what ``layer_config`` returned."""
+    # Left out: the name that transformers stores, code beside the target, and how the target is quantised.
     left_out = ("_name_or_path", "auto_map", "quantization_config", *WINDOWS)
     found = {key: value for key, value in target.to_dict().items() if key not in left_out}
     family = target.model_type if to == "sglang" and target.model_type in SGLANG else "llama"
-    if target.model_type != family:  # nothing of another family's stays, such as a number of experts
+    if target.model_type != family:  # keys of another family, such as a number of experts, are left out, too
         known = {key: value for key, value in found.items() if key in LlamaConfig().to_dict() and key != "model_type"}
         found = LlamaConfig(**known).to_dict()
         found |= {"qkv_bias": True} if target.model_type == "qwen2" else {}
     found |= {
-        "architectures": [SGLANG[family] if to == "sglang" else BIASED if fc_bias else PLAIN],
+        "architectures": [SGLANG[family] if to == "sglang" else BIASED if bias else PLAIN],
         "num_hidden_layers": 1,
-        # Of fc. vLLM and SGLang read it as biases of the attention: with true they expect some, draft nonsense and say
-        # nothing.
-        "bias": fc_bias and to == "official",
+        # Of fc. vLLM and SGLang read this key as biases of the attention: with true they draft nonsense silently.
+        "bias": bias and to == "official",
         "dtype": dtype_name(dtype),
         "torch_dtype": dtype_name(dtype),
     }
@@ -185,81 +179,85 @@ def served_by(method: str, options: Mapping[str, Any], target: "PretrainedConfig
     Raises:
         ValueError: no head can be made for the target.
     """
-    eagle, fc_bias = method == "eagle", options.get("fc_bias", False)
-    found = {}
+    found, kind = {}, learned(method)
     for to in READERS:
-        found[to] = _method_refused(to, method, options) or _layer_refused(to, method, options, target)
+        found[to] = _method_refused(to, kind, options) or _layer_refused(to, kind, options, target)
         if found[to] is None:
-            shape = layer_config(target, options.get("layer", "target"))
-            written = head_config(shape, to, fc_bias, torch.bfloat16)
-            found[to] = why_not(to, written, eagle, fc_bias) or (no_target(to, target.model_type) if eagle else None)
+            shape, bias = layer_config(target, options.get("layer", "target")), kind.layout.has_bias(options)
+            written = head_config(shape, to, bias, torch.bfloat16)
+            found[to] = why_not(to, written, kind.layout, bias) or no_target(to, target.model_type)
     return found
 
 
 def check_served(config: Mapping[str, Any], checkpoint: str, to: str) -> None:
-    """Raise ValueError where ``to`` cannot load a checkpoint with this ``config``, or its target is not there."""
-    method, options = config["drafter_type"], config["drafter"]
-    _refuse(checkpoint, to, _method_refused(to, method, options))
+    """Raise ValueError if ``to`` cannot load a checkpoint with this ``config``, or its target is not found."""
+    kind, options = learned(config["drafter_type"]), config["drafter"]
+    refuse(checkpoint, to, _method_refused(to, kind, options))
     family = load_config_only(config["target"]["name"], config["target"]["revision"])
-    _refuse(checkpoint, to, _layer_refused(to, method, options, family))
-    if options.get("fc_bias"):
+    refuse(checkpoint, to, _layer_refused(to, kind, options, family))
+    if kind.layout.has_bias(options):
         raise ValueError(f"{checkpoint} has a bias in fc, which may or may not be dropped; export it and see")
 
 
-def _refuse(checkpoint: str, to: str, reason: str | None) -> None:
+def refuse(checkpoint: str, to: str, reason: str | None) -> None:
     """Raise ValueError if there is a ``reason``."""
     if reason is not None:
-        raise ValueError(f"{checkpoint} cannot be exported for {WHO[to]}: {reason}")
+        raise ValueError(f"{checkpoint} cannot be exported for {READERS[to]}: {reason}")
 
 
-def _method_refused(to: str, method: str, options: Mapping[str, Any]) -> str | None:
-    if method not in ("eagle", "kangaroo") or (method == "kangaroo" and to != "official"):
-        adapters = " and Kangaroo adapters" if to == "official" else ""
-        return f"it is of the method {method!r}; {WHO[to]} loads EAGLE heads{adapters}, and no other of ours"
-    if (inputs := options.get("inputs", SHIFTED)) != SHIFTED:
-        return (
-            f"it reads {inputs!r}, and {WHO[to]} gives a head {SHIFTED!r} alone; train one with inputs={SHIFTED}, the "
-            "default"
-        )
-    if own := [key for key in ("ffn", "own_lm_head") if method == "kangaroo" and options.get(key)]:
-        return f"it has {' and '.join(own)}, which {WHO[to]} does not know; train one without"
+def learned(method: str) -> type["LearnedDrafter"]:
+    """The class of a method with weights; raises ValueError if there is no such method."""
+    kind: Any = drafter_class(method)
+    if not hasattr(kind, "layout"):
+        raise ValueError(f"drafter {method!r} has no weights to export")
+    return kind
+
+
+def _method_refused(to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any]) -> str | None:
+    if to not in kind.layout.readers:
+        known = " and ".join(other.layout.noun for other in exportable() if to in other.layout.readers)
+        return f"it is of the method {kind.name!r}; {READERS[to]} loads {known}, and no other head of ours"
+    for name, value in kind.layout.options.items():
+        if (found := options.get(name, value)) != value:
+            return f"its {name} is {found!r}, and {READERS[to]} knows only {value!r}; train one with {name}={value}"
     return None
 
 
-def _layer_refused(to: str, method: str, options: Mapping[str, Any], target: "PretrainedConfig") -> str | None:
-    """Why ``to`` has no layer of the head's kind."""
-    eagle = method == "eagle"
-    if eagle and options.get("layer", "target") == "llama":
+def _layer_refused(
+    to: str, kind: type["LearnedDrafter"], options: Mapping[str, Any], target: "PretrainedConfig"
+) -> str | None:
+    """Why ``to`` has no layer of the head's kind; None if it has."""
+    if options.get("layer", "target") == "llama":
         return None
-    more = unserved(target)
-    if target.model_type in (SERVED if eagle else ("llama",)) and not more:
+    families, more = kind.layout.families, unserved(target)
+    if target.model_type in families and not more:
         return None
     of = f"the family {target.model_type!r}" + (f" with {' and '.join(more)}" if more else "")
-    known = f"{', '.join(SERVED if eagle else ('llama',))} without biases, with silu and RoPE {', '.join(ROPES)}"
-    known += "; train one with layer=llama" if eagle else ""
-    return f"its layer is that of {of}, and {WHO[to]} has those of {known}"
+    known = f"{', '.join(families)} without biases, with silu and RoPE {', '.join(ROPES)}"
+    known += "; train one with layer=llama" if "layer" in kind.options.model_fields else ""
+    return f"its layer is that of {of}, and {READERS[to]} has those of {known}"
 
 
 def _in_one_dtype(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All in the widest one: a merged LoRA leaves matrices in float32 beside norms in 16 bits."""
+    """All in one dtype: a merged LoRA has matrices in float32 and norms in 16 bits, which become float32."""
     dtypes = {value.dtype for value in weights.values()}
     wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return {name: value.to(wide) for name, value in weights.items()}
 
 
-def _made_from(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
-    target = config["target"]
-    found = {"drafter": shown(checkpoint), "drafter_type": config["drafter_type"], "target": shown(target["name"])}
-    found |= {"target_revision": target["revision"], "target_fingerprint": target["fingerprint"]}
-    exit_layer = config["drafter"].get("exit_layer")
-    found |= {"layer": config["drafter"].get("layer", "target")} if config["drafter_type"] == "eagle" else {}
-    return found | ({} if exit_layer is None else {"exit_layer": exit_layer})
+def _made_from(config: Mapping[str, Any], checkpoint: str, kind: type["LearnedDrafter"]) -> dict[str, Any]:
+    target, options = config["target"], config["drafter"]
+    found = {"drafter": shown_name(checkpoint), "drafter_type": config["drafter_type"]}
+    found |= {"target": shown_name(target["name"]), "target_revision": target["revision"]}
+    found |= {"target_fingerprint": target["fingerprint"]}
+    found |= {"layer": options.get("layer", "target")} if "layer" in kind.options.model_fields else {}
+    return found | ({"exit_layer": options["exit_layer"]} if "exit_layer" in options else {})
 
 
-def _other_target(config: Mapping[str, Any], name: str, is_eagle: bool) -> list[str]:
-    """What tells that a head is for another target than ``name``, in words."""
+def _other_target(config: Mapping[str, Any], name: str, kind: type["LearnedDrafter"]) -> list[str]:
+    """What shows that a head is for another target than ``name``, in words."""
     theirs = load_config_only(name)
-    found = differences(config, layer_config(theirs, head_layer(config, theirs, is_eagle)), is_eagle)
+    found = differences(config, layer_config(theirs, head_layer(config, theirs, kind)), kind.layout)
     known = made_from(config).get("target_fingerprint")
     if not found and known is not None:
         fingerprint = load_frozen_ends(name, device="meta").fingerprint
@@ -269,19 +267,19 @@ def _other_target(config: Mapping[str, Any], name: str, is_eagle: bool) -> list[
 
 
 def _hot_problems(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the ids that SGLang would draft with, in words; none where there is no such file."""
+    """What is wrong with the file of token ids that SGLang would draft with, in words; the file may be missing."""
     if not (path := folder / HOT_TOKENS).is_file():
         return []
     try:
         found = torch.tensor(torch.load(readable(path), weights_only=True))
         check_ids(found, int(config["vocab_size"]), HOT_TOKENS)
-    except Exception as error:  # what a stranger wrote can fail in any way
+    except Exception as error:  # a stranger's file can fail in any way
         return [(str(error).splitlines() or [type(error).__name__])[0]]
     return []
 
 
 def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) -> list[str]:
-    found = [] if without is None else [f"{WHO[to]} cannot serve this today: {without}; the folder has its layout"]
+    found = [] if without is None else [f"{READERS[to]} cannot serve this today: {without}; the folder has its layout"]
     if hot is None:
         return found
     if to == "sglang":
@@ -291,8 +289,8 @@ def _notices(to: str, hot: Tensor | None, vocabulary: int, without: str | None) 
         ]
     return [
         *found,
-        f"{WHO[to]} knows no draft vocabulary of an EAGLE-1/2 head or an adapter: the one of {len(hot):,} tokens is "
-        f"left out, and it drafts with all {vocabulary:,}",
+        f"{READERS[to]} knows no draft vocabulary of such a head: the one of {len(hot):,} tokens is left out, and it "
+        f"drafts with all {vocabulary:,}",
     ]
 
 
@@ -300,9 +298,9 @@ def _write(out: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
     there = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        if is_eagle(weights):
+        if not kind_of(weights).layout.pickled:
             save_tensors(weights, out / WEIGHTS_FILE, {"format": "pt"})
-        else:  # the official code opens this name alone; plain tensors, which load with weights_only=True
+        else:  # the only name that the official code opens; plain tensors, which load with weights_only=True
             with replacing(out / PICKLED_FILE) as path:
                 torch.save({name: value.clone() for name, value in weights.items()}, path)
         if hot is not None:

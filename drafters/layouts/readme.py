@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from drafters.common.wording import dtype_name
-from drafters.layouts.released import HOT_TOKENS, MADE_FROM, PICKLED_FILE, is_eagle
+from drafters.hub.declared import Layout
+from drafters.layouts.config import MADE_FROM
 
-STEPS = 5  # tokens a draft in what is shown
+HOT_TOKENS = "hot_token_ids.pt"  # of SGLang's --speculative-token-map
+STEPS = 5  # tokens of a draft in the commands shown
 
 
 class Exported(NamedTuple):
     """What was exported: ``checkpoint``, for ``target``, for the reader ``to``, into ``out``.
 
-    ``hot``: the draft vocabulary, where the drafter has one. ``readers``: all who read the same folder.
+    ``hot``: the draft vocabulary; None if the drafter has none. ``readers``: all programs that load this folder.
     """
 
     checkpoint: str
@@ -24,40 +26,40 @@ class Exported(NamedTuple):
     to: str
     out: Path
     hot: Tensor | None
+    method: str
     readers: tuple[str, ...] = ()
 
 
-def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported) -> str:
+def readme(config: Mapping[str, Any], weights: Mapping[str, Tensor], given: Exported, layout: Layout) -> str:
     """The text for a head with this ``config.json`` and these ``weights``."""
-    made, eagle = config[MADE_FROM], is_eagle(weights)
-    count, kind = sum(value.numel() for value in weights.values()), "an EAGLE head" if eagle else "a Kangaroo adapter"
+    made, count = config[MADE_FROM], sum(value.numel() for value in weights.values())
     revision = f" at revision `{made['target_revision']}`" if made["target_revision"] else ""
     sections = [
-        f"# {made['drafter']}: {kind} for {made['target']}",
+        f"# {made['drafter']}: {layout.noun} for {made['target']}",
         f"{count:,} weights in {dtype_name(next(iter(weights.values())).dtype)}, made by\n\n```sh\n"
         f"python -m drafters.export {given.checkpoint} --to {given.to} --out {given.out}\n"
         f"python -m drafters.export --check {given.out} --target {given.target}   # before it is served\n```\n\n"
-        f"It is for the target `{given.target}`{revision} (fingerprint `{made['target_fingerprint']}`) alone: beside "
-        "another, nothing that it drafts is accepted, and nobody says so.",
+        f"It works only with the target `{given.target}`{revision} (fingerprint `{made['target_fingerprint']}`). With "
+        "another target no draft is accepted, and no program says so.",
     ]
     if given.hot is not None and given.to != "sglang":
         sections[-1] += (
-            f"\n\nThe drafter drafts with the {len(given.hot):,} most frequent tokens. That list is left out here: who "
-            "reads this folder knows none, and drafts with the whole vocabulary, which takes longer."
+            f"\n\nThe drafter drafts with the {len(given.hot):,} most frequent tokens. That list is left out here: the "
+            "programs that read this folder know none, and draft with the whole vocabulary, which takes longer."
         )
-    if not eagle:
-        return "\n\n".join([*sections, _kangaroo(given, made["exit_layer"])]) + "\n"
-    how = {"vllm": vllm, "sglang": sglang, "official": _official}
-    sections += [show(given) for reader, show in how.items() if reader in given.readers]
-    return "\n\n".join(sections) + "\n"
+    official = f"## The official code\n\n```\n{layout.code}\n```\n\n{layout.note}".format(
+        target=given.target, out=given.out, exit_layer=made.get("exit_layer")
+    )
+    how = {"vllm": vllm(given), "sglang": sglang(given), "official": official}
+    return "\n\n".join([*sections, *(text for reader, text in how.items() if reader in given.readers)]) + "\n"
 
 
 def vllm(given: Exported) -> str:
     """How vLLM serves it."""
-    said = json.dumps({"method": "eagle", "model": str(given.out), "num_speculative_tokens": STEPS})
+    options = json.dumps({"method": given.method, "model": str(given.out), "num_speculative_tokens": STEPS})
     return (
-        f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{said}'\n```\n\n"
-        "It drafts chains: a tree's gain is not to be had there."
+        f"## vLLM\n\n```sh\nvllm serve {given.target} --speculative-config '{options}'\n```\n\n"
+        "vLLM drafts chains, not trees."
     )
 
 
@@ -65,7 +67,7 @@ def sglang(given: Exported) -> str:
     """How SGLang serves it."""
     lines = [
         f"python -m sglang.launch_server --model-path {given.target}",
-        f"    --speculative-algorithm EAGLE --speculative-draft-model-path {given.out}",
+        f"    --speculative-algorithm {given.method.upper()} --speculative-draft-model-path {given.out}",
         f"    --speculative-num-steps {STEPS} --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
     ]
     lines += [] if given.hot is None else [f"    --speculative-token-map {given.out / HOT_TOKENS}"]
@@ -73,23 +75,3 @@ def sglang(given: Exported) -> str:
     if given.hot is not None:
         text += f"\n\n`{HOT_TOKENS}` lists the {len(given.hot):,} tokens that it drafts with."
     return text
-
-
-def _official(given: Exported) -> str:
-    return (
-        "## The official EAGLE code\n\n```python\nfrom eagle.model.ea_model import EaModel\n\n"
-        f"model = EaModel.from_pretrained(\n    base_model_path={given.target!r}, ea_model_path={str(given.out)!r}, "
-        "use_eagle3=False\n)\n```\n\nIt takes the embedding from a target whose weights are in several files (with an "
-        "index), and fails for one of a single file."
-    )
-
-
-def _kangaroo(given: Exported, exit_layer: int) -> str:
-    return (
-        "## The official Kangaroo code\n\n```sh\npython -m evaluation.inference_kangaroo "
-        f"--model-path {given.target} --adapter-path {given.out} \\\n    --exitlayer {exit_layer} --threshold 0.6 "
-        "--steps 6 --dtype float16 --bench-name Kangaroo --model-id kangaroo\n```\n\n"
-        f"The adapter was trained behind layer {exit_layer}: with another number it drafts nonsense. The code "
-        f"reads `{PICKLED_FILE}` alone (here plain tensors, which load with `weights_only=True`), and the LM head of a "
-        f"target whose weights are in several such files."
-    )

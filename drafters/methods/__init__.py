@@ -10,10 +10,16 @@ if TYPE_CHECKING:  # torch comes with them, and a mistyped name should not wait 
     from drafters.model.target import TargetModel
 
 
-def method_names() -> list[str]:
-    """The methods there are: the files of this package with a class that bears the file's name."""
+def method_names(declaring: str = "name") -> list[str]:
+    """Names of the methods: the files of this package with a class that has the file's name.
+
+    Args:
+        declaring: a class attribute; methods that do not set it are left out.
+    """
     files = [file for folder in import_module(__package__).__path__ for file in Path(folder).glob("*.py")]
-    return sorted(file.stem for file in files if f'    name = "{file.stem}"\n' in file.read_text(encoding="utf-8"))
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    named = {name: text for name, text in texts.items() if f'    name = "{name}"\n' in text}
+    return sorted(name for name, text in named.items() if f"    {declaring} = " in text)
 
 
 def check_method(name: str) -> None:
@@ -29,13 +35,11 @@ def drafter_class(name: str) -> type["Drafter"]:
     """The drafter class of ``drafters/methods/<name>.py``.
 
     Raises:
-        ValueError: no such method; the message lists those there are.
+        ValueError: no such method; the message lists the methods.
     """
-    from drafters.base import Drafter
-
     check_method(name)
     for value in vars(import_module(f".{name}", __package__)).values():
-        if isinstance(value, type) and issubclass(value, Drafter) and value.name == name:
+        if isinstance(value, type) and vars(value).get("name") == name:
             return value
     raise ValueError(f"drafters/methods/{name}.py holds no Drafter whose name is {name!r}")
 
@@ -49,10 +53,8 @@ def make_drafter(name: str, target: "TargetModel", **options: Any) -> "Drafter":
     Raises:
         ValueError: an unknown method or option, or a checkpoint that does not fit.
     """
-    from drafters.base import LearnedDrafter
-
-    kind = drafter_class(name)
-    if issubclass(kind, LearnedDrafter):
+    kind: Any = drafter_class(name)
+    if hasattr(kind, "from_checkpoint"):
         path = options.pop("checkpoint", None)
         if path is None:
             raise ValueError(f"drafter {name!r} is learned: give checkpoint: a folder or a Hub repository")
@@ -78,21 +80,3 @@ def inner_drafter(inner: "Drafter | dict[str, Any]", target: "TargetModel") -> "
             "target object that it is to draft for"
         )
     return inner
-
-
-def load_drafter(path: str, target: "TargetModel", revision: str | None = None, **options: Any) -> "Drafter":
-    """Load a trained drafter from a folder or a Hub repository; ``options`` override its saved decoding options.
-
-    ``adapter=``: a folder or Hub repository with a LoRA for it. ``path`` may also be that, and names its drafter then.
-
-    Raises:
-        ValueError: nothing loadable there, unsafe or incomplete weights, or a drafter of another target.
-    """
-    from drafters.base import LearnedDrafter
-    from drafters.hub.checkpoint import drafter_type
-
-    name = drafter_type(path, revision=revision)
-    kind = drafter_class(name)
-    if not issubclass(kind, LearnedDrafter):
-        raise ValueError(f"{path}: drafter_type {name!r} has no weights to load")
-    return kind.from_checkpoint(target, path, revision=revision, **options)

@@ -11,11 +11,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, Layers
 from drafters.drafting.tree_plan import TreePlan, children_of
+from drafters.hub.declared import Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
@@ -100,6 +101,25 @@ class KangarooDrafter(LearnedDrafter):
 
     name = "kangaroo"
     options = KangarooOptions
+    card_title = "Kangaroo adapter ([Kangaroo](https://arxiv.org/abs/2404.18911))"
+    layout = Layout(
+        "a Kangaroo adapter",
+        tensors={"layers.0.input_layernorm.weight": "H", "norm.weight": "H"},
+        code="python -m evaluation.inference_kangaroo --model-path {target} --adapter-path {out} "
+        "--exitlayer {exit_layer} --threshold 0.6 --steps 6 --dtype float16 --bench-name Kangaroo --model-id kangaroo",
+        note="With another --exitlayer than {exit_layer} it drafts nonsense. The code reads only `pytorch_model.bin` "
+        "(plain tensors here), and the LM head of a target whose weights are in several such files.",
+        readers=("official",),
+        options={"ffn": False, "own_lm_head": False},
+        pickled=True,
+        rope_theta=10000.0,
+    )
+    recipe = Recipe(
+        learning_rate=5.0e-5,
+        rows={"Kangaroo": {}},
+        knobs={"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]},
+        start={"max_draft_tokens": 4},
+    )
 
     def __init__(self, target: TargetModel, module: KangarooAdapter, options: KangarooOptions) -> None:
         super().__init__(target, module, options)
@@ -175,8 +195,8 @@ class KangarooDrafter(LearnedDrafter):
         accepted = verdict.rows[0][1:]  # the root is there already
         there = [place for row in accepted if (place := self._inner.get(row, self._taken)) < self._taken]
         self._cache.commit([there])
-        assert draft.hidden is not None
-        self._behind = draft.hidden[:, accepted[len(there) :]]
+        assert draft.extra.hidden is not None
+        self._behind = draft.extra.hidden[:, accepted[len(there) :]]
 
     def _draft(self, states: list[Tensor], tokens: list[Tensor], valid: list[Tensor], q: list[Tensor]) -> DraftTree:
         """Of what each level gave."""
@@ -190,7 +210,7 @@ class KangarooDrafter(LearnedDrafter):
                 q_row=self.plan.q_row[: whole.shape[1]],
                 valid=torch.cat(valid, 1) if valid else None,
             )
-        draft.hidden, draft.resume_layer = torch.cat(states, dim=1), self.exit_layer
+        draft.extra.hidden, draft.extra.resume_layer = torch.cat(states, dim=1), self.exit_layer
         return draft
 
     def _unsure(self, logits: Tensor) -> bool:

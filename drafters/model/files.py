@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from drafters.common.choices import Dtype, StoredDtype
 from drafters.common.paths import check_loadable
 from drafters.common.precision import fast_dtype
 from drafters.common.wording import dtype_name, shortened
+from drafters.config import Dtype, StoredDtype
 from drafters.hub.client import look_up
 
 SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, Olmo2, Phi3 and other models of that shape"

@@ -8,7 +8,8 @@ import torch
 
 from data_prep.common.progress import Bar
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
-from drafters.common.provenance import environment, load_average
+from drafters.common.machine import environment
+from drafters.common.provenance import load_average
 from drafters.common.threads import set_threads
 from drafters.common.wording import dtype_name
 from drafters.loop.acceptance import FEW_ROWS

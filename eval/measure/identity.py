@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 import data_prep
 import drafters
 import eval
-from drafters.common.provenance import machine
+from drafters.common.machine import machine
 from drafters.model.files import resolve_device
 
 Identity = dict[str, Any]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from data_prep.common.ranks import Rank
+from drafters.base import Expected
 from drafters.cli.program import command
 from drafters.common.files import naming, replacing
 from drafters.loop.trace import Step, Trace
-from eval.measure.expected import Expected
 from eval.measure.identity import differing, digest
 from eval.measure.models import ALONE
 from eval.measure.runner import Run

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from drafters import Drafter, LearnedDrafter, TargetModel, drafter_class, make_drafter
-from drafters.model.draft_head import DraftHead
-from drafters.model.text_tokens import TextTokens
+from drafters.model.draft_head import DraftHead, TextTokens
 from eval.entries import DRAFT_MODELS, DrafterEntry
 from eval.measure.models import Models
 

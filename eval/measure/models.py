@@ -10,8 +10,8 @@ from data_prep.common.ranks import Rank, say_dtype
 from data_prep.dialogues.encoding import load_tokenizer
 from data_prep.dialogues.loss_mask import ChatTokenizer
 from drafters import TargetModel
-from drafters.common.choices import Engine
 from drafters.common.wording import dtype_name
+from drafters.config import Engine
 from drafters.drafting.draft_model import load_draft_model
 from drafters.loop.call import eos_ids
 from eval.configs import TargetEntry

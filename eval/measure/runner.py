@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from drafters import Drafter, TargetModel, generate
+from drafters.base import Expected
 from drafters.cli.program import Failure
 from drafters.common.energy import EnergyMeter, Reading
 from drafters.common.threads import fit_threads
 from drafters.loop.sampling import Sampling
 from drafters.loop.trace import Trace
-from eval.measure.expected import Expected, expected_of, prepare
+from eval.measure.expected import expected_of, prepare
 from eval.prompts.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ from data_prep.common.progress import Bar
 from data_prep.common.ranks import Rank
 from drafters import TargetModel, make_drafter
 from drafters.common.energy import EnergyMeter
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.common.threads import fewest_threads, set_threads
 from drafters.common.wording import shortened
 from eval.configs import SpeedConfig

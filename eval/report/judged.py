@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from drafters import TargetModel
-from drafters.model.text_tokens import TextTokens
+from drafters.model.draft_head import TextTokens
 from eval.figures import divergence
 from eval.figures.metrics import typical_run
 from eval.figures.scores import Scores

@@ -11,7 +11,7 @@ from data_prep.common.ranks import Rank
 from drafters.cli.program import Failure, keeping
 from drafters.common.files import replace_json, replace_text
 from drafters.hub.reports import REPORT, read
-from drafters.loop.generate import until
+from drafters.loop.state import until
 from eval.configs import SpeedConfig
 from eval.figures.accuracy import accuracy
 from eval.figures.divergence import tolerance_note

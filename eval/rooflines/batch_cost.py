@@ -12,7 +12,8 @@ from rich.console import Console
 from data_prep.common.progress import Bar
 from drafters import TargetModel
 from drafters.common.energy import EnergyMeter
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.common.threads import set_threads
 from drafters.model.cache import KVCache
 from eval.configs import BatchCostConfig

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from drafters import TargetModel
 from drafters.common.files import check_folder
-from drafters.common.provenance import environment, load_average, peak_memory_bytes
+from drafters.common.machine import environment, peak_memory_bytes
+from drafters.common.provenance import load_average
 from drafters.common.threads import cpu_cores, set_threads
 from drafters.common.wording import size_text
 from eval.configs import RooflineConfig

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LlamaConfig, PretrainedConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.common.choices import Engine, Quantization
-from drafters.cpu.kernels import most_likely
+from drafters.config import Engine, Quantization
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.replay import ReplayDrafter
+from drafters.model.backend import most_likely
 from drafters.model.cache import cache_bytes
 from drafters.model.files import load_config_only, resolve_device, resolve_dtype
 from drafters.model.loading import check_memory

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from drafters.common.choices import Dtype
-from drafters.config import Amount, Config, Length, Seed, Size, Vocabulary, Width
+from drafters.config import Amount, Config, Dtype, Length, Seed, Size, Vocabulary, Width
 
 if TYPE_CHECKING:  # it takes seconds, and a mistyped key should not wait for it
     import torch

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from drafters.hub.declared import Recipe
+from drafters.methods import drafter_class
 from train.plan.facts import Data, Machine, Model
 
 ASKED = 192  # most tokens of a question
@@ -94,12 +96,14 @@ def training(
         data = {**splits, "max_length": model.longest, "target_batch_tokens": FORWARD}
         values["data"] = data
     values |= {"out": f"{out}/{method}"}
-    if method == "kangaroo":
+    kind: Any = drafter_class(method)
+    recipe: Recipe = kind.recipe
+    if "exit_layer" in kind.options.model_fields:
         values["exit_layer"] = exit_layer(model)
     values |= {
         "minutes": round(minutes, 2),
         "batch_tokens": (2048 if minutes >= SHORT else 1024) if cpu else 8192,
-        "learning_rate": 2.0e-3 if small else (3.0e-5 if method == "eagle" else 5.0e-5),
+        "learning_rate": 2.0e-3 if small else recipe.learning_rate,
         "warmup_steps": 50 if small else 200,
         "schedule": "cosine",
     }
@@ -111,12 +115,13 @@ def training(
         "learning_rate": "docs/smollm2-training.md" if small else "the paper's; nothing larger was tried here",
         "schedule": "acceptance rises each time that the learning rate falls",
     }
-    if method == "eagle" and small:
-        values["start"] = "regression"
-        reasons["start"] = "what fc can do by itself is solved for: docs/training.md"
+    if small:
+        values |= recipe.small
+        reasons["start"] = "the weights of fc start from a linear regression: docs/training.md"
     if not small_vocabulary(model):
-        short = cpu and method == "eagle" and minutes < SHORT
-        values |= {"loss_vocab": FREQUENT if short else LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
+        values |= {"loss_vocab": LOSS_VOCAB, "draft_vocab": DRAFT_VOCAB}
+        if cpu and minutes < SHORT:
+            values |= recipe.short
         reasons["loss_vocab"] = "three times the steps where the LM head is most of the work: docs/smollm2-training.md"
         reasons["draft_vocab"] = "the most frequent tokens, of which decoding takes as many as it likes"
     values |= {"seed": 0, "log_every": 10, "eval_every": 1000, "heldout_tokens": 8192}
@@ -159,35 +164,37 @@ def speed(model: Model, machine: Machine, out: str, prompts: str, count: int, ro
 
 
 def methods(method: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows: what needs no training, and what was trained in several shapes."""
+    """The report's rows: methods that need no training, and the trained drafter with the options of its recipe."""
+    kind: Any = drafter_class(method)
+    recipe: Recipe = kind.recipe
     rows: list[dict[str, Any]] = [{"drafter": "autoregressive"}, {"drafter": "prompt_lookup"}]
-    if method == "eagle":
-        rows += [
-            {"label": "EAGLE, auto", **entry, "tree": "auto"},
-            {"label": "EAGLE, chain of 3", **entry, "tree": "chain", "depth": 3},
-            {"label": "hybrid of lookup and EAGLE", "drafter": "hybrid", "head": {**entry, "tree": "auto"}},
-        ]
-        return rows
-    return [*rows, {"label": "Kangaroo", **entry}]
+    rows += [{"label": label, **entry, **options} for label, options in recipe.rows.items()]
+    if kind.follows:
+        label, options = next(iter(recipe.rows.items()))
+        head = {**entry, **options}
+        rows.append({"label": f"hybrid of lookup and {label.split(',')[0]}", "drafter": "hybrid", "head": head})
+    return rows
 
 
 def tune(model: Model, machine: Machine, out: str, prompts: str, entry: dict[str, Any], count: int) -> Any:
-    """eval.tune's, for Kangaroo, which does not shape its drafts by itself."""
-    values, _ = speed(model, machine, out, prompts, count, [{"label": "Kangaroo", **entry}])
+    """eval.tune's, for a method whose recipe has ``knobs``."""
+    kind: Any = drafter_class(entry["drafter"])
+    recipe: Recipe = kind.recipe
+    values, _ = speed(model, machine, out, prompts, count, [{"label": next(iter(recipe.rows)), **entry}])
     del values["stock_generate"]
-    values |= {"out": f"{out}/tune", "knobs": {"eta": [0.2, 0.4, 0.6, 0.8], "max_draft_tokens": [2, 4, 6]}}
-    return values | {"start": {"max_draft_tokens": 4}}, {"prompts": "not those that the report measures"}
+    values |= {"out": f"{out}/tune", "knobs": dict(recipe.knobs), "start": dict(recipe.start)}
+    return values, {"prompts": "not those that the report measures"}
 
 
 def lossless(
     model: Model, out: str, prompts: str, entry: dict[str, Any], begun: int, texts: int
 ) -> tuple[dict[str, Any], Reasons]:
     """eval.lossless'."""
-    shape = {"tree": "chain", "depth": 3} if entry["drafter"] == "eagle" else {}
+    kind: Any = drafter_class(entry["drafter"])
     new = min(32, model.answer)
     values = {
         "target": {"path": model.name},
-        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | shape,
+        "drafter": {key: value for key, value in entry.items() if key != "draft_dtype"} | dict(kind.recipe.certified),
         "prompts": {"file": prompts, "count": begun, "seed": 0, "max_prompt_tokens": model.longest - model.answer},
         "greedy_tokens": min(64, model.answer),
         "texts": texts,

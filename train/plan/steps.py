@@ -15,6 +15,8 @@ from data_prep.common.disk import source_bytes
 from data_prep.store.quantise import token_bytes
 from drafters.common.wording import size_text
 from drafters.config import validate
+from drafters.hub.declared import Recipe
+from drafters.methods import drafter_class
 from train.core.config import TrainConfig
 from train.core.task import task_class
 from train.plan import configs
@@ -84,6 +86,8 @@ class Planner:
         self.model, self.data, self.machine, self.rates = model, data, machine, rates
         self.method, self.minutes, self.hub = settings.method, settings.minutes, settings.hub
         self.out, self.plan = str(settings.out), Plan()
+        kind: Any = drafter_class(self.method)
+        self.recipe: Recipe = kind.recipe
         self.files = configs.own_files(data, self.out)
         self.entry = configs.drafting(self.method, model, machine, self.out)
         self.heldout = max(8, min(200, data.dialogues // 10))
@@ -155,8 +159,10 @@ class Planner:
         certified = 2 * self.begun * greedy + self.texts * sampled  # greedy ones in both precisions
         self.certificate_seconds = 2 * rates.start + certified / exact if exact else 0.0
         self.tune_seconds = 0.0
-        if self.method == "kangaroo":
-            self.tune_seconds = rates.start + (4 + 3 + 2) * self.prompts * new / rates.one
+        if self.recipe.knobs:
+            self.tune_seconds = (
+                rates.start + (sum(map(len, self.recipe.knobs.values())) + 2) * self.prompts * new / rates.one
+            )
         fixed = (
             self.report_seconds
             + self.certificate_seconds
@@ -310,10 +316,10 @@ class Planner:
         self.plan.report = f"{out}/speed/report.md; the drafter: {folder}"
         rows = configs.methods(self.method, entry)
         choose = []
-        if self.method == "kangaroo":
+        if self.recipe.knobs:
             found = configs.tune(model, self.machine, out, self.files["train"], entry, self.prompts)
             line = self.python("-m eval.tune", *self.config("tune.yaml", found))
-            how = "eta, then the most tokens of a draft, on dialogues of the training"
+            how = f"{', then '.join(self.recipe.knobs)}, on dialogues of the training"
             self.add("tune", "tune", [line], self.tune_seconds, how)
             best = shlex.quote(f"{out}/tune/best.yaml")
             choose = [f"\"drafters=$(echo '- drafter: prompt_lookup'; cat {best})\""]

@@ -17,8 +17,8 @@ from data_prep.common.disk import check_room
 from data_prep.store.quantise import token_bytes
 from data_prep.store.reader import FeatureStore
 from drafters.common.wording import size_text
+from drafters.hub.declared import READERS
 from drafters.layouts.export import served_by
-from drafters.layouts.released import WHO
 from drafters.methods import method_names
 from drafters.model.cache import head_sizes
 from drafters.model.files import free_memory, resolve_device, resolve_dtype
@@ -226,8 +226,8 @@ class Estimates:
 def served_text(method: str, options: dict[str, Any], target: PretrainedConfig) -> str:
     """Which engines will be able to serve the trained drafter; of the others, why not."""
     reasons = served_by(method, options, target)
-    able = [WHO[to] for to, reason in reasons.items() if reason is None]
-    others = [f"not by {WHO[to]}: {reason}" for to, reason in reasons.items() if reason is not None]
+    able = [READERS[to] for to, reason in reasons.items() if reason is None]
+    others = [f"not by {READERS[to]}: {reason}" for to, reason in reasons.items() if reason is not None]
     layer = f" (layer: {options['layer']})" if "layer" in options else ""
     return "; ".join([", ".join(["this toolkit", *able]) + layer, *others])
 

@@ -19,7 +19,7 @@ from data_prep.common.disk import check_room
 from data_prep.store.lock import is_locked
 from data_prep.store.manifest import StoreManifest
 from drafters.common.files import naming, replace_text, sync_folder
-from drafters.common.provenance import changes, git_commit, hardware, library_versions
+from drafters.common.provenance import changes, git_commit, library_versions
 from drafters.config import Config
 from train.core.config import FREE_ON_RESUME, TrainConfig
 
@@ -275,11 +275,8 @@ def how_to_repeat(config: Config, arguments: list[str], *libraries: str) -> dict
 
 
 def describe_run(config: TrainConfig, arguments: list[str], ranks: int) -> dict[str, Any]:
-    """What it takes to run it again, and what it ran on."""
-    import torch  # here: checking a run folder does not need it
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks, "hardware": hardware(device)}
+    """What it takes to run it again."""
+    more = {"drafter": config.drafter, "packing": PACKING, "ranks": ranks}
     return more | how_to_repeat(config, arguments, "deepspeed", "safetensors")
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data_prep.common.progress import WITHOUT_TIME_LEFT, Bar
 from drafters.cli.program import Failure
 from drafters.common.files import replace_json
+from drafters.common.machine import hardware
 from drafters.common.threads import fit_threads
 from train.core.average import WeightAverage
 from train.core.engine import Engine
@@ -117,6 +118,7 @@ class TrainRun:
         data = {"train": describe_data(inputs.train.manifest)}
         heldout = describe_heldout(self.config, inputs.heldout.manifest)
         more = {"data": data, "heldout": heldout, "loss_chunk_rows": task.chunk_rows, "energy": self.energy.how}
+        more |= {"hardware": hardware(self.engine.device)}
         base = None if task.base is None else task.base.model_dump()
         self.info = describe_run(self.config, arguments, ranks.count) | more | ({"base": base} if base else {})
         if saved:

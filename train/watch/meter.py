@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drafters.common.provenance import peak_memory_bytes
+from drafters.common.machine import peak_memory_bytes
 from train.core.task import Task
 from train.data.packing import StepData
 from train.watch.flops import TrainingCost, peak_tflops

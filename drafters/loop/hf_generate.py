@@ -1,0 +1,353 @@
+"""A drafter inside transformers: ``model.generate(**inputs, custom_generate=drafter.for_transformers())``.
+
+transformers prepares inputs, logits processors and stopping criteria as for its own decoding; the tokens come from our
+loop. In float32 greedy output equals that of stock ``generate``. Sampled output has the same distribution, from other
+random numbers: their seed comes from torch's global generator unless one is given.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    GenerateDecoderOnlyOutput,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from drafters.loop.generate import GenerateResult, generate
+from drafters.loop.sampling import COLDEST, Sampling
+from drafters.loop.trace import Trace
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what Sampling does, in its order
+# Of these a row's scores hang on that row alone, whatever else is in the batch.
+BY_ROW = WARPERS + (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TypicalLogitsWarper,
+)
+REFUSED = {  # what may stand in a generation config, its values that are off, and what to do instead
+    "num_beams": ((None, 1), "beams compare whole texts, and a drafter decodes one; drop num_beams"),
+    "penalty_alpha": ((None, 0), "contrastive search is another way of decoding; drop penalty_alpha"),
+    "dola_layers": ((None,), "DoLa is another way of decoding; drop dola_layers"),
+    "constraints": ((None,), "constrained beam search is another way of decoding; drop constraints"),
+    "force_words_ids": ((None,), "constrained beam search is another way of decoding; drop force_words_ids"),
+    "prompt_lookup_num_tokens": ((None,), "one drafter at a time: drop prompt_lookup_num_tokens"),
+    "assistant_early_exit": ((None,), "one drafter at a time: drop assistant_early_exit"),
+    "use_mtp": ((None, False), "one drafter at a time: drop use_mtp"),
+    "guidance_scale": ((None, 1), "guidance runs the model once more a token, and nothing is gained; drop it"),
+    "output_scores": ((None, False), "scores of drafted tokens are not kept; drop output_scores"),
+    "output_logits": ((None, False), "logits of drafted tokens are not kept; drop output_logits"),
+    "output_attentions": ((None, False), "attention of drafted tokens is not kept; drop output_attentions"),
+    "output_hidden_states": ((None, False), "hidden states are not kept; drop output_hidden_states"),
+    "cache_implementation": ((None, "dynamic", "static"), "the cache is our own; drop cache_implementation"),
+}
+# Of what generate hands over beside these, nothing may be left out.
+UNDERSTOOD = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+
+
+class TransformersMixin:
+    """Gives a drafter its ``for_transformers``."""
+
+    def for_transformers(self, streamer: Any = None, seed: int | None = None) -> "ForTransformers":
+        """Return what decodes with this drafter: ``model.generate(**inputs, custom_generate=...)``.
+
+        ``model`` is the target's own model.
+
+        Args:
+            streamer: gets the tokens as they are committed; transformers does not pass on the one of ``generate``.
+            seed: of the random numbers; None draws one from torch's global generator, which ``set_seed`` sets.
+
+        Raises:
+            ValueError: the method is lossy.
+        """
+        return ForTransformers(cast("Drafter", self), streamer, seed)
+
+
+class ForTransformers:
+    """The callable that ``generate`` runs; for its arguments see ``TransformersMixin.for_transformers``.
+
+    A batch larger than the drafter's ``max_batch`` is decoded in parts.
+
+    Attributes:
+        traces: the steps of the latest call, one trace for each part of the batch.
+
+    Raises:
+        ValueError: the drafter is lossy.
+    """
+
+    def __init__(self, drafter: "Drafter", streamer: Any = None, seed: int | None = None) -> None:
+        if not drafter.lossless:
+            raise ValueError(
+                f"drafter {drafter.name!r} is lossy: generate promises the model's own output, so take a lossless one, "
+                "or decode with drafters.generate"
+            )
+        self.drafter, self.streamer, self.seed = drafter, streamer, seed
+        self.traces: list[Trace] = []
+        self._same: WeakSet[PreTrainedModel] = WeakSet()
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """The prompts ``[B, T]``, padded on the left, and their continuations, padded on the right.
+
+        Raises:
+            ValueError: ``model`` is not the drafter's target, or something is asked for that no draft can serve.
+        """
+        self._check_model(model)
+        check_config(generation_config, len(input_ids), self.streamer)
+        prompts = prompts_of(input_ids, model_kwargs)
+        control = FromTransformers(input_ids, logits_processor, stopping_criteria)
+        if control.criteria and len(prompts) > 1 and not control.eos:
+            raise ValueError(
+                "without an EOS a batch has no padding for rows that a stopping criterion ends: give eos_token_id, or "
+                "one prompt at a time"
+            )
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
+        new = self._decode(prompts, control, bool(generation_config.do_sample))
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = appended(input_ids, new, generation_config._pad_token_tensor)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    def _decode(self, prompts: list[list[int]], control: "FromTransformers", sample: bool) -> list[list[int]]:
+        """The new tokens of each row."""
+        sampling = control.sampling if sample else Sampling()
+        seed = int(torch.randint(1 << 62, ())) if self.seed is None and sample else self.seed or 0
+        at_once, new, self.traces = self.drafter.max_batch or len(prompts), [], []
+        for first in range(0, len(prompts), at_once):
+            control.first = first
+            result: GenerateResult = generate(
+                self.drafter.target,
+                self.drafter,
+                prompts[first : first + at_once],
+                max_new_tokens=control.room,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                eos_token_id=control.eos,
+                seed=seed + first,
+                on_tokens=self._stream if self.streamer is not None else None,
+                control=control if control.alters or control.criteria else None,
+            )
+            self.traces.append(result.trace)
+            new += [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths, strict=True)]
+        return new
+
+    def _stream(self, row: int, tokens: list[int]) -> None:
+        for token in tokens:  # one at a time: what a streamer gets from stock generate
+            self.streamer.put(torch.tensor([token]))
+
+    def _check_model(self, model: PreTrainedModel) -> None:
+        """Raise ValueError unless ``model`` has the weights of the drafter's target, and computes with them alike."""
+        target = self.drafter.target
+        build = "build the drafter on it: load_drafter(..., TargetModel(model))"
+        if target.quantize is not None:
+            raise ValueError(
+                f"the drafter's target {target.name!r} is quantised to {target.quantize}, and the model given is not; "
+                f"{build}"
+            )
+        count = sum(weights.numel() for weights in model.parameters())
+        if count == target.parameters and (model is target.model or model in self._same):
+            return
+        ours, theirs = dict(target.model.named_parameters()), dict(model.named_parameters())
+        alike = count == target.parameters and ours.keys() == theirs.keys()
+        alike = alike and all(
+            ours[name].dtype == weights.dtype and torch.equal(ours[name], weights.to(ours[name].device))
+            for name, weights in theirs.items()
+        )
+        if not alike:
+            raise ValueError(
+                f"the drafter was built for target {target.name!r} ({target.parameters:,} weights, {target.dtype}), "
+                f"and generate is {model.config.name_or_path or type(model).__name__!r}'s ({count:,} weights, "
+                f"{model.dtype}), which are others; {build}"
+            )
+        self._same.add(model)
+
+
+class FromTransformers:
+    """The logits processors and stopping criteria of one ``generate`` call, as the loop asks for them.
+
+    Attributes:
+        sampling: what of the processors ``Sampling`` does; by it drafts are drawn.
+        alters: whether there are others, or these in another order.
+        criteria: those beside the limit and EOS, which the loop knows.
+        eos: where rows end. room: new tokens at most.
+        first: the row of the batch that is the loop's first.
+    """
+
+    def __init__(self, input_ids: Tensor, processors: list[LogitsProcessor], criteria: list[StoppingCriteria]) -> None:
+        self.texts, self.first = input_ids, 0
+        for each in processors:
+            if isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                raise ValueError(f"custom_generate with a drafter: {REFUSED['guidance_scale'][1]}")
+            if isinstance(each, SynthIDTextWatermarkLogitsProcessor) and len(input_ids) > 1:
+                raise ValueError(
+                    f"{type(each).__name__} keeps a state of its own from token to token of a whole batch, found "
+                    f"{len(input_ids)} prompts: give one prompt at a time"
+                )
+        self.processors = list(processors)
+        self.by_row = [[for_row(each, row) for each in processors] for row in range(len(input_ids))]
+        self.sampling, self.alters = sampling_of(self.processors)
+        if self.alters and self.sampling.temperature < COLDEST:  # transformers' warper divides by it, and may overflow
+            raise ValueError(
+                f"temperature is {self.sampling.temperature:g}, and beside other logits processors it must be at least "
+                f"{COLDEST:g}; give do_sample=False for the most likely tokens"
+            )
+        known = (EosTokenCriteria, MaxLengthCriteria)
+        self.criteria = [each for each in criteria if type(each) not in known]
+        eos = {token for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id.tolist()}
+        self.eos = sorted(eos)
+        longest = min(each.max_length for each in criteria if isinstance(each, MaxLengthCriteria))
+        self.room = longest - input_ids.shape[1]
+
+    def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
+        row, text = self._text(row, new)
+        scores = logits.to(text.device)[None]
+        for each, alone in zip(self.processors, self.by_row[row], strict=True):
+            if alone is not None:
+                scores = alone(text[row : row + 1], scores)
+            else:
+                scores = each(text, scores.repeat(len(text), 1))[row : row + 1]
+        return scores[0].to(logits.device)
+
+    def ends(self, row: int, new: list[int]) -> bool:
+        row, text = self._text(row, new)
+        for each in self.criteria:
+            done = each(text, None)
+            if bool(done[row] if isinstance(done, Tensor) and done.dim() else done):
+                return True
+        return False
+
+    def _text(self, row: int, new: list[int]) -> tuple[int, Tensor]:
+        """The row's place in the whole batch, and its text ``[B, T + n]``, in the place of every row.
+
+        Processors may know the batch (a length of padding a row): they see as many rows as they were made for.
+        """
+        row += self.first
+        added = torch.tensor(new, dtype=self.texts.dtype, device=self.texts.device)
+        return row, torch.cat([self.texts[row], added]).expand(len(self.texts), -1)
+
+
+def sampling_of(processors: list[LogitsProcessor]) -> tuple[Sampling, bool]:
+    """What of the ``processors`` ``Sampling`` does, and whether they do anything else."""
+    kinds = [type(each) for each in processors]
+    usual = {"filter_value": -math.inf, "min_tokens_to_keep": 1}
+    warpers = [
+        each
+        for each in processors
+        if type(each) in WARPERS and all(getattr(each, name, value) == value for name, value in usual.items())
+    ]
+    others = kinds != [kind for kind in WARPERS if kind in kinds] or len(warpers) < len(processors)
+    found: dict[str, Any] = {"temperature": 1.0}
+    for each in warpers:
+        for name in ("temperature", "top_k", "top_p"):
+            found |= {name: value} if (value := getattr(each, name, None)) is not None else {}
+    return Sampling(**found), others
+
+
+def for_row(each: LogitsProcessor, row: int) -> LogitsProcessor | None:
+    """What ``each`` is for one row of the batch by itself; None where it may know the batch."""
+    if isinstance(each, PrefixConstrainedLogitsProcessor):
+        allowed = each._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
+    if type(each) is RepetitionPenaltyLogitsProcessor:
+        padding = each.prompt_ignore_length
+        padding = padding[row : row + 1] if isinstance(padding, Tensor) else padding
+        return RepetitionPenaltyLogitsProcessor(each.penalty, prompt_ignore_length=padding)
+    return each if type(each) in BY_ROW else None
+
+
+def check_config(config: GenerationConfig, batch: int, streamer: Any) -> None:
+    """Raise ValueError for what a drafter cannot do, with what to drop."""
+    for name, (off, instead) in REFUSED.items():
+        if (value := getattr(config, name, None)) not in off:
+            raise ValueError(f"custom_generate with a drafter: found {name}={value!r}; {instead}")
+    if streamer is not None and batch > 1:
+        raise ValueError(f"a streamer shows one text, found {batch} prompts: drop the streamer, or give one prompt")
+
+
+def prompts_of(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
+    """The ids of each row without its padding.
+
+    Raises:
+        ValueError: a mask that is no padding on the left, positions of another kind, or other inputs.
+    """
+    others = [name for name, value in model_kwargs.items() if value is not None and name not in UNDERSTOOD]
+    if others or not input_ids.shape[1]:
+        raise ValueError(
+            f"a drafter continues input_ids alone, found {', '.join(others) or 'none of them'}; drop these"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if getattr(cache, "_is_user_defined", False):
+        raise ValueError("the cache is our own, found past_key_values: drop it, and give the whole text as input_ids")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    kept = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
+    if (kept.diff(dim=1) < 0).any():
+        raise ValueError(
+            "attention_mask has zeros behind a one, which is no padding on the left: set tokenizer.padding_side='left'"
+        )
+    if positions is not None and not torch.equal((positions * kept), (kept.cumsum(1) - 1) * kept):
+        raise ValueError("position_ids other than 0, 1, ... from each row's first token on: drop them")
+    return [row[seen.bool()].tolist() for row, seen in zip(input_ids, kept, strict=True)]
+
+
+def appended(input_ids: Tensor, new: list[list[int]], pad: Tensor | None) -> Tensor:
+    """``[B, T + n]``: the ``new`` tokens behind the prompts, filled with ``pad``."""
+    width = max(map(len, new))
+    fill = 0 if pad is None else int(pad)
+    rows = [row + [fill] * (width - len(row)) for row in new]
+    return torch.cat([input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
