@@ -313,19 +313,6 @@ class TuneConfig(SpeedConfig):
             config.check_paths()
 
 
-def load_searches(path: Path, overrides: list[str]) -> dict[Path, TuneConfig]:
-    """Return the search of a file, or all searches in a folder, by file in order."""
-    files = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"--config {path} is a folder without .yaml files; name a config, or a folder of configs")
-    configs = {file: load_config(TuneConfig, file, overrides) for file in files}
-    taken: dict[Path, Path] = {}
-    for file, config in configs.items():
-        if (other := taken.setdefault(config.out, file)) != file:
-            raise ValueError(f"{other} and {file} both write to {config.out}: give each its own out")
-    return configs
-
-
 def common_folder(configs: dict[Path, TuneConfig]) -> Path:
     """Return the folder of one search, or the folder that holds those of several."""
     return Path(os.path.commonpath([config.out for config in configs.values()]))

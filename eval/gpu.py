@@ -42,7 +42,7 @@ def _lines(*commands: str) -> list[list[str]]:
 
 
 PARTS = [
-    Section("exact", "every method's tokens on captured forwards are the CPU's; memory stands still",
+    Section("exact", "every method's tokens on captured forwards are the CPU's; memory does not grow",
          _lines("python tests/gpu_exact.py --out {out}/exact.json"), "exact.json", 180,
          needs=("pytest",)),
     Section("roofline", "decoding against the memory bandwidth: 6.7B Llama shape, bf16, 1k context",

@@ -1,4 +1,4 @@
-"""How near decoding comes to the limit of memory bandwidth, for a model shape with random weights.
+"""Decoding speed relative to the limit of memory bandwidth, for a model shape with random weights.
 
     python -m eval.roofline --shape llama-7b [key=value ...]
 

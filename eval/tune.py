@@ -12,8 +12,24 @@ The same command resumes a search.
 Tune on prompts that are not measured afterwards. Lossy methods lose quality: ``max_perplexity`` is the bound.
 """
 
+from pathlib import Path
+
 from drafters.cli.program import CommandLine, command, keeping, run_program
-from eval.configs import common_folder, load_searches
+from drafters.config import load_config
+from eval.configs import TuneConfig, common_folder
+
+
+def load_searches(path: Path, overrides: list[str]) -> dict[Path, TuneConfig]:
+    """Return the search of a file, or all searches in a folder, by file in order."""
+    files = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"--config {path} is a folder without .yaml files; name a config, or a folder of configs")
+    configs = {file: load_config(TuneConfig, file, overrides) for file in files}
+    taken: dict[Path, Path] = {}
+    for file, config in configs.items():
+        if (other := taken.setdefault(config.out, file)) != file:
+            raise ValueError(f"{other} and {file} both write to {config.out}: give each its own out")
+    return configs
 
 
 def main(arguments: list[str] | None = None) -> None:

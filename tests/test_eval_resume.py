@@ -278,7 +278,7 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     if other == "host":
         monkeypatch.setattr("platform.node", lambda: "another")
     elif other == "commit":
-        monkeypatch.setattr("drafters.common.provenance.code_state", lambda: ("0" * 40, False))
+        monkeypatch.setattr("drafters.common.machine.code_state", lambda: ("0" * 40, False))
     elif other == "code":
         (tmp_path / "package" / "new.py").write_text("x = 1")
     elif other == "files":
@@ -287,8 +287,8 @@ def test_what_makes_runs_another_kind(tmp_path: Path, monkeypatch: pytest.Monkey
     elif other == "threads":
         arguments[2] = 3
     else:
-        name = {"cpu_cores": "threads.cpu_cores", "versions": "provenance.library_versions"}[other]
-        monkeypatch.setattr(f"drafters.common.{name}", lambda *_: 99)
+        name = {"cpu_cores": "cpu_cores", "versions": "library_versions"}[other]
+        monkeypatch.setattr(f"drafters.common.machine.{name}", lambda *_: 99)
     after = identity.conditions(*arguments)
     assert identity.differing(before, after) == [other]
     assert identity.digest(before) != identity.digest(after)

@@ -102,7 +102,7 @@ def test_a_finished_value_is_kept_and_a_changed_one_measured_again(
     assert run(config, tmp_path) == 0
     assert (len(measured), loads) == (3, [])
     with monkeypatch.context() as patch:
-        patch.setattr("drafters.common.provenance.code_state", lambda: ("0" * 40, False))
+        patch.setattr("drafters.common.machine.code_state", lambda: ("0" * 40, False))
         assert run(config, tmp_path, 'vary={"max_new_tokens": [3]}') == 0
     assert measured[3:] == ["max_new_tokens=3"]
     measured.pop()

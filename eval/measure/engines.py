@@ -90,7 +90,7 @@ class Engines:
             folder = self._config.out / "engines" / f"{'-'.join(entry.label.split())}-head"
             shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have exported an older head
             export(entry.checkpoint, "vllm", folder, chosen.path)
-            drafter = str(folder)  # always the same name, by which vLLM finds its compiled code
+            drafter = str(folder)  # always the same name: vLLM finds its compiled code by it
         own = {"method", "gamma", "min_ngram", "max_ngram", "ours", "gguf_type", "repack"}
         return {
             **entry.model_dump(mode="json", include=own),

@@ -1,4 +1,4 @@
-"""The configured drafters, built anew for every round; their draft models are loaded once."""
+"""The configured drafters, built again for every round; their draft models are loaded once."""
 
 import difflib
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """Later turns of a conversation: prompts with plain decoding's greedy answers to the earlier turns.
 
-All methods get the same prompts, whatever they answered themselves.
+All methods get the same prompts, independent of their own answers.
 """
 
 import contextlib
