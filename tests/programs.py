@@ -9,6 +9,13 @@ import pytest
 from drafters.cli.program import Failure
 
 
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than most reports of tests."""
+    monkeypatch.setattr("eval.report.speed.speedups", lambda report: None)
+    monkeypatch.setattr("eval.report.speed.save", lambda figure, path: path.write_bytes(b""))
+    monkeypatch.setattr("eval.report.html._figures", lambda report: [])
+
+
 def status(main: Callable[[list[str]], int | None], *arguments: Any) -> int:
     """The exit status of a program's ``main``, its error on stderr as ``run_program`` prints it; in this process."""
     try:

@@ -208,8 +208,7 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(Curve((1, 64), (1.0, 1.5)), first=0.1, level=0.1, row=0.01)  # drafts are profitable
     monkeypatch.setattr(ShapePolicy, "_measured", lambda *given: costs)
     page = (ROOT / "docs" / "transformers.md").read_text()
-    code = re.findall(r"^```python
-(.*?)^```", page, re.M | re.S)[0]
+    code = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0]
     made: dict[str, Any] = {}
     exec(code, made)
     model, tau = made["model"], made["decode"].traces[0].tau

@@ -18,8 +18,7 @@ from data_prep.store.manifest import read_manifest
 from drafters import TargetModel
 from drafters.common import precision
 from drafters.model.files import resolve_dtype
-from eval.roofline import RooflineConfig
-from eval.speed import TargetEntry
+from eval.configs import RooflineConfig, TargetEntry
 from train.cli_run import settle_precision
 from train.core.config import OnlineData
 from train.eagle import EagleConfig

@@ -44,7 +44,7 @@ HOUSE = {
     ],
     "data_prep": ["common", "dialogues", "configs", "store", "answers", "extraction"],
     "train": ["core", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
-    "eval": ["prompts", "engine_workers", "measure", "figures", "report", "rooflines"],
+    "eval": ["prompts", "entries", "configs", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 
 

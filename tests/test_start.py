@@ -27,9 +27,7 @@ from data_prep.configs import FeaturesConfig, MagpieConfig, RegenerateConfig
 from drafters import TargetModel
 from drafters.config import validate
 from drafters.loop.refill import Refilled
-from eval.lossless import LosslessConfig
-from eval.speed import SpeedConfig
-from eval.tune import TuneConfig
+from eval.configs import LosslessConfig, SpeedConfig, TuneConfig
 from train.plan.asked import Sample
 from train.plan.configs import page
 from train.plan.facts import Data, Machine, Model, Rates, answer_spans, look_at_data, look_at_model

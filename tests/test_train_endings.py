@@ -16,7 +16,7 @@ from data_prep.features import main as make_features
 from drafters import TargetModel
 from drafters.config import load_config, validate
 from drafters.model.ends import load_frozen_ends
-from eval.speed import SpeedConfig
+from eval.configs import SpeedConfig
 from eval.speed import check as check_speed
 from train.cli import main
 from train.core import engine

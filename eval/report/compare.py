@@ -1,4 +1,4 @@
-"""What eval.compare does with two reports."""
+"""Compare the figures of two reports, prompt by prompt, and make the page."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,15 +8,17 @@ import numpy as np
 from rich.console import Console
 
 from drafters.common.wording import shortened
-from eval.compare import ALPHA, BASELINE, JOURNAL, MACHINE, PROMPTS, Key, Read, check_comparable, keys
+from eval.configs import BASELINE
 from eval.figures.paired import Figure, change, holm
 from eval.measure.journal import run_from_line
 from eval.report.by_prompt import Line, by_prompt, from_csv
-from eval.report.files import write_page
-from eval.report.page import run_again, table
+from eval.report.pairs import JOURNAL, MACHINE, PROMPTS, Read, differences
+from eval.report.tables import run_again, say, table, write_page
 
-Unit = tuple[str, int]  # a prompt, or a batch of them: its name and its tokens
-FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns whose sums it is of
+Key = tuple[str, float, int]  # method, temperature, batch size
+Unit = tuple[str, int]  # a prompt or a batch of prompts: its name and its tokens
+ALPHA = 0.05  # over all figures of a comparison together
+FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns, and the figure of their sums
     "tau": (["tokens", "forwards"], lambda sums: sums[..., 0] / sums[..., 1]),
     "tokens/s": (["tokens", "seconds"], lambda sums: sums[..., 0] / sums[..., 1]),
     "speedup": (
@@ -24,57 +26,49 @@ FIGURES: dict[str, tuple[list[str], Figure]] = {  # the columns whose sums it is
         lambda sums: sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3]),
     ),
 }
-UNTESTED = "tokens/s"  # one run each cannot tell a method from the machine's mood
-# Of the logarithm of a speedup, by which processes that run the same thing differ on all prompts alike: where memory
-# came to lie, how cores were shared. Found by tests/compare_runs.py.
+UNTESTED = "tokens/s"  # one run each cannot separate a method from the machine's load
+# Standard deviation of the logarithm of a speedup between processes that run the same thing, on all prompts alike:
+# placement in memory, sharing of cores. Measured by tests/compare_runs.py.
 BETWEEN_RUNS = 0.012
 FEWEST = 2  # prompts
 ABOUT = f"""\
-Figures are of the prompts that both reports measured (a batch of them counts as one); of several rounds, the median
-one. In brackets the 95% interval of the paired bootstrap over those prompts. *p*: a sign-flip test's (were both runs of
-one thing, the two of a prompt could be swapped), by Holm's method for all tested lines together: two reports of the
-same thing show a change in at most one comparison of twenty. A speedup's p and interval allow for the
-{BETWEEN_RUNS:.1%} (standard deviation) by which two processes that do the same differ on all prompts (found on a CPU of
-two cores: tests/compare_runs.py). tokens/s is shown and not tested: a machine may be half as fast an hour later, for
-all prompts and methods alike; plain decoding's line shows how fast it was. The speedup, of methods that took turns, is
-free of that.
+Figures are over the prompts that both reports measured (a batch counts as one); of several rounds, the median one. In
+brackets the 95% interval of the paired bootstrap over prompts. *p*: of a sign-flip test (if both runs were of one
+thing, the two of a prompt could be swapped), with Holm's method over all tested lines: two reports of the same thing
+show a change in at most one of twenty comparisons. A speedup's p and interval include the {BETWEEN_RUNS:.1%} (standard
+deviation) by which two processes of the same thing differ on all prompts (measured on a CPU of two cores by
+tests/compare_runs.py). tokens/s is not tested: the speed of a machine changes for all prompts and methods alike, as
+plain decoding's line shows. The speedup, of methods that take turns, does not depend on it.
 """
 
 
-def run(a: Read, b: Read, names: list[str], out: Path, argv: list[str], console: Console) -> dict[str, Any]:
-    """Compare, write both files and print what changed; returns what is in the JSON.
-
-    Raises:
-        ValueError: the reports have no method or no prompts in common.
-        OSError: a file could not be written.
-    """
+def compare_and_write(a: Read, b: Read, names: list[str], out: Path, argv: list[str], console: Console) -> None:
+    """Compare, print what changed and write both files."""
     found = compare(a, b, names)
     for line in statements(found):
-        console.print(line, markup=False, highlight=False)
+        say(console, line)
     write_page({**found, "argv": argv}, page(found, argv), out, "compare", console)
-    return found
 
 
 def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
-    """Every figure of every method that both reports have, on the prompts that both measured.
-
-    Raises:
-        ValueError: there is none.
-    """
-    differ = check_comparable(a[0], b[0])
+    """Return compare.json: every figure of every method that both reports have, on the prompts that both measured."""
+    differ = differences(a[0], b[0])
     runs = [_by_key(*given) for given in zip((a, b), names, strict=True)]
     plain = [_plain(report) for report, _ in (a, b)]
     left_out = ["tokens/s"] if differ.keys() & set(MACHINE) else []
     rows: list[dict[str, Any]] = []
-    for key in keys(a[0], b[0]):
+    keys = [
+        [(row["drafter"], row["temperature"], row.get("batch", 1)) for row in report["rows"]] for report, _ in (a, b)
+    ]
+    for key in (key for key in keys[0] if key in keys[1]):
         units = [unit for unit in runs[0].get(key, {}) if unit in runs[1].get(key, {})]
         if len(units) < FEWEST:
             continue
         for name, (columns, figure) in FIGURES.items():
             if name in left_out or (name != "tokens/s" and key[0] in plain):
-                continue  # plain decoding has tau 1 and is itself what speedups are over
+                continue  # plain decoding has tau 1 and speedup 1
             pair = [np.array([[of[key][unit][c] or 0.0 for c in columns] for unit in units], float) for of in runs]
-            told = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # nothing to decode, or steps that are not told
+            told = (pair[0] > 0).all(1) & (pair[1] > 0).all(1)  # without prompts of no decoded tokens or no steps
             if told.sum() >= FEWEST:
                 between = BETWEEN_RUNS if name == "speedup" else 0.0
                 made = asdict(change(pair[0][told], pair[1][told], figure, between))
@@ -101,11 +95,7 @@ def compare(a: Read, b: Read, names: list[str]) -> dict[str, Any]:
 
 
 def _by_key(read: Read, name: str) -> dict[Key, dict[Unit, Line]]:
-    """Every method's line of every prompt.
-
-    Raises:
-        ValueError: the table of prompts is no such table.
-    """
+    """Return every method's line of every prompt; ValueError if the file has another form."""
     report, given = read
     try:
         if isinstance(given, str):
@@ -114,9 +104,9 @@ def _by_key(read: Read, name: str) -> dict[Key, dict[Unit, Line]]:
             runs = ((line["prompt"], line["prompt_tokens"], run_from_line(line)) for line in given)
             lines = by_prompt(runs, _plain(report))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        table = PROMPTS if isinstance(given, str) else JOURNAL
+        file = PROMPTS if isinstance(given, str) else JOURNAL
         raise ValueError(
-            f"{name}: {table} is not what python -m eval.speed writes ({type(error).__name__}: {error})"
+            f"{name}: {file} is not what python -m eval.speed writes ({type(error).__name__}: {error})"
         ) from None
     found: dict[Key, dict[Unit, Line]] = {}
     for line in lines:
@@ -126,20 +116,20 @@ def _by_key(read: Read, name: str) -> dict[Key, dict[Unit, Line]]:
 
 
 def _plain(report: dict[str, Any]) -> str:
-    """Plain decoding's label."""
+    """Return plain decoding's label."""
     entries = report["environment"]["config"]["drafters"]
     return next((entry.get("label") or BASELINE for entry in entries if entry["drafter"] == BASELINE), BASELINE)
 
 
 def statements(found: dict[str, Any]) -> list[str]:
-    """In words: what differs beside the figures, and what has changed."""
+    """Return sentences: which settings differ, and what has changed."""
     lines = [
         f"{name}: {shortened(a)} in the first, {shortened(b)} in the second"
         for name, (a, b) in found["differences"].items()
     ]
     lines += [f"{name} is not compared: the machine is another" for name in found["not_compared"]]
     lines += [
-        f"{_change_of(row)}: the machine's mood, or all of the loop; not tested"
+        f"{_change_of(row)}: the machine's speed, or the loop for all methods; not tested"
         for row in found["rows"]
         if row["drafter"] == found["baseline"] and row["figure"] == UNTESTED
     ]
@@ -159,7 +149,7 @@ def _change_of(row: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any], argv: list[str]) -> str:
-    """``compare.md``."""
+    """Return ``compare.md``."""
     first, second = found["reports"]
     cells = [
         [row["drafter"], f"{row['temperature']:g}", str(row["batch"]), row["figure"], str(row["prompts"])]

@@ -1,19 +1,18 @@
-"""What eval.leaderboard does with the results."""
+"""The tables of the leaderboard, and its two pages."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 from rich.console import Console
 
 from drafters.common.files import replace_text
 from drafters.hub.reports import CERTIFICATE, REPORT, Certificate, read
-from eval.measure.entries import CHECKPOINTS, DRAFT_MODELS, named_in
-from eval.report.charts import kind
+from eval.entries import CHECKPOINTS, DRAFT_MODELS, named_in
 from eval.report.html import markdown, render
-from eval.report.page import length_of_answers, speedup_with_interval, table
-from eval.report.rows import number, shown_name
+from eval.report.tables import kind, length_of_answers, number, shown_name, speedup_with_interval, table
 
 PAGE, HTML, NAMES = "leaderboard.md", "leaderboard.html", "targets.yaml"
 COMMAND = "python -m eval.leaderboard"
@@ -44,12 +43,7 @@ ADD = """\
 
 
 def run(results: Path, out: Path, console: Console) -> Found:
-    """Write both pages and return their content.
-
-    Raises:
-        ValueError: a report is not what eval.speed writes.
-        OSError: a file could not be written.
-    """
+    """Write both pages and return their content."""
     found = collect(results, out)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / PAGE, page(found))
@@ -226,18 +220,8 @@ def _address(link: str) -> str:
 
 
 def html(found: Found) -> str:
-    """Return ``leaderboard.html``."""
-    return render(
-        "leaderboard.html",
-        title="Leaderboard of drafters",
-        about=markdown(ABOUT),
-        add=markdown(ADD),
-        best_head=BEST,
-        best=best(found),
-        head=HEAD,
-        targets=by_target(found),
-        table_title=title,
-        table_about=about,
-        certified=CERTIFIED,
-        certificates=found["certificates"],
-    )
+    """Return ``leaderboard.html``: the Markdown page with tables that a click sorts."""
+    body = markdown(page(found).removeprefix("# Leaderboard\n"))
+    body = body.replace("<table>", Markup('<div class="scroll"><table class="sortable">'))
+    body = body.replace("</table>", Markup("</table></div>"))
+    return render("leaderboard.html", title="Leaderboard of drafters", body=body)

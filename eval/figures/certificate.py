@@ -1,11 +1,10 @@
-"""What eval.lossless does with its config."""
+"""Certify a drafter: decode greedily and by sampling, and test every token against transformers' own model."""
 
 import itertools
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 
 from data_prep.common.progress import Bar
 from drafters import Drafter, Sampling, TargetModel, generate, make_drafter
@@ -16,30 +15,24 @@ from drafters.common.wording import dtype_name
 from drafters.loop.acceptance import FEW_ROWS
 from drafters.loop.call import eos_ids
 from drafters.model.files import resolve_dtype
+from eval.configs import LosslessConfig
+from eval.entries import DrafterEntry, paths_of
 from eval.figures.losslessness import Texts, greedy_fit, sampled_fit
-from eval.lossless import LosslessConfig
-from eval.measure.entries import DrafterEntry, paths_of
 from eval.measure.identity import conditions
-from eval.measure.lineup import Lineup, Models, check_options
+from eval.measure.lineup import Lineup, check_options
+from eval.measure.models import Models, chat_of, load_models
 from eval.measure.watched import Watched
 from eval.prompts.prompts import load_prompts
-from eval.report.files import write_page
-from eval.report.lossless import LOSSLESS, LOSSY, NOT_LOSSLESS, UNDECIDED, markdown, verdict_line
-from eval.speed_run import load_models, tokenizer_of
 
-NEEDED = 2  # accepted draft tokens behind which there must be enough places to test: a q of another depth shows there
-STEM = "lossless"
-# Shapes in place of auto: a chain of five (EAGLE's default depth) and a tree, drafted also if not profitable.
+LOSSLESS, NOT_LOSSLESS = "lossless", "not lossless"
+UNDECIDED, LOSSY = "not shown", "lossy by design"
+NEEDED = 2  # accepted draft tokens after which there must be enough tokens to test: a q of a wrong depth shows there
+# Fixed values instead of auto: a chain of five (EAGLE's default depth) and a tree, drafted also if not profitable.
 FIXED = {"tree": ("chain", "static"), "match": (2,), "gamma": (5,), "nodes": (16,)}
 
 
-def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Certify, write both files and print the verdict; returns what is in the JSON.
-
-    Raises:
-        ValueError: something configured is missing or does not fit.
-        OSError: a file could not be written.
-    """
+def certificate(config: LosslessConfig, argv: list[str]) -> dict[str, Any]:
+    """Return what ``lossless.json`` holds."""
     set_threads(config.threads)
     check_options([config.drafter])
     models = _load(config, config.target.dtype)
@@ -52,11 +45,11 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
     if not lossless:
         found |= {"verdict": LOSSY, "reasons": [], "greedy": [], "sampled": None}
     else:
-        prompts = _prompts(config, lineup, target)
+        prompts = prompts_of(config, lineup, target)
         entries = certified_entries(config.drafter, _fresh(lineup, 0.0))
         parts = [certify(config, target, Lineup([entry], models), prompts) for entry in entries]
         exact, device = target.dtype, target.device
-        del target, lineup, models  # the memory of one of them suffices
+        del target, lineup, models  # free the first target before the second is loaded
         if config.rounded is not None and resolve_dtype(config.rounded, device) != exact:
             models = _load(config, config.rounded)
             for part, entry in zip(parts, entries, strict=True):
@@ -64,8 +57,6 @@ def run(config: LosslessConfig, argv: list[str], console: Console) -> dict[str, 
                 part["greedy"].append(greedy_part(config, models.target, drafter, prompts))
         found |= combined([entry.name for entry in entries], parts)
     found["environment"] = facts | {"load_average_after": load_average()}
-    console.print(verdict_line(found), markup=False, highlight=False)
-    write_page(found, markdown(found), config.out, STEM, console)
     return found
 
 
@@ -78,12 +69,12 @@ def certified_entries(entry: DrafterEntry, drafter: Drafter) -> list[DrafterEntr
     if not auto:
         return [entry]
     count = max(len(values) for values in auto.values())
-    shapes = [{name: [values[min(index, len(values) - 1)]] for name, values in auto.items()} for index in range(count)]
-    return [*(entry.model_copy(update={"grid": shape}) for shape in shapes), entry]
+    shapes = [{name: values[min(index, len(values) - 1)] for name, values in auto.items()} for index in range(count)]
+    return [*(entry.at(shape) for shape in shapes), entry]
 
 
 def _auto_options(drafter: Drafter) -> dict[str, tuple[Any, ...]]:
-    """The FIXED values of the options that are auto, of a hybrid's head too, by dotted name."""
+    """Return the FIXED values of options that are auto, also of a hybrid's head, by dotted name."""
     found = {name: FIXED[name] for name, value in drafter.settings if value == "auto"}
     head = getattr(drafter, "head", None)
     if isinstance(head, Drafter):
@@ -104,33 +95,12 @@ def combined(names: list[str], parts: list[dict[str, Any]]) -> dict[str, Any]:
     several = len(parts) > 1
     deciding = [part for part in parts if part["verdict"] == verdict]
     reasons = [f"{part['name']}: {reason}" if several else reason for part in deciding for reason in part["reasons"]]
-    return {
-        "verdict": verdict,
-        "reasons": reasons,
-        "greedy": parts[0]["greedy"],
-        "sampled": parts[0]["sampled"],
-        "shapes": parts if several else [],
-    }
-
-
-def _load(config: LosslessConfig, dtype: Any) -> Models:
-    chosen = config.target.model_copy(update={"dtype": dtype})
-    longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
-    return load_models(chosen, longest + max(config.greedy_tokens, config.new_tokens), config.batch)
-
-
-def certify(config: LosslessConfig, target: TargetModel, lineup: Lineup, prompts: list[list[int]]) -> dict[str, Any]:
-    """What the verdict on a drafter that says it is lossless rests on, in the target's dtype."""
-    greedy = greedy_part(config, target, _fresh(lineup, 0.0), prompts)
-    return {"greedy": [greedy], "sampled": sampled_part(config, target, _fresh(lineup, config.temperature), prompts)}
-
-
-def _fresh(lineup: Lineup, temperature: float) -> Drafter:
-    return next(iter(lineup.fresh(temperature).values()))
+    first = {"greedy": parts[0]["greedy"], "sampled": parts[0]["sampled"]}
+    return {"verdict": verdict, "reasons": reasons, **first, "shapes": parts if several else []}
 
 
 def judged(greedy: list[dict[str, Any]], sampled: dict[str, Any]) -> dict[str, Any]:
-    """The verdict, and why."""
+    """Return the verdict and its reasons."""
     reasons = []
     for part in greedy:
         if part["unexplained"]:
@@ -146,23 +116,33 @@ def judged(greedy: list[dict[str, Any]], sampled: dict[str, Any]) -> dict[str, A
     needed = min(NEEDED, sampled["longest_draft"])
     if sampled["deepest"] < needed:
         reasons.append(
-            f"sampled: too few tokens behind {needed} accepted draft tokens, of drafts of up to "
-            f"{sampled['longest_draft']}: give more texts, or prompts on which drafts are accepted"
+            f"sampled: too few tokens after {needed} accepted draft tokens (drafts have up to "
+            f"{sampled['longest_draft']}): give more texts, or prompts with higher acceptance"
         )
     return {"verdict": UNDECIDED if reasons else LOSSLESS, "reasons": reasons}
 
 
-def _prompts(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> list[list[int]]:
-    """Token ids of the prompts: a file's, or what the target begins by itself, after its BOS or any token."""
+def _load(config: LosslessConfig, dtype: Any) -> Models:
+    chosen = config.target.model_copy(update={"dtype": dtype})
+    longest = config.prompts.longest if config.prompts is not None else config.begun_tokens
+    return load_models(chosen, longest + max(config.greedy_tokens, config.new_tokens), config.batch)
+
+
+def _fresh(lineup: Lineup, temperature: float) -> Drafter:
+    return next(iter(lineup.fresh(temperature).values()))
+
+
+def prompts_of(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> list[list[int]]:
+    """Return the configured prompts, or beginnings that the target samples from one token each."""
     longest = max(config.greedy_tokens, config.new_tokens)
     if config.prompts is not None:
-        tokenizer = tokenizer_of(config.target)
         limits = {"warmup": 0, "max_new_tokens": longest, "max_context": lineup.max_context}
-        return [prompt.ids for prompt in load_prompts(config.prompts, tokenizer, **limits).measured]
+        measured = load_prompts(config.prompts, chat_of(config.target).tokenizer, **limits).measured
+        return [prompt.ids for prompt in measured]
     if config.begun_tokens + longest > lineup.max_context:
         raise ValueError(
-            f"begun_tokens and new ones come to {config.begun_tokens + longest:,}, and the target and the drafter were "
-            f"made for {lineup.max_context:,} positions: lower greedy_tokens, new_tokens or begun_tokens"
+            f"begun_tokens and new tokens need {config.begun_tokens + longest:,} positions, but the target and the "
+            f"drafter have {lineup.max_context:,}: lower greedy_tokens, new_tokens or begun_tokens"
         )
     generator = torch.Generator().manual_seed(config.seed)
     first = torch.randint(target.vocab_size, (config.begun,), generator=generator).tolist()
@@ -177,21 +157,27 @@ def _prompts(config: LosslessConfig, lineup: Lineup, target: TargetModel) -> lis
 
 
 def _lengths(prompts: list[list[int]]) -> list[int]:
-    """Tells ``generate`` that nothing is padding: a text may begin with the padding token."""
+    """Return the lengths, which tell ``generate`` that nothing is padding: a text may begin with the padding token."""
     return [len(prompt) for prompt in prompts]
 
 
 def _sizes(drafter: Drafter, most: int) -> Iterator[int]:
-    """Rows to decode together: verified row by row and side by side, which is other code, as many texts in either."""
+    """Yield batch sizes: half of the texts in small batches, half in large ones, because these use other code."""
     most = min(most, drafter.max_batch or most)
     few = min(most, FEW_ROWS)
     return itertools.cycle([*[few] * (most // few), most])
 
 
+def certify(config: LosslessConfig, target: TargetModel, lineup: Lineup, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return the results of both tests in the target's dtype."""
+    greedy = greedy_part(config, target, _fresh(lineup, 0.0), prompts)
+    return {"greedy": [greedy], "sampled": sampled_part(config, target, _fresh(lineup, config.temperature), prompts)}
+
+
 def greedy_part(
     config: LosslessConfig, target: TargetModel, drafter: Drafter, prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """Every prompt once, in batches of two sizes."""
+    """Decode every prompt once, in batches of two sizes, and compare with the target's argmax."""
     texts, left = Texts(), prompts
     for rows in _sizes(drafter, config.batch):
         if not left:
@@ -207,8 +193,9 @@ def greedy_part(
 def sampled_part(
     config: LosslessConfig, target: TargetModel, drafter: Drafter, prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """Many short texts after the prompts, each judged as soon as it is there."""
+    """Sample many short texts after the prompts, and test every batch as soon as it is decoded."""
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    settings: dict[str, Any] = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     longest = 0
 
     def batches() -> Iterator[Texts]:
@@ -219,17 +206,10 @@ def sampled_part(
                 if made >= config.texts:
                     return
                 watched, some = Watched(drafter), list(itertools.islice(waiting, rows))
-                result = generate(
-                    target,
-                    cast(Drafter, watched),
-                    some,
-                    prompt_lengths=_lengths(some),
-                    max_new_tokens=config.new_tokens,
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                    seed=config.seed + 1 + number,  # that of the prompts would give the numbers they were drawn with
-                )
+                given = target, cast(Drafter, watched), some
+                seed = config.seed + 1 + number  # the prompts' seed would repeat the numbers that drew them
+                new = config.new_tokens
+                result = generate(*given, prompt_lengths=_lengths(some), max_new_tokens=new, seed=seed, **settings)
                 longest = max(longest, *(max(verdict.depths) for verdict, _ in watched.seen), 0)
                 yield Texts(some, _rows(result), [watched.known(row) for row in range(len(some))])
                 made += len(some)

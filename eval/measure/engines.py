@@ -1,4 +1,4 @@
-"""What eval.engines does with its config."""
+"""Other engines as methods of a speed test: each in a process of its own environment."""
 
 import contextlib
 import shutil
@@ -14,18 +14,18 @@ from drafters import TargetModel
 from drafters.common.wording import dtype_name
 from drafters.layouts.export import export
 from drafters.model.files import resolve_device, resolve_dtype
-from eval.engines import EngineEntry, EnginesConfig
+from eval.configs import EnginesConfig
+from eval.entries import EngineEntry
 from eval.measure.runner import Limits, Method
 from eval.measure.worker import Worker, WorkerCrash, WorkerError, question, worker_method
 from eval.prompts.prompts import PromptSet
-from eval.speed_run import run as run_speed
 
-SPARE = 16  # positions that an engine may want beyond the last draft
-FIRST = 64, 8  # tokens of the prompt, and new ones, with which an engine shows that it runs
+SPARE = 16  # positions that an engine may need beyond the last draft
+FIRST = 64, 8  # tokens of the first prompt and of its answer, which show that the engine runs
 
 
 class Engines:
-    """The engines that are installed, each loaded once: what ``eval.speed_run`` measures beside its own methods.
+    """The installed engines, each loaded once.
 
     Attributes:
         described: by label, what the report's rows say of each.
@@ -39,11 +39,7 @@ class Engines:
         self.facts: dict[str, Any] = {"engines": {}, "engines_left_out": {}}
 
     def start(self, target: TargetModel, prompts: PromptSet, limits: Limits) -> None:
-        """Load every engine that is installed; the others are noted with what is missing.
-
-        Raises:
-            ValueError: a checkpoint that the engine cannot load.
-        """
+        """Load every installed engine; note the reason for the others."""
         self._vocabulary = target.config.vocab_size
         longest = max(len(prompt.ids) for prompt in [*prompts.measured, *prompts.warmup])
         first = question(prompts.warmup[0].ids[: FIRST[0]], limits.seed, 0.0, min(FIRST[1], limits.max_new_tokens))
@@ -62,12 +58,12 @@ class Engines:
             self.described[entry.label] = row | {"engine": ", ".join(filter(None, names))}
 
     def methods(self, temperature: float, limits: Limits) -> Mapping[str, Method]:
-        """By label."""
+        """Return the methods by label."""
         make = partial(worker_method, temperature=temperature, limits=limits, vocabulary=self._vocabulary)
         return {label: make(worker) for label, worker in self._workers.items()}
 
     def _start(self, entry: EngineEntry, job: dict[str, Any], first: dict[str, Any]) -> Worker:
-        """The engine with its model loaded, and its first tokens made."""
+        """Load an engine and let it make its first tokens; llama.cpp again without repacking if it crashes."""
         if not entry.interpreter.exists():
             raise WorkerError(f"not installed: there is no {entry.interpreter} (make engines, see docs/engines.md)")
         try:
@@ -92,13 +88,12 @@ class Engines:
         drafter = entry.draft_model
         if entry.checkpoint is not None and entry.interpreter.exists():
             folder = self._config.out / "engines" / f"{'-'.join(entry.label.split())}-head"
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, perhaps of a head that was trained further
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have exported an older head
             export(entry.checkpoint, "vllm", folder, chosen.path)
-            drafter = str(folder)  # of the same name every time: by it vLLM knows what it has compiled
+            drafter = str(folder)  # always the same name: vLLM finds its compiled code by it
+        own = {"method", "gamma", "min_ngram", "max_ngram", "ours", "gguf_type", "repack"}
         return {
-            **entry.model_dump(
-                mode="json", include={"method", "gamma", "min_ngram", "max_ngram", "ours", "gguf_type", "repack"}
-            ),
+            **entry.model_dump(mode="json", include=own),
             "target": _absolute(chosen.path),
             "revision": chosen.revision,
             "dtype": dtype_name(resolve_dtype(chosen.dtype, resolve_device(chosen.device))),
@@ -113,11 +108,5 @@ class Engines:
 
 
 def _absolute(name: str | None) -> str | None:
-    """A folder or file of this machine for a process that may stand elsewhere; a Hub repository keeps its name."""
+    """Return a local path as absolute, for a process with another working directory; Hub names stay."""
     return name if name is None or not Path(name).exists() else str(Path(name).absolute())
-
-
-def run(config: EnginesConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure, write the report and print its table; returns the report. Raises as ``eval.speed_run.run`` does."""
-    with contextlib.ExitStack() as stack:
-        return run_speed(config, argv, console, guests=Engines(config, stack, console))

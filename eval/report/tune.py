@@ -1,4 +1,4 @@
-"""What eval.tune does with its config."""
+"""Search knobs, and write best.yaml, tune.json, tune.md and, for several searches, tuned.yaml."""
 
 import shlex
 from pathlib import Path
@@ -8,55 +8,42 @@ import yaml
 from rich.console import Console
 
 from drafters.common.files import replace_json, replace_text
-from drafters.hub.reports import read
-from eval import speed_run
-from eval.measure.lineup import Lineup, Models, check_options
+from eval.configs import SpeedConfig, TuneConfig, common_folder
+from eval.measure.lineup import Lineup, check_options
+from eval.measure.models import Models, load_models
 from eval.measure.runner import MeasurementError
-from eval.report.files import PictureError
-from eval.report.page import number, run_again, setting, speedup_with_interval, table
-from eval.speed import SpeedConfig
-from eval.sweep_run import finished_report
-from eval.tune import TuneConfig, common_folder
+from eval.report.page import setting
+from eval.report.speed import finished_report, measure_once
+from eval.report.tables import number, run_again, say, speedup_with_interval, table
 
 BEST, DATA, PAGE, ALL = "best.yaml", "tune.json", "tune.md", "tuned.yaml"
 
 
-def run_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Console) -> None:
-    """Search with one config after the other, by their files; of several, tuned.yaml lists what was found.
-
-    Raises:
-        ValueError: something configured is missing or does not fit; found before anything is measured.
-        MeasurementError: a method failed while it was measured; what was found before is kept.
-        OSError: a file could not be written.
-    """
+def tune_all(configs: dict[Path, TuneConfig], overrides: list[str], console: Console) -> None:
+    """Run the searches of all files in order; of several, tuned.yaml lists the results."""
     for config in configs.values():
         for one in config.planned():
             check_options(one.entries)
     loaded: dict[str, Models] = {}
     for config in configs.values():
         key = config.target.model_dump_json()
-        loaded[key] = loaded.get(key) or speed_run.load_models(config.target)
+        loaded[key] = loaded.get(key) or load_models(config.target)
         for one in config.planned():
-            Lineup(one.entries, loaded[key])  # a value that the last knob cannot have is found now
+            Lineup(one.entries, loaded[key])  # finds wrong values of all knobs
     found: list[str] = []
     for place, (file, config) in enumerate(configs.items(), start=1):
         if len(configs) > 1:
             console.rule(f"{file} ({place} of {len(configs)})")
         argv = ["python", "-m", "eval.tune", "--config", str(file), *overrides]
-        best = run(config, argv, console, loaded[config.target.model_dump_json()])
+        best = tune(config, argv, console, loaded[config.target.model_dump_json()])
         found.append(_listed(config, best, file))
         if len(configs) > 1:
             replace_text(common_folder(configs) / ALL, "\n".join(found))
     console.print("\n".join(found), markup=False, highlight=False, soft_wrap=True)
 
 
-def run(config: TuneConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
-    """Search, writing what is known so far after every knob; returns what tune.json holds.
-
-    Raises:
-        MeasurementError: a method failed while it was measured; the knobs before are kept.
-        OSError: a file could not be written.
-    """
+def tune(config: TuneConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
+    """Search, writing the results so far after every knob; return tune.json."""
     chosen = config.first_values()
     stages: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
@@ -65,54 +52,42 @@ def run(config: TuneConfig, argv: list[str], console: Console, models: Models) -
         for knob in config.knobs:
             one = config.stage(len(stages) + 1, knob, chosen)
             console.rule(f"{config.drafters[0].base}: {knob} in {config.knobs[knob]}")
-            report = measured(one, argv, console, models)
-            stage = summarise(knob, dict(chosen), one, report, config)
-            chosen[knob] = stage["best"]
-            stages.append(stage)
+            report = finished_report(one) or measure_once(one, argv, console, models)[0]
+            stages.append(summarise(knob, dict(chosen), one, report, config))
+            chosen[knob] = stages[-1]["best"]
             found = {"format_version": 1, "objective": config.objective, "best": dict(chosen), "stages": stages}
             write(config, found | {"argv": argv}, report)
-            console.print(f"best {knob}: {chosen[knob]}", markup=False, highlight=False)
+            say(console, f"best {knob}: {chosen[knob]}")
         if turn and chosen == before:
             break
-    console.print(f"{config.out / BEST}", markup=False, highlight=False)
+    say(console, f"{config.out / BEST}")
     return found
 
 
 def best_entry(config: TuneConfig, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a speed config with the values found."""
-    entry = config.drafters[0].model_copy(update={"grid": {knob: [value] for knob, value in chosen.items()}})
+    """Return the entry of a speed config with the values found."""
+    entry = config.drafters[0].at(chosen)
     return {"drafter": entry.drafter} | ({"label": entry.label} if entry.label else {}) | entry.options
 
 
 def _listed(config: TuneConfig, found: dict[str, Any], file: Path) -> str:
-    """An entry for a speed config as one line of YAML, below a comment with what it is worth."""
+    """Return an entry for a speed config as one line of YAML, below a comment with its figures."""
     last = found["stages"][-1]
     row = next(row for row in last["values"] if row["value"] == last["best"])
-    worth = f"{number(row['tokens_per_second'], 1)} tokens/s, {speedup_with_interval(row)}, tau {number(row['tau'], 2)}"
+    told = f"{number(row['tokens_per_second'], 1)} tokens/s, {speedup_with_interval(row)}, tau {number(row['tau'], 2)}"
     if not row["lossless"]:
-        worth += f", perplexity {number(row['perplexity'], 2)} (plain decoding {number(last['plain_perplexity'], 2)})"
+        told += f", perplexity {number(row['perplexity'], 2)} (plain decoding {number(last['plain_perplexity'], 2)})"
     entry = best_entry(config, found["best"]) | {"temperatures": config.temperatures}
     line = yaml.safe_dump([entry], sort_keys=False, default_flow_style=True, width=10**6).strip()
-    return f"# {file}: {worth}\n- {line.removeprefix('[').removesuffix(']')}"
-
-
-def measured(one: SpeedConfig, argv: list[str], console: Console, models: Models) -> dict[str, Any]:
-    """The report of one knob: the one that is there, else measured now."""
-    if (report := finished_report(one)) is not None:
-        return report
-    try:
-        return speed_run.run(one, argv, console, models)
-    except PictureError as error:
-        console.print(str(error), markup=False, highlight=False)
-        return read(one.out)
+    return f"# {file}: {told}\n- {line.removeprefix('[').removesuffix(']')}"
 
 
 def summarise(
     knob: str, chosen: dict[str, Any], one: SpeedConfig, report: dict[str, Any], config: TuneConfig
 ) -> dict[str, Any]:
-    """One knob's figures and its best value.
+    """Return one knob's figures and its best value.
 
-    Where a bound is given and no value keeps it, the best is the one of least perplexity: the knobs after it may.
+    If no value keeps ``max_perplexity``, the one of least perplexity is best, because later knobs may lower it.
     """
     plain = next(row["perplexity"] for row in report["rows"] if row["grid"] is None)
     rows = [row for row in report["rows"] if row["grid"] is not None]
@@ -127,12 +102,19 @@ def summarise(
         best = max(allowed, key=lambda row: row["tokens_per_second"])
     else:
         best = min(usable, key=lambda row: row["perplexity"])
-    others = {other: value for other, value in chosen.items() if other != knob}
-    # Within each other's intervals: more prompts might choose another one.
-    rest = (row for row in allowed or usable if row is not best)
-    close = [row["value"] for row in rest if _overlap(row["speedup_ci"], best["speedup_ci"])]
-    return {"knob": knob, "others": others, "values": values, "best": best["value"], "not_told_apart": close,
-            "plain_perplexity": plain, "bound": bound, "folder": one.out.name}  # fmt: skip
+    # Values whose intervals overlap the best one's: more prompts might choose them.
+    others = (row for row in allowed or usable if row is not best)
+    close = [row["value"] for row in others if _overlap(row["speedup_ci"], best["speedup_ci"])]
+    return {
+        "knob": knob,
+        "others": {other: value for other, value in chosen.items() if other != knob},
+        "values": values,
+        "best": best["value"],
+        "not_told_apart": close,
+        "plain_perplexity": plain,
+        "bound": bound,
+        "folder": one.out.name,
+    }
 
 
 def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
@@ -140,7 +122,7 @@ def _overlap(a: list[float] | None, b: list[float] | None) -> bool:
 
 
 def write(config: TuneConfig, found: dict[str, Any], report: dict[str, Any]) -> None:
-    """best.yaml, tune.json and tune.md."""
+    """Write best.yaml, tune.json and tune.md."""
     config.out.mkdir(parents=True, exist_ok=True)
     entry = yaml.safe_dump([best_entry(config, found["best"])], sort_keys=False)
     replace_text(config.out / BEST, f"# Found by: {shlex.join(found['argv'])}\n{entry}")
@@ -167,8 +149,8 @@ def _page_of(stage: dict[str, Any]) -> list[str]:
     if (bound := stage["bound"]) is not None:
         lines += ["", f"At most {bound:.2f} (plain decoding: {stage['plain_perplexity']:.2f})"]
         if all(row["perplexity"] is None or row["perplexity"] > bound for row in stage["values"]):
-            lines[-1] += "; no value keeps that, so the one of least perplexity is taken"
+            lines[-1] += "; no value keeps this bound, so the one of least perplexity is best"
     if stage["not_told_apart"]:
         shown = ", ".join(map(str, stage["not_told_apart"]))
-        lines += ["", f"These prompts cannot tell from the best (intervals overlap): {shown}"]
+        lines += ["", f"Not significantly slower than the best (intervals overlap): {shown}"]
     return [*lines, ""]

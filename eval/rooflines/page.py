@@ -1,4 +1,4 @@
-"""What eval.roofline does with its config."""
+"""Measure a shape against its roofline, and write the page."""
 
 import shlex
 import statistics
@@ -15,27 +15,35 @@ from drafters.common.machine import environment, peak_memory_bytes
 from drafters.common.provenance import load_average
 from drafters.common.threads import cpu_cores, set_threads
 from drafters.common.wording import size_text
-from eval.report.files import write_page
-from eval.report.page import machine_line, software_line, table, target_line
-from eval.roofline import RooflineConfig
+from eval.configs import RooflineConfig
+from eval.report.tables import machine_line, say, software_line, table, target_line, write_page
 from eval.rooflines import parts
-from eval.rooflines.random_target import random_target
+
+METHODS = (
+    "method", "batch", "tau (replayed)", "tokens/s", "of the roofline", "speedup", "draft ms", "verify ms", "commit ms",
+    "overhead", "of the formula's limit",
+)  # fmt: skip
+FIGURES = (
+    ("tau", "{:.2f}"), ("roofline_share", "{:.1%}"), ("speedup", "{:.2f}x"), ("overhead", "{:.1%}"),
+    ("limit_share", "{:.1%}"),
+)  # fmt: skip
+STEP = ("draft_seconds", "verify_seconds", "other_seconds")
+ABOUT = """\
+Of the roofline: the floor over the time of a token, for plain decoding of one row. Speedup: over plain decoding of the
+same batch. Overhead: time outside forward passes. The formula's limit: (tau * target's forward) / (drafter's
+forwards + verifying forward).
+"""
 
 
 @torch.inference_mode()
-def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -> dict[str, Any]:
-    """Measure, write both files and print the page; returns what is in the JSON.
-
-    Raises:
-        ValueError: no such shape, too little memory, or a profile that cannot give its tau.
-        OSError: a file could not be written.
-    """
+def measure_and_write(shape: str, config: RooflineConfig, argv: list[str], console: Console) -> dict[str, Any]:
+    """Measure, write both files and print the page; return the JSON."""
     set_threads(config.threads)
     out = config.out or Path("docs/results") / machine_folder()
     check_folder(out)
     positions = config.context + config.new_tokens + max(config.rows) + 128
     how = config.dtype, config.device, config.engine, config.quantize, config.seed
-    target = random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
+    target = parts.random_target(shape, positions, *how, cache_tokens=(max(config.batches), positions))
     facts = environment(target) | {"shape": shape, "config": config.model_dump(mode="json"), "argv": argv}
     found: dict[str, Any] = {"format_version": 1, "label": "replay: random weights, acceptance from a profile"}
     with console.status("") as status:
@@ -43,14 +51,14 @@ def run(shape: str, config: RooflineConfig, argv: list[str], console: Console) -
     facts |= {"load_average_after": load_average(), "peak_memory_bytes": peak_memory_bytes(target.device)}
     found["environment"] = facts
     stem = f"roofline-{shape}{'-' + config.quantize if config.quantize else ''}"
-    console.print(markdown(found), markup=False, highlight=False)
+    say(console, markdown(found))
     write_page(found, markdown(found), out, stem, console)
     return found
 
 
 def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], None]) -> dict[str, Any]:
-    """All figures, in seconds and bytes."""
-    methods = parts.methods(target, config)  # first: a profile that cannot give its tau is found before minutes pass
+    """Return all figures, in seconds and bytes."""
+    methods = parts.methods(target, config)  # first, because it finds a profile that cannot give its tau
     about("bandwidth")
     bandwidths = {"copy": parts.copy_bandwidth(target.device), "read": parts.read_bandwidth(target.device)}
     bandwidth = max(bandwidths.values())
@@ -66,18 +74,19 @@ def measure(target: TargetModel, config: RooflineConfig, about: Callable[[str], 
             about(f"round {index + 1} of {config.rounds}: {name}")
             samples[name].append(once())
     rows = [{"method": name, **median_of(taken)} for name, taken in samples.items()]
+    floor = sum(size.values()) / bandwidth
     return {
         "bandwidth_bytes_per_second": bandwidth,
         "bandwidths": bandwidths,
         "bytes_per_step": size,
-        "floor_seconds": sum(size.values()) / bandwidth,
+        "floor_seconds": floor,
         "verification_seconds": by_rows,
-        "rows": parts.add_ratios(rows, sum(size.values()) / bandwidth),
+        "rows": parts.add_ratios(rows, floor),
     }
 
 
 def median_of(taken: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each number over dictionaries with the same keys (None where it is not known)."""
+    """Return the median of each number over dictionaries with the same keys (None if unknown)."""
     failed = next((one for one in taken if "missing" in one), None)
     return failed or {
         key: value if value is None else statistics.median([one[key] for one in taken])
@@ -86,21 +95,21 @@ def median_of(taken: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def machine_folder() -> str:
-    """A folder's name for this machine: its GPU, or how many CPU cores it has."""
+    """Return a folder's name for this machine: its GPU, or its number of CPU cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name().lower().replace(" ", "-")
     return f"{cpu_cores()}-core-cpu"
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     facts, size = found["environment"], found["bytes_per_step"]
     total, bandwidth = sum(size.values()), found["bandwidth_bytes_per_second"]
     kinds = ", ".join(f"{name} {size_text(value)}/s" for name, value in found["bandwidths"].items())
     lines = [
         f"# Roofline of {facts['shape']}: REPLAY",
         "",
-        "Random weights; how deep drafts are accepted is drawn from a profile, every forward is really run.",
+        "Random weights; the accepted depth of drafts is drawn from a profile, every forward is real.",
         "",
         target_line(facts),
         machine_line(facts),
@@ -110,7 +119,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"- `{shlex.join(facts['argv'])}`",
         "",
         f"Bandwidth {size_text(bandwidth)}/s ({kinds}); a step reads {size_text(size['weights'])} of weights and "
-        f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms a token at best.",
+        f"{size_text(size['cache'])} of cache: {1e3 * total / bandwidth:.3f} ms per token at least.",
         "",
     ]
     one = found["verification_seconds"][0]["seconds"]
@@ -123,23 +132,4 @@ def markdown(found: dict[str, Any]) -> str:
         speed = f"not measured: {row['missing']}" if "missing" in row else f"{row['tokens_per_second']:.1f}"
         ms = [f"{1e3 * row[key]:.2f}" if row.get(key) is not None else "" for key in STEP]
         cells.append([row["method"], str(row["batch"]), shown[0], speed, *shown[1:3], *ms, *shown[3:]])
-    lines += table(METHODS, cells)
-    lines += [
-        "",
-        "Of the roofline: the share of the floor in the time of a token, for plain decoding of one row. Speedup: over "
-        "plain decoding here, of the same batch. Overhead: time outside forward passes. The formula's limit: (tau * "
-        "target's forward) / (drafter's forwards + verifying forward).",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-METHODS = (
-    "method", "batch", "tau (replayed)", "tokens/s", "of the roofline", "speedup", "draft ms", "verify ms", "commit ms",
-    "overhead", "of the formula's limit",
-)  # fmt: skip
-FIGURES = (
-    ("tau", "{:.2f}"), ("roofline_share", "{:.1%}"), ("speedup", "{:.2f}x"), ("overhead", "{:.1%}"),
-    ("limit_share", "{:.1%}"),
-)  # fmt: skip
-STEP = ("draft_seconds", "verify_seconds", "other_seconds")
+    return "\n".join([*lines, *table(METHODS, cells), "", ABOUT])
