@@ -203,7 +203,7 @@ def test_training_says_whose_answers_it_is_judged_on(tmp_path, speaker, made, ti
     assert found["warning"] in capsys.readouterr().out
     assert [OWN_SHARE in row for row in read_metrics(tmp_path / "given")].count(True) == 1
     # The printed command.
-    removal, make = found["warning"].partition("Figures on its own answers take: ")[2].split(" && ")
+    removal, make = found["warning"].partition("To measure on its own answers: ")[2].split(" && ")
     (word, option, store_there), words = shlex.split(removal), shlex.split(make)
     assert (word, option, store_there) == ("rm", "-r", str(folder / "out" / "heldout"))
     shutil.rmtree(store_there)
@@ -220,7 +220,7 @@ def test_what_a_low_share_means():
     assert answers_line(describe_answers({}, None)) == "held-out answers: not recorded"
     assert describe_answers({"answers": "given", "remake": "R"}, 0.9)["warning"] is None
     assert "70% of the tokens" in describe_answers({"answers": None, "remake": "R"}, 0.7)["warning"]
-    assert "figures are those of sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
+    assert "figures are for sampling" in describe_answers({"answers": "sampled"}, 0.7)["warning"]
     assert "another dtype, or be damaged" in describe_answers({"answers": "own"}, 0.7)["warning"]
     data = {"train": "a.jsonl", "heldout": "my b.jsonl", "limit": 50, "target_dtype": "float16"}
     values = {**tiny_run.settings("t", Path("online"), Path("runs/x")), "data": data}

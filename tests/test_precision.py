@@ -19,10 +19,10 @@ from drafters import TargetModel
 from drafters.common import precision
 from drafters.model.files import resolve_dtype
 from eval.configs import RooflineConfig, TargetEntry
-from train.cli_run import settle_precision
+from train.configs import EagleConfig, TargetConfig
 from train.core.config import OnlineData
-from train.eagle import EagleConfig
-from train.target.config import TargetConfig
+from train.core.runtime import dtype_of
+from train.run.training import settle_precision
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_a_run_goes_on_in_another(target: TargetModel, features: Path, tmp_path:
         settled = settle_precision(tiny_run.read("eagle", values)).precision
         assert settled == expected
         run = tiny_run.train_here("eagle", {**values, "precision": settled, "steps": steps}, resume=steps > 3)
-        assert run.progress.step == steps and run.config.dtype == resolve_dtype("auto", CPU)
+        assert run.progress.step == steps and dtype_of(run.config) == resolve_dtype("auto", CPU)
 
 
 def test_answers_begun_in_another_dtype_go_on() -> None:

@@ -43,7 +43,7 @@ HOUSE = {
         "cli",
     ],
     "data_prep": ["common", "dialogues", "configs", "store", "answers", "extraction"],
-    "train": ["core", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
+    "train": ["core", "configs", "data", "draft", "watch", "run", "preflight", "bench", "plan", "target"],
     "eval": ["prompts", "entries", "configs", "engine_workers", "measure", "figures", "report", "rooflines"],
 }
 
