@@ -54,7 +54,7 @@ def test_values_and_overrides(file: Path) -> None:
         ("out: a\nsteps: many\n", r"steps: .*found 'many'"),
         ("out: a\nschedule: {learning_rate: -1}\n", r"schedule.learning_rate: .*greater than 0"),
         ("out: [\n", "not valid YAML"),
-        ("out: a\nsteps: 3\n\n'out': b\n", "key 'out' stands twice, on lines 1 and 4"),
+        ("out: a\nsteps: 3\n\n'out': b\n", "key 'out' occurs twice, on lines 1 and 4"),
         ("- out\n", "must hold a mapping"),
     ],
 )

@@ -139,7 +139,7 @@ def test_bad_options() -> None:
     """Catches a method that would fail at its first step, in a server that has just loaded its weights for minutes."""
     for entry, message in (
         ({"drafter": "eagle"}, "'eagle' needs more; known: prompt_lookup, suffix, rest"),
-        ({"drafter": "suffix", "nodes": "auto"}, "nodes: auto goes by what a step costs"),
+        ({"drafter": "suffix", "nodes": "auto"}, "nodes: auto depends on step costs"),
         ({"drafter": "suffix", "chain": False}, "vLLM verifies chains alone"),
         ({"drafter": "rest", "datastore": "none"}, "no datastore at none"),
     ):

@@ -95,9 +95,9 @@ class Answer:
     def summary(self) -> Text:
         """``[91 tokens, tau 2.36, 182 tokens/s, drafted: eagle 61%]``, with the share of each drafter."""
         said = Text(f"[{len(self.ids):,} tokens, tau {self.trace.tau:.2f}, {self.speed:.0f} tokens/s", "dim")
-        for number, (name, count) in enumerate(self.drafted.most_common()):
+        for number, (name, accepted) in enumerate(self.drafted.most_common()):
             said.append(", drafted: " if number == 0 else ", ", "dim")
-            said.append(f"{name} {count / len(self.ids):.0%}", self.colours[name])
+            said.append(f"{name} {accepted / len(self.ids):.0%}", self.colours[name])
         return said.append("; stopped]" if self.stopped else "]", "dim")
 
 
