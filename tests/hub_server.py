@@ -13,8 +13,9 @@ import re
 import time
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
+from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 from loopback import LoopbackServer
@@ -97,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             "POST /api/repos/create": self._create,
             "POST /api/validate-yaml": self._validate_card,
             rf"GET /api/models/{name}(/revision/(?P<revision>[^/]+))?": self._info,
-            rf"GET /api/models/{name}/tree/(?P<revision>[^/]+)": self._tree,
+            rf"GET /api/models/{name}/tree/(?P<revision>[^/]+)(?P<folder>/.+)?": self._tree,
             rf"POST /api/models/{name}/preupload/(?P<revision>[^/]+)": self._preupload,
             rf"POST /{name}\.git/info/lfs/objects/batch": self._lfs_batch,
             r"PUT /lfs/(?P<oid>[0-9a-f]{64})": self._lfs_put,
@@ -215,10 +216,15 @@ class _Handler(BaseHTTPRequestHandler):
             files = [{"rfilename": path} for path in sorted(at[1])]
             self._json({"id": repo, "sha": at[0], "private": private, "siblings": files, "tags": []})
 
-    def _tree(self, repo: str, revision: str) -> None:
+    def _tree(self, repo: str, revision: str, folder: str | None) -> None:
         at = self._at(repo, revision)
-        if at is not None:
-            self._json([_entry(path, data) for path, data in sorted(at[1].items())])
+        if at is None:
+            return
+        within = f"{folder[1:]}/" if folder else ""
+        files = [_entry(path, data) for path, data in sorted(at[1].items()) if path.startswith(within)]
+        folders = [_folder(path) for path in _folders(at[1]) if path.startswith(within) and f"{path}/" != within]
+        recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+        self._json([one for one in folders + files if recursive or "/" not in one["path"][len(within) :]])
 
     def _preupload(self, repo: str, revision: str) -> None:
         at = self._at(repo, revision) if self._may_write() else None
@@ -301,6 +307,14 @@ def _is_lfs(path: str) -> bool:
 
 def _etag(path: str, data: bytes) -> str:
     return sha256(data) if _is_lfs(path) else _git_oid(data)
+
+
+def _folders(tree: dict[str, bytes]) -> list[str]:
+    return sorted({str(folder) for path in tree for folder in PurePosixPath(path).parents} - {"."})
+
+
+def _folder(path: str) -> dict[str, Any]:
+    return {"type": "directory", "path": path, "size": 0, "oid": _git_oid(path.encode())}
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:
