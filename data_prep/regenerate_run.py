@@ -29,10 +29,10 @@ from data_prep.dialogues.reader import ReadCounts, read_dialogues, source_digest
 from data_prep.regenerate import FREE_ON_RESUME, OF_A_TARGET, DrafterOptions, RegenerateConfig
 from data_prep.split import record
 from drafters import drafter_class, make_drafter
-from drafters.base import LearnedDrafter
 from drafters.cli.program import command
 from drafters.common.provenance import git_commit, library_versions
 from drafters.hub.checkpoint import drafter_type
+from drafters.learned import LearnedDrafter
 from drafters.model.files import load_config_only, resolve_device
 from drafters.model.target import TargetModel
 

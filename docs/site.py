@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: pages from outside of docs/, and a page of the reference for every module."""
+"""Hooks of mkdocs.yml: add pages from outside of docs/, and a reference page for each module."""
 
 import posixpath
 import re
@@ -13,23 +13,28 @@ PAGES = {
     "README.md": "index.md",
     "docs/README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
-    "docs/leaderboard.html": "sortable-leaderboard.html",  # leaderboard.html is what leaderboard.md becomes
+    "docs/leaderboard.html": "sortable-leaderboard.html",  # leaderboard.md becomes leaderboard.html
 }
-# In the order of docs/README.md, which no page of the site replaces.
+SECTION = re.compile(r"^## (.*)\n((?:\|.*\n)+)", re.M)  # of docs/README.md: heading and table
 ROW = re.compile(r"^\| \[[^]]*\]\(([\w-]+\.md)\)", re.M)
 LINK = re.compile(r"(!?\[[^]]*\])\(([^)\s]+)\)")
 
 
 def on_config(config: Any) -> Any:
-    """The menu: the front page, the pages in the order of docs/README.md, the reference by package."""
-    pages: list[Any] = ROW.findall((ROOT / "docs" / "README.md").read_text())
+    """Set the menu: the front page, the sections of docs/README.md, the reference by package."""
+    sections = SECTION.findall((ROOT / "docs" / "README.md").read_text())
     reference = [{package: [f"api/{name}.md" for name in modules(package)]} for package in PACKAGES]
-    config.nav = [{"drafters": "index.md"}, {"Guide": pages}, {"Reference": reference}, "contributing.md"]
+    config.nav = [
+        {"drafters": "index.md"},
+        *({title: ROW.findall(table)} for title, table in sections),
+        {"Reference": reference},
+        "contributing.md",
+    ]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what is not under docs/: the front page, the reference's pages, and whatever a page links to."""
+    """Add files from outside of docs/: the front page, the reference's pages, and all that pages link to."""
     for source, page in (("README.md", "index.md"), ("CONTRIBUTING.md", "contributing.md")):
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     sortable = "docs/leaderboard.html"
@@ -52,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as the site has them; those to folders are only named."""
+    """Rewrite links for the site. A link to a folder becomes its text."""
     here = page.file.src_uri
     if here.startswith("api/"):
         return markdown
@@ -62,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if "://" in link or link.startswith(("#", "mailto:")):
             return found.group()
         path, anchor = place(here, link), link.partition("#")[2]
-        if not (ROOT / path).is_file():  # a folder; or of a report, what was not committed with it
+        if not (ROOT / path).is_file():  # a folder, or a file of a report that is not committed
             return "" if text.startswith("!") else text[1:-1]
         inside = path.removeprefix("docs/")
         target = PAGES.get(path) or (inside if inside != path else f"checkout/{path}")
@@ -73,13 +78,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def place(page: str, link: str) -> str:
-    """Where in the checkout a page's link leads."""
+    """Return the path in the checkout that a page's link leads to."""
     origin = {"index.md": "", "contributing.md": ""}.get(page, f"docs/{posixpath.dirname(page)}")
     return posixpath.normpath(posixpath.join(origin, link.partition("#")[0]))
 
 
 def modules(package: str) -> list[str]:
-    """A package's public modules, itself first."""
+    """Return the public modules of a package, itself first."""
     paths = sorted((ROOT / package).rglob("*.py"))
     names = [".".join(PurePosixPath(path.relative_to(ROOT)).with_suffix("").parts) for path in paths]
     return sorted(name.removesuffix(".__init__") for name in names if "._" not in name.removesuffix(".__init__"))

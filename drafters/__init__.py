@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from drafters.methods import drafter_class, make_drafter
 
 if TYPE_CHECKING:
-    from drafters.base import Drafter, LearnedDrafter
+    from drafters.base import Drafter
+    from drafters.learned import LearnedDrafter
     from drafters.loading import load_drafter
     from drafters.loop.generate import GenerateResult, generate
     from drafters.loop.refill import Continued, generate_many
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 else:
     # torch takes seconds to import. A program that only reads its config, to find a mistyped key, must not wait for it.
     _NAMES = {
-        "base": ("Drafter", "LearnedDrafter"),
+        "base": ("Drafter",),
+        "learned": ("LearnedDrafter",),
         "loading": ("load_drafter",),
         "loop.generate": ("GenerateResult", "generate"),
         "loop.refill": ("Continued", "generate_many"),

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from drafters.base import Drafter, LearnedDrafter
+from drafters.base import Drafter
 from drafters.hub.checkpoint import drafter_type
+from drafters.learned import LearnedDrafter
 from drafters.methods import drafter_class
 from drafters.model.target import TargetModel
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from drafters.config import validate
 from drafters.drafting.retrieval import Retrieval
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.methods import drafter_class
 from drafters.model.target import FeatureOutput, TargetModel
 

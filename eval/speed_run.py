@@ -23,8 +23,8 @@ from drafters.common.threads import fewest_threads, set_threads
 from drafters.common.wording import dtype_name, shortened
 from drafters.drafting.draft_model import load_draft_model
 from drafters.loop.call import eos_ids
-from drafters.loop.generate import until
-from drafters.model.text_tokens import TextTokens
+from drafters.loop.state import until
+from drafters.model.draft_head import TextTokens
 from eval.figures.accuracy import accuracy
 from eval.figures.coverage import add_coverage
 from eval.figures.quantisation import quantisation_cost

@@ -21,9 +21,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from drafters import Drafter, GenerateResult, TargetModel, generate
-from drafters.loop import generate as loop
-from drafters.loop.generate import DecodeState
-from drafters.policy import costs as cost
+from drafters.loop import step as loop
+from drafters.loop.state import DecodeState
+from drafters.policy import costs
 
 Make = Callable[[TargetModel], Drafter]
 Build = Callable[[str], PreTrainedModel]
@@ -104,7 +104,7 @@ def checked_commits(tolerance: float = 1e-4) -> Iterator[SimpleNamespace]:
         with mock.patch.object(loop, "_commit", commit):
             return loop.step(*given)
 
-    with mock.patch.object(loop, "_commit", check), mock.patch.object(cost, "step", measured):
+    with mock.patch.object(loop, "_commit", check), mock.patch.object(costs, "step", measured):
         yield seen
 
 

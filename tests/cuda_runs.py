@@ -12,7 +12,7 @@ from unittest import mock
 import tiny
 from conformance import NO_EOS, prompt, rows_of
 from rigged import eagle, kangaroo, medusa, perturbed, quiet_depths
-from simulated_cuda import SimulatedCuda, simulated_cuda
+from simulated_cuda import SimulatedCuda
 
 from drafters import Drafter, TargetModel, generate, make_drafter
 from drafters.drafting.datastore import Datastore, save_datastore
@@ -162,6 +162,3 @@ def _counted_steps(found: Decoded) -> Iterator[None]:
 
     with mock.patch.object(loop, "step", counted):
         yield
-
-
-__all__ = ["GREEDY_ONLY", "METHODS", "PROMPTS", "Decoded", "Models", "decode", "simulated_cuda"]

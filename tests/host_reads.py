@@ -1,4 +1,4 @@
-"""What crosses between host and device in a step of the decoding loop, for every method, on the simulated GPU.
+"""Count the copies between host and device in a decoding step, for every method, on the simulated GPU.
 
 python tests/host_reads.py --out docs/results/host-reads.json --page docs/host-reads.md
 """
@@ -15,54 +15,47 @@ NEW_TOKENS = 24
 
 @dataclass(frozen=True)
 class Allowed:
-    """A method that reads more than once a step: how often at most in the runs of the tests, and why it has to."""
+    """Most reads per step of a method that needs more than one, and why it needs them."""
 
     reads: int
     why: str
 
 
+MERGED = "the host merges drafted sequences by their common prefixes before the target runs"
 ALLOWED = {
     "kangaroo": Allowed(
         7,
-        "the second early exit: whether there is a next draft token hangs on the confidence of this one. Read later, "
-        "every draft would cost the shallow layers of all its tokens. `eta: 0` never looks and reads once",
+        "the second early exit needs the confidence of each draft token before the next. Read later, every draft would "
+        "cost the shallow layers of all its tokens. `eta: 0` reads once",
     ),
-    "bild": Allowed(
-        6, "the fallback policy hands over to the target where the draft model is not confident: one look a draft token"
-    ),
+    "bild": Allowed(6, "after each draft token, the confidence decides whether the target takes over"),
     "llmcad": Allowed(
         13,
-        "branches get tokens by their confidence, level by level, on the host; and more while the target verifies, "
-        "beside it, on a stream of its own",
+        "the host gives tokens to branches by confidence, level by level, also while the target verifies",
     ),
     "ouroboros": Allowed(
         8,
-        "the draft model's phrases come out of a pool on the host, looked up by its last token: one read a forward of "
-        "the draft model, and one a sampled token",
+        "phrases are looked up on the host by the draft model's last token: one read per forward of the draft model, "
+        "and one per sampled token",
     ),
-    "cascade": Allowed(
-        5, "its drafts are steps of the same loop with the draft model as target: one read each, and one of its own"
-    ),
-    "specinfer": Allowed(
-        2, "drafted sequences are merged by their common prefixes on the host, before the target runs"
-    ),
-    "spectr": Allowed(2, "drafted sequences are merged by their common prefixes on the host, before the target runs"),
+    "cascade": Allowed(5, "drafts are steps of the same loop with the draft model as target: one read for each"),
+    "specinfer": Allowed(2, MERGED),
+    "spectr": Allowed(2, MERGED),
 }
 
-HEAD = """# What crosses between host and device a step
+HEAD = """# How often does a decoding step wait for the GPU?
 
-A decoding step may copy to the host once: the verdict. Every further copy, and every copy to the device from memory
-that is not pinned, makes the host wait for all work queued on its stream. This table counts them for every method on a
-simulated CUDA device (`tests/simulated_cuda/`: CPU memory, real values, every copy counted), with captured forwards, a
-batch of one, and random tiny models that accept drafts in part. How many there are depends on how many tokens are
-drafted and accepted, not on the size of the models. Most uploads come before the step's work is queued, so there is
-nothing to wait for.
+Once, for the verdict, with the exceptions below. Each further copy to the host, and each copy to the device from memory
+that is not pinned, makes the host wait for the work in its stream.
 
-`python tests/host_reads.py --out docs/results/host-reads.json --page docs/host-reads.md` writes it
-([JSON](results/host-reads.json), with the functions that each copy comes from), and `tests/test_cuda_runs.py` holds
-every method to one read a step or to its exception.
+The table counts copies on a simulated CUDA device (`tests/simulated_cuda/`), with captured forwards, a batch of one and
+tiny random models that accept a part of the drafts. The counts depend on how many tokens are drafted and accepted, not
+on the size of the models. Most uploads come before the step's work is queued, so they do not wait.
 
-| method | T | steps | reads a step | most | uploads a step | most |
+`python tests/host_reads.py --out docs/results/host-reads.json --page docs/host-reads.md` writes this page and its
+[JSON](results/host-reads.json), which names the functions that copy. `tests/test_cuda_runs.py` checks every method.
+
+| method | T | steps | reads per step | most | uploads per step | most |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 
@@ -107,7 +100,7 @@ def page(rows: list[dict[str, Any]]) -> str:
             f"| {row['method']}{mark} | {row['temperature']:g} | {row['steps']} | {reads['mean']:.2f} "
             f"| {reads['most']} | {uploads['mean']:.2f} | {uploads['most']} |"
         )
-    lines += ["", "\\* The exceptions to one read a step, and why they have to be:", ""]
+    lines += ["", "\\* Why these methods read more than once:", ""]
     lines += [f"- **{method}**: {allowed.why}." for method, allowed in ALLOWED.items()]
     return "\n".join(lines) + "\n"
 

@@ -3,24 +3,24 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import tiny
 import torch
 from transformers import PreTrainedModel
 
-from drafters import FeatureOutput, TargetModel
+from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
 from drafters.config import HeadInputs
-from drafters.loop.generate import DecodeState
-from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 from drafters.model.rows import CHAIN, Rows
-from drafters.policy.costs import CostsByLength
-from drafters.policy.kept_costs import Costs, Curve
-from drafters.policy.shape import Chooser, Shape
+from drafters.policy.copies import CopyPolicy
+from drafters.policy.costs import Curve
+from drafters.policy.shape import Costs, Path, Shape, ShapePolicy
 
 EXIT_LAYER = 2
 
@@ -75,6 +75,7 @@ class OracleEagle(EagleDrafter):
         self._committed = [list(row) for row in state.tokens]
         self._nodes: list[list[int]] = [[] for _ in state.tokens]
         self._phase = "committed"
+        _, self._counts = self._pending.all()
         return super().propose(state)
 
     def _extend(self, features: torch.Tensor, tokens: torch.Tensor, rows: Rows = CHAIN) -> torch.Tensor:
@@ -195,38 +196,55 @@ def kangaroo(target: TargetModel, rigged: bool, **options: object) -> KangarooDr
 
 
 # A machine on which rows are cheap: a draft pass takes a tenth of a forward, a row of a verification a hundredth.
-AUTO_COSTS = Costs(1.0, Curve((1, 2), (1.0, 1.01)), Curve((1, 2), (1.0, 1.01)), 0.1, Curve((1, 2), (0.1, 0.101)))
+AUTO_COSTS = Costs(Curve((1, 2), (1.0, 1.01)), first=0.1, level=0.1, row=0.001)
 
 
-class Cycling(Chooser):
-    """Chooses something else every step, nothing included, whatever is accepted."""
+class Cycling(ShapePolicy):
+    """Chooses another shape every step, no draft included; acceptance does not matter."""
 
-    shapes = ((), ((0,), (0, 0), (0, 0, 0)), (), (), ((0,), (1,), (0, 0), (1, 0)), ((0,),))
+    shapes: tuple[tuple[Path, ...], ...] = (
+        (), ((0,), (0, 0), (0, 0, 0)), (), (), ((0,), (1,), (0, 0), (1, 0)), ((0,),)
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        super().__init__(lambda *given: AUTO_COSTS, 8, 3, 2)
+        super().__init__(8, 3, 2)
         self.step = 0
 
-    def shape(self, batch: int, sampling: Sampling, length: int, most: int | None = None) -> Shape:
+    def prepare(self, *given: object) -> None:
+        """Nothing is measured."""
+
+    def paths(self, state: DecodeState) -> tuple[Path, ...]:
         """The next of the shapes."""
         self.step += 1
-        return Shape(self.shapes[self.step % len(self.shapes)], 1.0, 1.0, 1.0)
+        return self.shapes[self.step % len(self.shapes)]
+
+    def outlook(self, state: DecodeState) -> Shape:
+        """The same."""
+        return Shape(self.shapes[(self.step + 1) % len(self.shapes)])
 
 
-def auto_eagle(
-    target: TargetModel, noise: float | None, choice: Costs | Chooser | None = AUTO_COSTS, **options: object
-) -> EagleDrafter:
-    """An EAGLE drafter that shapes its drafts by the costs given (None: measured), or by another chooser."""
-    drafter = eagle(target, noise, "auto", **options)
-    if isinstance(choice, Chooser):
-        drafter.auto, drafter._may_grow = choice, False
-    elif choice is not None:
-        goes_by(drafter, lambda *given: choice)
+def by_length(name: str, target: TargetModel, costs: Costs = AUTO_COSTS, **options: object) -> Drafter:
+    """A drafter with ``gamma: auto`` that takes these costs."""
+    return goes_by(make_drafter(name, target, gamma="auto", **options), costs)
+
+
+def goes_by(drafter: Any, costs: Costs = AUTO_COSTS) -> Any:
+    """The drafter, whose policy takes these costs instead of measuring."""
+    policy = drafter.policy
+    if isinstance(policy, CopyPolicy):
+        policy._curve, policy.prepare = lambda state: costs.rest, lambda *given: None  # type: ignore[method-assign]
+    else:
+        policy._measured = lambda *given: costs
     return drafter
 
 
-def goes_by(drafter: EagleDrafter, ask: Callable[[int, Sampling, int], Costs]) -> None:
-    """Let an EAGLE drafter that shapes its drafts ask for costs here, whether they grow or not."""
-    assert drafter.auto is not None
-    drafter.auto._ask = ask
-    drafter._grown_costs = CostsByLength(lambda length: ask(1, Sampling(), length))
+def auto_eagle(
+    target: TargetModel, noise: float | None, choice: Costs | ShapePolicy | None = AUTO_COSTS, **options: object
+) -> EagleDrafter:
+    """An EAGLE drafter that shapes its drafts by the costs given (None: measured), or by another policy."""
+    drafter = eagle(target, noise, "auto", **options)
+    if isinstance(choice, ShapePolicy):
+        drafter.policy = choice
+    elif choice is not None:
+        goes_by(drafter, choice)
+    return drafter

@@ -9,8 +9,8 @@ from conformance import NO_EOS, plain_greedy, prompt, rows_of, target_of
 from rigged import eagle, medusa, perturbed
 
 from drafters import Drafter, GenerateResult, TargetModel, generate, make_drafter
-from drafters.drafting.retrieval import NOTHING, Found, Retrieval
-from drafters.loop.generate import DecodeState
+from drafters.drafting.retrieval import NOTHING, Copy, Retrieval
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.speculative import SpeculativeDrafter
 
@@ -20,7 +20,7 @@ class Branching(Retrieval):
 
     max_draft = 6
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         text, room = state.tokens[row], state.room(row) - 1
         right = plain_greedy(self.target, text, min(3, room)) if room > 0 else []
         wrong = [(token + 1) % self.target.vocab_size for token in right]
@@ -31,7 +31,7 @@ class Branching(Retrieval):
             ([], []),
         ]
         tokens, parents = shapes[len(text) % 4] if room >= 3 else ([], [])
-        return Found(tokens, parents[: len(tokens)], [0.5] * len(tokens), 3) if tokens else NOTHING
+        return Copy(tokens, parents[: len(tokens)], [0.5] * len(tokens), 3) if tokens else NOTHING
 
 
 METHODS: dict[str, Callable[[TargetModel], Drafter]] = {

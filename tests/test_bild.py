@@ -5,8 +5,8 @@ import pytest
 import torch
 from rigged import perturbed
 
-from drafters import Sampling, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters import Sampling, generate
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.bild import BiLDDrafter, Rollback
 
@@ -42,27 +42,24 @@ def verdict(p: list[float], rollback: float, sampling: Sampling | None = None, s
     return found.tokens[0]
 
 
-def test_rolls_back_at_the_first_unlikely_token() -> None:
-    """Catches tokens accepted past a rejected one, and the threshold taken of p instead of -log p.
-
-    -log 0.2 = 1.61 is at most 2; -log 0.1 = 2.30 is above: two tokens stay, and the target's own third one follows,
-    though the fourth would pass again.
-    """
-    assert verdict([0.9, 0.2, 0.1, 0.9], 2.0) == [0, 1, 32]
-    assert verdict([0.9, 0.2, 0.1, 0.9], 1.0) == [0, 31]
-    assert verdict([0.9, 0.2, 0.1, 0.9], 3.0) == [0, 1, 2, 3, 34]
-    assert verdict([0.05, 0.9], 2.0) == [30]
-
-
-def test_the_threshold_is_inclusive() -> None:
-    """Catches >= for >: rolled back is what lies above tau_2, not on it."""
-    assert verdict([0.5], float(-torch.tensor(0.5).log())) == [0, 31]
-
-
-def test_likelihood_is_the_targets_own() -> None:
-    """Catches p warped by temperature or top-k: at top-k 1 every token but the argmax would have -log p infinite."""
-    assert verdict([0.3, 0.3], 2.0, Sampling(1.0, top_k=1)) == [0, 1, 32]
-    assert verdict([0.3, 0.3], 2.0, Sampling(0.01)) == [0, 1, 32]
+@pytest.mark.parametrize(
+    ("p", "rollback", "sampling", "tokens"),
+    [
+        # -log 0.2 = 1.61 and -log 0.1 = 2.30: two tokens stay, though the fourth would pass again.
+        ([0.9, 0.2, 0.1, 0.9], 2.0, Sampling(), [0, 1, 32]),
+        ([0.9, 0.2, 0.1, 0.9], 1.0, Sampling(), [0, 31]),
+        ([0.9, 0.2, 0.1, 0.9], 3.0, Sampling(), [0, 1, 2, 3, 34]),
+        ([0.05, 0.9], 2.0, Sampling(), [30]),
+        ([0.5], float(-torch.tensor(0.5).log()), Sampling(), [0, 31]),  # what lies on the threshold stays
+        ([0.3, 0.3], 2.0, Sampling(1.0, top_k=1), [0, 1, 32]),  # the likelihood is the target's own, not warped
+        ([0.3, 0.3], 2.0, Sampling(0.01), [0, 1, 32]),
+    ],
+)
+def test_rolls_back_at_the_first_unlikely_token(
+    p: list[float], rollback: float, sampling: Sampling, tokens: list[int]
+) -> None:
+    """Catches tokens accepted past a rejected one, and a threshold taken of p, of a warped p, or exclusively."""
+    assert verdict(p, rollback, sampling) == tokens
 
 
 def test_bonus_is_sampled() -> None:
@@ -107,26 +104,3 @@ def test_falls_back_before_the_first_uncertain_token(temperature: float) -> None
     assert 0 < max(ranks) < 5 if temperature else max(ranks) == 0
     lengths = {len(tokens) for _, tokens, limit in drafts if limit == 3}
     assert {0, 3} <= lengths and len(lengths) > 2, "the rig must stop early and late"
-
-
-def test_extreme_thresholds() -> None:
-    """Catches policies that are not independent: a draft model never trusted, and one always trusted."""
-    target = conformance.target_of("llama")
-    ids = conformance.prompt(9)
-    timid = BiLDDrafter.from_options(target, draft_model=target, fallback=1.0)
-    result = generate(target, timid, [ids], max_new_tokens=12, eos_token_id=[])
-    assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 12) and result.trace.tau == 1.0
-    trusting = BiLDDrafter.from_options(target, draft_model=perturbed(target, 1.0), gamma=3, fallback=0.0, rollback=1e9)
-    steps = generate(target, trusting, [ids], max_new_tokens=17, eos_token_id=[]).trace.steps
-    assert [step.accepted for step in steps] == [3, 3, 3, 3]
-
-
-def test_bad_options() -> None:
-    """Catches thresholds out of range, which would silently draft nothing or accept everything."""
-    target: TargetModel = conformance.target_of("llama")
-    for wrong in ({"fallback": 1.5}, {"fallback": -0.1}, {"rollback": 0.0}, {"gamma": 0}, {"tau": 1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("bild", target, draft_model="x", **wrong)
-    drafter = make_drafter("bild", target, draft_model=target, rollback=1.0)
-    assert isinstance(drafter, BiLDDrafter) and not drafter.lossless and not drafter.rewinds
-    assert (drafter.max_draft, drafter.fallback, drafter.rollback) == (10, 0.9, 1.0)

@@ -4,7 +4,7 @@ import conformance
 from rigged import perturbed
 
 from drafters import Drafter, FeatureOutput, TargetModel, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.lookahead import LookaheadDrafter
 

@@ -9,7 +9,7 @@ from drafters.methods.medusa import MedusaDrafter
 
 def changing(target: TargetModel) -> MedusaDrafter:
     drafter = medusa(target, 0.3, "auto")
-    drafter.auto = Cycling()
+    drafter.policy = Cycling()
     return drafter
 
 

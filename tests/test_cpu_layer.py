@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from drafters import TargetModel, generate, make_drafter
-from drafters.cpu import layer as cpu_layer
-from drafters.cpu.layer import Stack
+from drafters.cpu import layers as cpu_layers
+from drafters.cpu.layers import JoinedLayers, cpu_layer
 from drafters.loop.tree import ROOT, DraftTree
+from drafters.model import backend
 from drafters.model.draft_head import quantize_layers
 from drafters.model.fused import FusedLayer
 from drafters.model.layers import AttentionLayer, layer_kind
@@ -90,10 +91,14 @@ def steps(target: TargetModel, context: int) -> list[Tensor]:
 
 
 def by_torch(target: TargetModel) -> TargetModel:
-    for layer in target.layers:
-        assert layer.whole is not None
-        layer.whole = None
+    """The target with its layers one by one, through torch's operations."""
+    assert all(cpu_layer(layer) is not None for layer in target.layers)
+    one_by_one(target._part(0, None), *((tap,) for tap in range(4)), (0, 1, 3))
     return target
+
+
+def one_by_one(part: Part, *taps: tuple[int, ...]) -> None:
+    part.joined = dict.fromkeys(((), *taps), part.layers)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -163,7 +168,7 @@ def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     batch = torch.tensor([prompt(40, row) for row in range(5)])
     found = []
     for together in (1024, 100, 1):
-        monkeypatch.setattr(cpu_layer, "TOGETHER", together)
+        monkeypatch.setattr(cpu_layers, "ROWS_PER_CALL", together)
         cache = target.new_cache(5, 100)
         target.run(batch, cache)
         cache.commit_first([40, 30, 20, 10, 5])
@@ -179,10 +184,10 @@ def test_layers_in_one_call_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch
     wrong place, layers that are never run in one call, and a stack that goes on with the weights of before."""
     target, ids = TargetModel(model_of("llama", torch.bfloat16)), torch.tensor([prompt(30, row) for row in range(2)])
     counts: list[int] = []
-    run = Stack.__call__
+    run = JoinedLayers.__call__
 
-    def counted(self: Stack, *given: Any) -> Tensor:
-        counts.append(len(self._given))
+    def counted(self: JoinedLayers, *given: Any) -> Tensor:
+        counts.append(len(self._pointers))
         return run(self, *given)
 
     def outputs(taps: tuple[int, ...]) -> list[Tensor]:
@@ -193,20 +198,20 @@ def test_layers_in_one_call_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch
         first_two = target.shallow(ids[:, :5], target.new_cache(2, 9), 2)
         return [output.features, first_two, *(output.taps[tap] for tap in taps), *cache.views(0, 37)[0]]
 
-    monkeypatch.setattr(Stack, "__call__", counted)
+    monkeypatch.setattr(JoinedLayers, "__call__", counted)
+    join = backend.join_layers
     for quantize in (False, True):
         if quantize:
             for layer in target.layers:
                 layer.quantize_products("int8")
         found = []
         for together in (True, False):
-            if not together:
-                monkeypatch.setattr(Part, "_together", lambda self, taps: self.layers)
+            target._parts.clear()
+            each = lambda layers, taps: [part for layer in layers for part in join([layer], taps)]  # noqa: E731
+            monkeypatch.setattr(backend, "join_layers", join if together else each)
             found.append([outputs(taps) for taps in ((), (1,), (0, 1, 3))])
             assert set(counts) == ({3, 2, 1} if together else {1})
             counts.clear()
-        monkeypatch.undo()
-        monkeypatch.setattr(Stack, "__call__", counted)
         for ours, other in zip(found[0], found[1], strict=True):
             assert all(torch.equal(one, two) for one, two in zip(ours, other, strict=True))
 
@@ -238,10 +243,10 @@ def test_layers_of_heads(kind: str) -> None:
     hidden = torch.randn(2, 12, 256).bfloat16()
     found = []
     for whole in (True, False):
-        fused = FusedLayer(layer)
-        assert fused.whole is not None
-        fused.whole = fused.whole if whole else None
-        part, cache = Part([PartLayer(fused, 0)]), target.new_cache(2, 20, 1)
+        part, cache = Part([PartLayer(FusedLayer(layer), 0)]), target.new_cache(2, 20, 1)
+        assert cpu_layer(part.layers[0].layer) is not None
+        if not whole:
+            one_by_one(part)
         target.runner.run(part, [hidden[:, :5]], cache)
         cache.commit_first([5, 4])
         found.append(target.runner.run(part, [hidden[:, 5:]], cache)[0])
@@ -259,7 +264,7 @@ def test_a_head_read_in_int8() -> None:
         if way != "bf16":
             quantize_layers(part, "int8")
         if way == "int8 by torch":
-            part.layers[0].layer.whole = None  # type: ignore[attr-defined]
+            one_by_one(part)
         found.append(target.runner.run(part, [states], target.new_cache(1, 8, 1))[0])
     assert error(found[1], found[2].float()) < 0.5 * error(found[2], found[0].float())
 
@@ -271,9 +276,9 @@ def test_layers_that_are_not_for_them(reason: str) -> None:
     config: PretrainedConfig = LlamaConfig(**SIZES, **HEADS[64, 2])
     if reason == "norms in float32":
         layer: Any = model_of("llama", torch.bfloat16).model.layers[0]
-        assert FusedLayer(layer).whole is not None
+        assert cpu_layer(FusedLayer(layer)) is not None
         layer.post_attention_layernorm.float()
-        assert FusedLayer(layer).whole is None
+        assert cpu_layer(FusedLayer(layer)) is None
         return
     if reason == "another activation":
         config.hidden_act = "gelu"
@@ -282,7 +287,7 @@ def test_layers_that_are_not_for_them(reason: str) -> None:
     elif reason == "narrow heads":
         config = LlamaConfig(**SIZES, **HEADS[64, 2], head_dim=16)
     target = TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
-    assert target.engine == "fused" and all(layer.whole is None for layer in target.layers)
+    assert target.engine == "fused" and all(cpu_layer(layer) is None for layer in target.layers)
 
 
 @torch.inference_mode()
@@ -318,13 +323,14 @@ def test_a_prompt_of_another_length_changes_nothing() -> None:
 def test_gradients_go_through_torch() -> None:
     """Catches a head that is trained on a target's layers and gets no gradient, for the kernels have none."""
     target = TargetModel(model_of("llama", torch.bfloat16))
-    layer, hidden = target.layers[0], torch.randn(1, 4, 256, dtype=torch.bfloat16)
+    (layer,) = backend.join_layers([target.part_layer(0)], ())
+    assert isinstance(layer.layer, JoinedLayers)
+    hidden = torch.randn(1, 4, 256, dtype=torch.bfloat16)
     angles = target.runner.rope(Placed(CHAIN, [0], 4, hidden.device))
-    cache = target.new_cache(1, 8).at(4)
-    cache.update = lambda keys, values, index: (keys, values)  # type: ignore[method-assign]
-    layer.few_rows = layer.attention.few_rows = 0
     wanted = hidden.clone().requires_grad_()
-    layer(wanted, angles, None, cache, 0).float().square().sum().backward()
+    layer.layer(wanted, angles, None, None, 0).float().square().sum().backward()
     assert wanted.grad is not None and wanted.grad.abs().sum() > 0
     with torch.no_grad():
-        assert layer(hidden, angles, None, target.new_cache(1, 8).at(4), 0).grad_fn is None
+        found = layer.layer(hidden, angles, None, None, 0)
+    other = target.layers[0](hidden, angles, None, None, 0)
+    assert found.grad_fn is None and error(found, other.float()) < 0.01

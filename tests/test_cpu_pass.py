@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conformance import NO_EOS, prompt, rows_of
+from drafters.policy.kept_costs import Costs, Curve
 from test_cpu_kernels import needs_tiles
 from test_cpu_layer import model_of
 from torch import Tensor
@@ -16,7 +17,6 @@ from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.model.draft_head import DRAFT_IDS
 from drafters.model.rows import CHAIN, Rows
 from drafters.policy import costs as cost
-from drafters.policy.kept_costs import Costs, Curve
 
 pytestmark = needs_tiles
 RANKS = 5

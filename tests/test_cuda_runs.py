@@ -19,7 +19,6 @@ from drafters.methods import method_names
 RUNS = [(method, temperature) for method in METHODS for temperature in (0.0, 1.0)]
 RUNS = [(method, temperature) for method, temperature in RUNS if temperature == 0 or method not in GREEDY_ONLY]
 ONE = [PROMPTS[:1]]
-EVERY = {name.split()[0] for name in METHODS}
 BATCHED = [run for run in RUNS if drafter_class(run[0].split()[0]).max_batch is None]
 
 
@@ -76,14 +75,8 @@ def test_graphs_give_the_cpus_tokens(on_graphs: Outcomes, run: tuple[str, float]
     """Catches a tensor made on the wrong device, a read in a capture, a value that Python puts in at capture only."""
     there = same(on_graphs, run)
     assert there.replays > 0
-    assert sum(there.accepted) > 0 or run[0] in (
-        "autoregressive",
-        "prompt_lookup",
-        "suffix",
-        "rest",
-        "lookahead",
-        "bild",
-    )
+    hardly = ("autoregressive", "prompt_lookup", "suffix", "rest", "lookahead", "bild")
+    assert sum(there.accepted) > 0 or run[0] in hardly
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]} {run[1]:g}")
@@ -93,13 +86,6 @@ def test_reads_a_step(on_graphs: Outcomes, run: tuple[str, float]) -> None:
     most = ALLOWED[run[0].split()[0]].reads if run[0].split()[0] in ALLOWED else 1
     assert max(there.reads) <= most, there.where
     assert min(there.reads) >= 1
-
-
-def test_exceptions_are_needed(on_graphs: Outcomes) -> None:
-    """Catches an exception to the rule that stands in the table after its method was mended."""
-    for method in ALLOWED:
-        runs = [on_graphs.there[run] for run in RUNS if run[0].split()[0] == method]
-        assert max(max(there.reads) for there in runs if isinstance(there, Decoded)) > 1, method
 
 
 @pytest.mark.parametrize("engine", ["fused", "eager"])

@@ -19,16 +19,15 @@ from tiny import build
 from torch import Tensor
 
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
-from drafters.base import LearnedDrafter
 from drafters.drafting import draft_model
-from drafters.loop.generate import DecodeState
+from drafters.learned import LearnedDrafter
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooDrafter
 from drafters.methods.medusa import MedusaDrafter
 from drafters.methods.specinfer import SpecInferDrafter
-from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, kept_ids
-from drafters.model.text_tokens import TextTokens
+from drafters.model.draft_head import DRAFT_IDS, DRAFT_IDS_FILE, TEXT_ROWS, DraftHead, TextTokens, kept_ids
 
 Options = dict[str, Any]
 # ids, options of the drafter -> the drafter, whose draft model (or oracle) is often right.

@@ -8,7 +8,7 @@ import torch
 
 from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static
 from drafters.loop.sampling import Sampling
-from drafters.loop.tree import ROOT, DraftTree, tree_mask
+from drafters.loop.tree import ROOT, DraftTree, Extra, tree_mask
 from drafters.model.rows import Rows
 
 CPU = torch.device("cpu")
@@ -44,22 +44,14 @@ def test_what_the_host_knows_of_a_tree() -> None:
     """Catches levels that verification would not reach, siblings it would not try, and a chain taken for a tree."""
     tokens, q = torch.arange(6).repeat(2, 1), torch.rand(2, 3, 9)
     #   root -> 0 -> 2, 3 (sampled), 4 (deterministic); root -> 1 (both sampled); 3 -> 5 (scratch)
-    draft = DraftTree.from_parents(tokens, [ROOT, ROOT, 0, 0, 0, 3], q, [0, 0, 1, 1, -1, 2], scratch=1)
-    assert draft.draws == (2, 2) and draft.scratch == 1 and not draft.is_chain
+    draft = DraftTree.from_parents(tokens, [ROOT, ROOT, 0, 0, 0, 3], q, [0, 0, 1, 1, -1, 2], extra=Extra(scratch=1))
+    assert draft.draws == (2, 2) and draft.extra.scratch == 1 and not draft.is_chain
     assert draft.parents.tolist() == [[ROOT, ROOT, 0, 0, 0, 3]] * 2
     assert draft.q_row is not None and draft.q_row.tolist() == [[0, 0, 1, 1, -1, 2]] * 2
     assert torch.equal(draft.ancestors(), DraftTree(draft.tokens, draft.parents).ancestors())
     assert DraftTree.from_parents(tokens, [ROOT, 0, 1, 1, 0, 3]).levels == (0, 0, 0, 0)
     assert DraftTree.from_parents(tokens, range(ROOT, 5)).is_chain
     assert DraftTree(tokens, draft.parents, q, draft.q_row).levels == (6,) * 6, "unknown: the most there can be"
-
-
-def test_chain_and_empty() -> None:
-    """Catches a chain whose shortcut mask differs from the one its parents give."""
-    chain = DraftTree.chain(torch.tensor([[4, 5, 6], [7, 8, 9]]))
-    assert torch.equal(chain.ancestors(), DraftTree(chain.tokens, chain.parents).ancestors())
-    empty = DraftTree.empty(2, CPU)
-    assert empty.size == 0 and empty.ancestors().tolist() == [[[True]], [[True]]]
 
 
 def test_eagle_tree_is_the_papers() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from drafters import TargetModel, generate, load_drafter, make_drafter
 from drafters.config import SHIFTED, UNSHIFTED, HeadInputs
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 
@@ -167,11 +167,12 @@ def test_features_taken_in_are_true() -> None:
 
     def checked(state, draft, output, verdict) -> None:  # noqa: ANN001
         observe(state, draft, output, verdict)
-        count = drafter._features.shape[1]
+        features, _ = drafter._gathered()
+        count = features.shape[1]
         accepted.append(count)
         known = state.tokens[0]
         true = target.features(torch.tensor([known[:-1]])).features[:, -count:]
-        torch.testing.assert_close(drafter._features, true, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(features, true, atol=1e-4, rtol=1e-4)
         assert drafter._cache.lengths[0] == len(known) - 1 - count
 
     with mock.patch.object(drafter, "observe", checked):

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from conformance import NO_EOS, prompt, target_of
+from conformance import NO_EOS, prompt
 from rigged import eagle
 from transformers import AutoTokenizer
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleDrafter, EagleHead
 from drafters.model.target import FeatureOutput
@@ -172,17 +172,3 @@ def test_tiny_heads_draft_as_released(family: str, total: int, depth: int, k: in
     drafter = eagle(soft, None, "dynamic", depth=depth + 1, top_k=k, nodes=total - 1)
     compared = compare(drafter, [prompt(9)], depth + 8, total, depth, k)
     assert compared.steps >= 2
-
-
-def test_the_default_tree_is_the_released_one(tmp_path: Path) -> None:
-    """Catches a default one level short, one that a chain gets too, and one that is saved and then another tree's."""
-    target = target_of("llama")
-    drafter = eagle(target, None, "dynamic")
-    assert (drafter.depth, drafter.top_k, drafter.nodes) == (DEPTH + 1, TOP_K, TOTAL_TOKENS - 1)
-    assert eagle(target, None, "chain").plan.size == 5
-    drafter.save_pretrained(tmp_path)
-    chain = load_drafter(str(tmp_path), target, tree="chain")
-    assert isinstance(chain, EagleDrafter) and chain.plan.size == 5
-    eagle(target, None, "chain", depth=3).save_pretrained(tmp_path / "given")
-    given = load_drafter(str(tmp_path / "given"), target)
-    assert isinstance(given, EagleDrafter) and given.plan.size == 3

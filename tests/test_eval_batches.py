@@ -19,7 +19,7 @@ import eval.engines
 import eval.speed
 import eval.sweep
 import eval.tune
-from drafters.base import Promised
+from drafters.base import Expected
 from drafters.loop.trace import Step, Trace
 from eval.measure.journal import journal_line, run_from_line
 from eval.measure.runner import Limits, MeasurementError, Method, Outcome, measure
@@ -227,7 +227,7 @@ def test_auto_stands_beside_the_best_of_its_methods_fixed_settings() -> None:
     described: dict[str, dict[str, Any]] = {name: {**known, "entry": name} for name in seconds}
     described["plain"]["method"], described["lookup"]["method"] = "autoregressive", "prompt_lookup"
     described["typical"]["lossless"], described["others"]["trained"] = False, {"steps": 2}
-    promised = Promised(4, 8.0, 5.0, "a chain")
+    promised = Expected(4, 8.0, 5.0, "a chain")
     runs = []
     for place in range(2):
         for name, each in seconds.items():

@@ -11,7 +11,7 @@ import torch
 from tiny import VOCAB_SIZE, build
 
 from drafters import TargetModel
-from drafters.base import Promised
+from drafters.base import Expected
 from drafters.loop.trace import Step, Trace
 from eval.figures.divergence import TOLERANCE, Partings, find_divergences, tail
 from eval.figures.metrics import (
@@ -140,7 +140,7 @@ def test_the_journal_holds_all_of_every_run() -> None:
         "stock": lambda ids, seed, most: Outcome([4, 5, 6], 0.1, 0.2, first_tokens=2),
     }
     runs = list(measure(lambda *_: methods, PROMPTS[:2], PROMPTS[4:], [0.0, 0.7], 1, Limits(8)))
-    runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5, promised=Promised(2, 3.0, 2.5, "x"))
+    runs[0] = replace(runs[0], energy_joules=1 / 7, host_energy_joules=0.5, promised=Expected(2, 3.0, 2.5, "x"))
     lines = [json.dumps(journal_line(run, PROMPTS[run.prompt])) for run in runs]
     assert [run_from_line(json.loads(line)) for line in lines] == runs
 

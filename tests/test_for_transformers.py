@@ -13,6 +13,7 @@ import torch
 from chat_formats import CHATML_SPECIALS, byte_level
 from conformance import plain_greedy, prompt, target_of
 from distribution import LIMIT, NEW, PROMPT, VOCAB, places_of, statistic, toy
+from drafters.policy.kept_costs import Costs, Curve
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -26,7 +27,6 @@ from transformers.generation import MaxLengthCriteria, StoppingCriteria
 from drafters import Drafter, TargetModel, generate, load_drafter, make_drafter
 from drafters.loop.hf_generate import FromTransformers, sampling_of
 from drafters.policy import costs as cost
-from drafters.policy.kept_costs import Costs, Curve
 
 ROOT = Path(__file__).parents[1]
 PENALTIES: dict[str, Any] = {
@@ -203,13 +203,12 @@ def test_scores_are_not_warped_again() -> None:
 
 
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an example in docs/decoding.md that has gone stale, and a shipped head that changes the shipped target's
-    text."""
+    """Catches an example in docs/transformers.md that no longer runs, and a head that changes the target's text."""
     monkeypatch.chdir(ROOT)
     line = Curve((1, 64), (1.0, 1.5))  # of a machine where drafts pay: on a crowded one they may not
     monkeypatch.setattr(cost, "kept", lambda *given: Costs(1.0, line, line, 0.1, Curve((1, 16), (0.1, 0.2))))
-    page = (ROOT / "docs" / "decoding.md").read_text()
-    (code,) = re.findall(r"^## Inside transformers\n.*?```python\n(.*?)^```", page, re.M | re.S)
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0]
     made: dict[str, Any] = {}
     exec(code, made)
     model, tau = made["model"], made["decode"].traces[0].tau
@@ -255,7 +254,7 @@ def test_the_model_must_be_the_target() -> None:
     model.model.layers[0].mlp.up_proj.lora = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="which are others"):
         model.generate(**given, custom_generate=changed.for_transformers())
-    with pytest.raises(ValueError, match=r"of a loaded model TargetModel\(model\) makes one"):
+    with pytest.raises(ValueError, match=r"wrap the loaded model: TargetModel\(model\)"):
         make_drafter("prompt_lookup", model)
 
 

@@ -9,8 +9,8 @@ import torch
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
-from drafters import GenerateResult, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters import GenerateResult, TargetModel, generate
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.llmcad import LLMCadDrafter, TokenTree, next_alpha
 
@@ -217,58 +217,8 @@ def test_overlap_changes_nothing(count: int, temperature: float) -> None:
     assert set(hits) == {False, True}, "the rig must guess right and wrong"
 
 
-def test_drafting_ahead_minds_the_limit() -> None:
-    """Catches a tree drafted ahead that is deeper than what may still be committed when its turn comes."""
-    target = conformance.target_of("llama")
-    for new_tokens in range(5, 11):
-        runs = []
-        for overlap in (False, True):
-            drafter = LLMCadDrafter.from_options(
-                target, draft_model=target, nodes=3, branches=1, alpha=1e-9, overlap=overlap
-            )
-            runs.append(watched(drafter, new_tokens=new_tokens)[0].trace.steps)
-        assert runs[0] == runs[1]
-
-
-def test_guesses_save_forwards() -> None:
-    """Catches a hit after which everything is drafted again: on one, the next draft costs no forward of its own."""
-    target = conformance.target_of("llama")
-    drafter = LLMCadDrafter.from_options(target, draft_model=target, nodes=3, branches=1, alpha=1e-9, overlap=True)
-    run, calls, go = target.run, [0], drafter.propose
-    during: list[int] = []
-
-    def counted(*args: object, **kwargs: object) -> object:
-        calls[0] += 1
-        return run(*args, **kwargs)  # type: ignore[arg-type]
-
-    def propose(state: DecodeState) -> DraftTree:
-        before = calls[0]
-        draft = go(state)
-        during.append(calls[0] - before)
-        return draft
-
-    drafter.propose = propose  # type: ignore[method-assign]
-    drafter.draft_model = TargetModel(target.model, name="same")
-    run = drafter.draft_model.run
-    drafter.draft_model.run = counted  # type: ignore[method-assign, assignment]
-    generate(target, drafter, [conformance.prompt(9)], max_new_tokens=17, eos_token_id=[])
-    assert during == [3, 0, 0, 0]
-
-
 @pytest.mark.parametrize("warp", [0, 1])
 def test_output_is_distributed_as_the_targets(warp: int) -> None:
     """Catches nodes accepted because they are likely, and rejected siblings left in the distribution."""
     drafter = LLMCadDrafter.from_options(toy(), draft_model=perturbed(toy(), 0.3), nodes=6, branches=2)
     assert deviation(drafter, WARPS[warp]) < LIMIT
-
-
-def test_bad_options() -> None:
-    """Catches sizes and thresholds out of range, which would fail while decoding or draft nothing."""
-    target = conformance.target_of("llama")
-    for wrong in ({"nodes": 0}, {"branches": 0}, {"alpha": 0.0}, {"alpha": 1.5}, {"gamma": 4}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("llmcad", target, draft_model="x", **wrong)
-    drafter = make_drafter("llmcad", target, draft_model=target, branches=200)
-    assert isinstance(drafter, LLMCadDrafter) and not drafter.overlap and drafter.max_draft == 16
-    result = generate(target, drafter, [conformance.prompt(9)], max_new_tokens=8, eos_token_id=[])
-    assert result.tokens[0].tolist() == conformance.plain_greedy(target, conformance.prompt(9), 8)

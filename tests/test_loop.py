@@ -75,12 +75,6 @@ class Wrong:
         return verify_sampled(draft, logits, see, sampling, generator)
 
 
-def test_what_accepts_nothing_deep_is_refused() -> None:
-    """Catches a distribution test that passes because no second draft token was ever verified."""
-    with pytest.raises(AssertionError, match="2 and more accepted in 0 of"):
-        deviation(SpeculativeDrafter.from_options(toy(), draft_model=toy(1, 1), gamma=1), WARPS[0], tokens=2_000)
-
-
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -105,7 +99,6 @@ def plain() -> tuple[TargetModel, Drafter]:
     ("ids", "options", "message"),
     [
         ([[]], {}, "empty"),
-        ([], {}, "empty"),
         (torch.zeros(1, 0, dtype=torch.long), {}, "empty"),
         (torch.tensor([5, 6]), {}, r"\[batch, tokens\].*\[2\]"),
         ([[5, tiny.VOCAB_SIZE]], {}, "97"),
@@ -115,29 +108,15 @@ def plain() -> tuple[TargetModel, Drafter]:
         ([[5]], {"top_p": 0.0}, "top_p"),
         ([[5, 6], [7]], {"prompt_lengths": [2]}, "prompt_lengths"),
         ([[5, 6], [7]], {"prompt_lengths": [2, 0]}, "empty"),
-        ([[5]], {"temperature": None}, r"temperature must be a number \(0 is greedy\), found None"),
         ([[5]], {"temperature": "0.5"}, "temperature must be a number .*found '0.5'"),
-        ([[5]], {"top_k": None}, r"top_k must be a whole number \(0 is off\), found None"),
         ([[5]], {"top_k": 2.5}, "top_k must be a whole number"),
-        ([[5]], {"top_p": None}, r"top_p must be a number \(1 is off\)"),
-        ([[5]], {"max_new_tokens": "5"}, "max_new_tokens must be a whole number, found '5'"),
         ([[5]], {"max_new_tokens": 5.0}, "max_new_tokens must be a whole number, found 5.0"),
-        ([[5]], {"max_new_tokens": None}, "max_new_tokens must be a whole number, found None"),
-        ([[5]], {"seed": None}, "seed must be a whole number, found None"),
         ([[5]], {"seed": 1 << 64}, "seed must fit in 64 bits"),
-        (torch.tensor([[5.0, 6.0]]), {}, "input_ids must be whole numbers"),
         ([[5.0]], {}, "input_ids must be whole numbers"),
-        (["Hello"], {}, "input_ids must be whole numbers"),
         ("Hello", {}, "input_ids must be whole numbers"),
-        ([5.0, 6.0], {}, "input_ids must be whole numbers"),
-        (None, {}, "input_ids must be whole numbers"),
         ({"input_ids": torch.tensor([[5]])}, {}, r"try generate\(target, drafter, \*\*inputs\)"),
         ([[5, 6]], {"prompt_lengths": [3]}, "prompt_lengths says 3 for a row of 2 ids"),
-        ([[5, 6]], {"prompt_lengths": [-1]}, "prompt_lengths says -1"),
-        ([[5, 6]], {"prompt_lengths": [1.0]}, "prompt_lengths must be a whole number"),
-        ([[5]], {"eos_token_id": tiny.VOCAB_SIZE}, "eos_token_id is 97, but the vocabulary of .* has 97"),
         ([[5]], {"eos_token_id": [1, -1]}, "eos_token_id is -1"),
-        ([[5]], {"eos_token_id": "2"}, "eos_token_id must be a whole number, found '2'"),
         ([[5] * 200], {"max_new_tokens": 57}, "200 tokens and max_new_tokens=57 exceed the 256.*at most 56"),
     ],
 )
@@ -152,32 +131,15 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     """Catches a check of types that refuses numpy's numbers, or torch's, which worked before."""
     target, drafter = plain()
     wanted = generate(target, drafter, [[5, 6]], max_new_tokens=4, temperature=1, top_k=5, top_p=1, seed=3)
-    options = {
-        "max_new_tokens": torch.tensor(4),
-        "temperature": np.float32(1),
-        "top_k": np.int64(5),
-        "seed": np.int32(3),
-    }
+    options = {"max_new_tokens": torch.tensor(4), "temperature": np.float32(1), "top_k": np.int64(5)}
+    options |= {"seed": np.int32(3)}
     for ids in (np.array([[5, 6]]), [torch.tensor([5, 6])], torch.tensor([[5, 6]], dtype=torch.int32)):
         found = generate(target, drafter, ids, eos_token_id=None, **options)  # type: ignore[arg-type]
         assert torch.equal(found.tokens, wanted.tokens)
 
 
-def test_an_eos_that_no_token_has_is_named() -> None:
-    """Catches a generation config of another tokenizer, with which every answer runs to the limit."""
-    target, drafter = plain()
-    before = target.model.generation_config.eos_token_id
-    try:
-        target.model.generation_config.eos_token_id = [1, 5000]
-        with pytest.raises(ValueError, match="eos_token_id in the generation config of .* is 5000, but .* has 97"):
-            generate(target, drafter, [[5]])
-        generate(target, drafter, [[5]], eos_token_id=NO_EOS, max_new_tokens=2)
-    finally:
-        target.model.generation_config.eos_token_id = before
-
-
 def test_eos_comes_from_the_generation_config() -> None:
-    """Catches an EOS that is ignored unless it is passed, and ``[]`` that does not switch it off."""
+    """Catches an EOS that is ignored unless it is passed, one that no token has, ``[]`` that does not switch it off."""
     target, drafter = plain()
     free = rows_of(generate(target, drafter, [prompt(9)], max_new_tokens=30, eos_token_id=NO_EOS))[0]
     eos = free[6]
@@ -187,6 +149,9 @@ def test_eos_comes_from_the_generation_config() -> None:
             target.model.generation_config.eos_token_id = setting
             stopped = generate(target, drafter, [prompt(9)], max_new_tokens=30)
             assert rows_of(stopped)[0] == free[: free.index(eos) + 1]
+        target.model.generation_config.eos_token_id = [1, 5000]
+        with pytest.raises(ValueError, match="eos_token_id in the generation config of .* is 5000, but .* has 97"):
+            generate(target, drafter, [[5]])
         assert rows_of(generate(target, drafter, [prompt(9)], max_new_tokens=30, eos_token_id=NO_EOS))[0] == free
     finally:
         target.model.generation_config.eos_token_id = before
@@ -210,29 +175,6 @@ def test_a_draft_cut_by_eos_leaves_no_rows() -> None:
         drafter = SpeculativeDrafter.from_options(target, draft_model=target, gamma=6)
         result = generate(target, drafter, [prompt(9)], max_new_tokens=20, eos_token_id=free[0][3])
     assert rows_of(result)[0] == free[0][: free[0].index(free[0][3]) + 1] and seen.accepted == 6
-
-
-def test_streaming_hands_out_each_token_once() -> None:
-    """Catches tokens streamed twice, late, or of another row."""
-    target, drafter = plain()
-    streamed: dict[int, list[int]] = {0: [], 1: []}
-    calls = []
-
-    def note(row: int, new: list[int]) -> None:
-        streamed[row] += new
-        calls.append(row)
-
-    result = generate(target, drafter, [prompt(4), prompt(7)], max_new_tokens=6, eos_token_id=NO_EOS, on_tokens=note)
-    assert [streamed[0], streamed[1]] == rows_of(result)
-    assert len(calls) == 12
-
-
-def test_callers_prompt_is_left_alone() -> None:
-    """Catches new tokens appended to the list that the caller passed."""
-    target, drafter = plain()
-    ids = [prompt(4)]
-    generate(target, drafter, ids, max_new_tokens=4, eos_token_id=NO_EOS)
-    assert ids == [prompt(4)]
 
 
 def test_global_random_state_is_untouched() -> None:

@@ -23,8 +23,8 @@ from drafters.loop import acceptance
 from drafters.loop import generate as loop
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
 from drafters.loop.call import padding_id
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling, draw_without_replacement
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.methods.eagle import EagleHead
 from drafters.model.cache import KVCache
@@ -156,15 +156,15 @@ RULES = {
     "residual not renormalised": ("p = torch.where(turn, residual(p, q), p)", "p = (p - q).clamp_min(1e-9)", 64),
     "residual of p itself": ("p = torch.where(turn, residual(p, q), p)", "p = p", 128),
     "bonus after the row before": (
-        "last = draw(after(at, going), generator)",
-        "last = draw(after((at - 1).clamp_min(0), going), generator)",
+        "last = draw(after(at, active), generator)",
+        "last = draw(after((at - 1).clamp_min(0), active), generator)",
         128,
     ),
     "accepts where it should reject": (ACCEPT, ACCEPT.replace(" < ", " > "), 64),
     "accepts by p alone": (ACCEPT, ACCEPT.replace(" * q.gather(1, x)", ""), 64),
     "p of the row before": (
-        "p = after(at, going)",
-        "p = after((at - 1).clamp_min(0), going)",
+        "p = after(at, active)",
+        "p = after((at - 1).clamp_min(0), active)",
         64,
     ),
 }

@@ -13,8 +13,8 @@ from rigged import medusa
 
 from drafters import TargetModel, generate, load_drafter
 from drafters.loop.acceptance import verify_greedy
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.medusa import MedusaDrafter, MedusaHeads, MedusaOptions, Typical
 from drafters.model.draft_head import DRAFT_IDS
@@ -72,18 +72,6 @@ def test_static_trees_have_the_likeliest_nodes() -> None:
     assert plan.size == len(expected) == 9 and plan.ranks.count(0) == sum(path[-1] == 0 for path in expected)
     assert plan.parents.count(-1) > 2
     assert len(drafter.plans["sampled"].levels) == 4 > len(plan.levels)
-
-
-def test_shapes_that_there_are_no_heads_for() -> None:
-    """Catches an index error in the first step, or levels that no head drafts."""
-    target = target_of("llama")
-    assert medusa(target, None, "chain", depth=2).max_draft == 2
-    with pytest.raises(ValueError, match="depth is 5, and there are 4 heads"):
-        medusa(target, None, "chain", depth=5)
-    with pytest.raises(ValueError, match="a tree path has 3 nodes, and there are 2 heads"):
-        medusa(target, None, "static", heads=2, paths=[[0], [0, 0], [0, 0, 0]])
-    with pytest.raises(ValueError, match="no parent or elder sibling"):
-        medusa(target, None, "static", paths=[[1]])
 
 
 # ------------------------------------------------------------------------------------------- typical acceptance

@@ -45,13 +45,6 @@ def test_every_sequence_keeps_its_trial() -> None:
     assert tree.q is not None and tree.q.shape == (1, 9, 10)
 
 
-def test_one_sequence_is_a_chain() -> None:
-    """Catches the explicit mask, which costs time, where a chain needs none."""
-    tree = MergedTree.merge(SEQUENCES[:1].repeat(4, 1), None, EOS)
-    assert tree.is_chain and tree.tokens.tolist() == [[5, 6, 7]]
-    assert tree.q is None and tree.inner == [], "nothing was sampled"
-
-
 def test_walk() -> None:
     """Catches a bonus from another row than the last accepted one, and a trial accepted after an accepted one."""
     tree = merged()
@@ -70,17 +63,6 @@ def test_walk() -> None:
     assert walk([never, never, always], nothing, nothing, [always, 0, 0]) == ([0, 1], [5, 1])
     assert walk([never, always, always], [always, 0, 0], nothing, [always, 0, 0]) == ([0, 4, 5], [8, 9, 5])
     assert walk([always, 0, 0], [0, always, 0], [never, always, 0], nothing) == ([0, 1, 2, 6], [5, 6, 4, 6])
-
-
-def test_trials_pass_with_their_chances() -> None:
-    """Catches one random number for several trials, which would make them pass together."""
-    tree = MergedTree.merge(torch.tensor([[1], [2]]), torch.rand(2, 1, 3), frozenset())
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.zeros(1, 3, 3)
-    half = lambda tree, p: (torch.tensor([[0.5, 0.5]]), p)  # noqa: E731
-    found = [tree.walk(half, logits, Sampling(1.0), generator).rows[0][-1] for _ in range(4000)]
-    shares = torch.bincount(torch.tensor(found), minlength=3) / 4000
-    torch.testing.assert_close(shares, torch.tensor([0.25, 0.5, 0.25]), atol=0.03, rtol=0)
 
 
 def test_what_a_sequence_shares_with_the_accepted_path() -> None:

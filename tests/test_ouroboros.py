@@ -6,13 +6,11 @@ import torch
 from distribution import LIMIT, WARPS, deviation, toy
 from rigged import perturbed
 
-from drafters import FeatureOutput, Sampling, TargetModel, generate, make_drafter
-from drafters.drafting.phrase_pool import PhrasePool, PhraseWindow
+from drafters import Sampling, TargetModel, generate
+from drafters.drafting.phrase_pool import PhrasePool
 from drafters.drafting.trie import Trie
-from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState, last_of, padded
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
-from drafters.methods.autoregressive import AutoregressiveDrafter
 from drafters.methods.ouroboros import OuroborosDrafter
 
 SMALL = {"gamma": 3, "window": 3, "beta": 3, "k": 2, "guesses": 2}
@@ -67,18 +65,6 @@ TestItselfChain = conformance.suite(
 TestPoisoned = conformance.suite(poisoned, accepts="some", longest_draft=9, remembers=True)
 
 
-@pytest.mark.parametrize("off", ["accelerate", "lengthen", "from_verification", "from_history"])
-def test_each_component_off_is_exact(off: str) -> None:
-    """Catches a component that another one silently needs: the run must stay exact, and still accept drafts."""
-    target = conformance.target_of("llama")
-    drafter = near(target, **{off: False})
-    for seed in range(3):
-        ids = conformance.prompt(9, seed)
-        result = generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=[])
-        assert result.tokens[0].tolist() == conformance.plain_greedy(target, ids, 24)
-    assert any(step.accepted for step in result.trace.steps)
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 4, 2), (5, 2, 5), (7, 3, 4), (1, 16, 4)])
 def test_every_shape_is_exact(shape: tuple[int, int, int]) -> None:
     """Catches window and phrase sizes whose masks, scratch rows or buffers were only right for the default ones, among
@@ -116,21 +102,6 @@ def test_accelerated_drafts_are_the_draft_models_own(family: str) -> None:
     assert max(drafter.gains) > 2  # phrases were matched
 
 
-def test_phrases_save_draft_forwards() -> None:
-    """Catches phrases that are looked up but never matched: with a pool that knows the text, forwards must be fewer."""
-    target = conformance.target_of("llama")
-    ids = conformance.prompt(9)
-    counts = {}
-    for accelerate in (True, False):
-        drafter = Poisoned.from_options(
-            target, draft_model=target, gamma=6, window=2, beta=4, k=1, guesses=2, accelerate=accelerate
-        )
-        trace = generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=[]).trace
-        counts[accelerate] = len(drafter.gains) / sum(drafter.gains)
-        assert trace.tau > 6  # gamma, then a whole phrase, then the bonus
-    assert counts[False] == 1.0 and counts[True] <= 0.5
-
-
 # Sampling.
 
 
@@ -143,29 +114,6 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
     drafter = Counting.from_options(toy(), draft_model=perturbed(toy(), 0.5), gamma=2, window=2, beta=3, k=2, guesses=2)
     assert deviation(drafter, WARPS[warp]) < LIMIT
     assert sum(gain > 1 for gain in drafter.gains) > len(drafter.gains) / 10
-
-
-def test_q_belongs_to_the_drafted_tokens() -> None:
-    """Catches a q of the wrong row where phrases were matched: residuals would be wrong by too little to see."""
-    target = conformance.target_of("llama")
-    draft_model = perturbed(target, 0.05)
-    drafter = Poisoned.from_options(target, draft_model=draft_model, gamma=4, window=3, beta=4, k=2, guesses=2)
-    propose, sampling = drafter.propose, Sampling(0.05, 0, 0.9)
-
-    def check(state: DecodeState) -> DraftTree:
-        tree, drafted = propose(state), drafter._drafted
-        if drafted:
-            logits = draft_model.model(torch.tensor([state.tokens[0] + drafted])).logits[0]
-            q = sampling.probabilities(logits[len(state.tokens[0]) - 1 : -1])
-            assert tree.q is not None and tree.q_row is not None
-            torch.testing.assert_close(tree.q[0], q, atol=1e-3, rtol=1e-3)
-            assert tree.q_row[0].tolist() == [*range(len(drafted)), *[-1] * (tree.size - len(drafted))]
-        return tree
-
-    drafter.propose = check  # type: ignore[method-assign]
-    options = {"temperature": 0.05, "top_p": 0.9, "eos_token_id": []}
-    generate(target, drafter, [conformance.prompt(9)], max_new_tokens=24, **options)  # type: ignore[arg-type]
-    assert max(drafter.gains) > 2
 
 
 # The pool, the trie and the window, by hand.
@@ -215,31 +163,6 @@ def test_trie_merges_and_stops() -> None:
     assert Trie.of([(1, 2)], longest=0).tokens == [] and Trie.of([(1, 2)], longest=1).tokens == [1]
 
 
-def test_window_reads_diagonals() -> None:
-    """Catches phrases read off misaligned columns, and placeholders or half-filled columns that become phrases.
-
-    Two columns, two levels (phrases of three tokens). The root is at position P.
-    """
-    window = PhraseWindow(width=2, levels=2)
-    window.start([50, 51, 52])
-    assert window.tokens == [51, 52] and window.outputs == 2 and window.parents(0, 1) == [0, 1]
-    # Predictions after root, 51, 52 are for P+1, P+2, P+3; the next root takes P+1, column 0 of the new level 0.
-    assert window.advance(10, 20, [21, 22]) == []
-    assert window.tokens == [52, 21, 22] and window.outputs == 2
-    # Level 0 is [root, 52], level 1 [21, 22]; each guess follows its own column.
-    assert window.parents(4, 5) == [4, 4, 5]
-    # Column 1 would start with placeholder 52; column 0 starts with the root.
-    assert window.advance(11, 99, [31, 32]) == [(11, (21, 31))]
-    assert window.tokens == [22, 31, 32]
-    assert window.advance(12, 99, [41, 42]) == [(12, (31, 41)), (22, (32, 42))]
-    # One level: the root's row predicts too.
-    flat = PhraseWindow(width=2, levels=1)
-    flat.start([7])
-    assert flat.tokens == [7] and flat.outputs == 1
-    assert flat.advance(1, 2, [3]) == [(1, (2,))] and flat.tokens == [3]
-    assert flat.advance(2, 4, [5]) == [(2, (4,)), (3, (5,))]
-
-
 # Phrases from verification (section 3.3).
 
 
@@ -259,46 +182,6 @@ def test_agreements_of_a_rejected_draft() -> None:
     assert list(drafter.pool.items()) == [(7, (8,)), (10, (11,))]
 
 
-def test_long_agreements_become_all_their_phrases() -> None:
-    """Catches only the head of a long run being kept, and phrases longer than beta."""
-    drafter = itself(conformance.target_of("llama"))
-    drafter._drafted = [5, 6, 7, 8, 9]
-    drafter._learn_agreements(0, [1, 6, 7, 8, 9, 2], state_of(drafter.target))
-    assert sorted(drafter.pool.items()) == [(6, (7, 8)), (7, (8, 9)), (8, (9,))]
-    drafter.pool = drafter._first_pool.copy()
-    drafter._learn_agreements(0, [1, 6, 7, 8, 9, 2], state_of(drafter.target, frozenset([7])))
-    assert sorted(drafter.pool.items()) == [(6, (7,)), (8, (9,))]  # EOS ends a phrase and begins none
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.05])
-def test_the_targets_words_are_those_of_their_rows(temperature: float) -> None:
-    """Catches words read off another row of the forward, from which wrong phrases would be learnt: seen only in tau."""
-    target = conformance.target_of("llama")
-    drafter = Poisoned.from_options(
-        target, draft_model=perturbed(target, 0.02), gamma=2, window=2, beta=3, k=2, guesses=2
-    )
-    propose, observe = drafter.propose, drafter.observe
-    before: list[int] = []
-    learnt = [0, 0]
-
-    def note(state: DecodeState) -> DraftTree:
-        before[:] = state.tokens[0]
-        return propose(state)
-
-    def check(state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        texts = [before + draft.tokens[0][sees].tolist() for sees in draft.ancestors()[0, :, 1:]]
-        logits = target.model(padded(texts, target.device)).logits
-        assert drafter._choice.tolist() == last_of(logits, [len(text) for text in texts]).argmax(-1).tolist()
-        observe(state, draft, output, verdict)
-        learnt[len(verdict.rows[0]) > len(drafter._drafted)] += 1
-
-    drafter.propose, drafter.observe = note, check  # type: ignore[method-assign]
-    for seed in range(2):
-        options = {"max_new_tokens": 20, "temperature": temperature, "eos_token_id": []}
-        generate(target, drafter, [conformance.prompt(9, seed)], seed=seed, **options)  # type: ignore[arg-type]
-    assert min(learnt) > 0, "drafts must be rejected, and accepted"
-
-
 def test_corrections_of_phrases_not_chosen() -> None:
     """Catches the chosen phrase overwritten, the others left, or corrected from another phrase's rows.
 
@@ -314,50 +197,3 @@ def test_corrections_of_phrases_not_chosen() -> None:
     choice = [4, 5, 6, 8, 77, 55, 3, 44]
     drafter._learn_corrections([2, 4], choice, state_of(drafter.target))
     assert drafter.pool.get(5, 9) == [(6, 8), (6, 3)]
-
-
-def test_history() -> None:
-    """Catches a pool cleared between prompts when it should persist, and one kept when it should not."""
-    target = conformance.target_of("llama")
-    for from_history in (True, False):
-        drafter = near(target, from_history=from_history)
-        generate(target, drafter, [conformance.prompt(9)], max_new_tokens=20, eos_token_id=[])
-        assert len(drafter.pool) > 0
-        generate(target, drafter, [conformance.prompt(5)], max_new_tokens=2, eos_token_id=[])
-        assert (len(drafter.pool) > 0) is from_history
-
-
-def test_nothing_is_learnt_with_everything_off() -> None:
-    """Catches a switch without effect: without acceleration and verification there is no source of phrases."""
-    target = conformance.target_of("llama")
-    drafter = near(target, accelerate=False, from_verification=False)
-    generate(target, drafter, [conformance.prompt(9)], max_new_tokens=20, eos_token_id=[])
-    assert len(drafter.pool) == 0
-
-
-def test_drafts_end_at_eos() -> None:
-    """Catches a draft or a phrase that goes on behind an EOS, which wastes rows and, learnt, poisons the pool."""
-    target = conformance.target_of("llama")
-    ids = conformance.prompt(9)
-    free = conformance.plain_greedy(target, ids, 24)
-    for eos in free[3:12]:
-        drafter = Poisoned.from_options(target, draft_model=target, gamma=4, window=3, beta=5, k=2, guesses=2)
-        trees = []
-        propose = drafter.propose
-        drafter.propose = lambda state, go=propose, into=trees: into.append(go(state)) or into[-1]  # type: ignore[method-assign]
-        generate(target, drafter, [ids], max_new_tokens=24, eos_token_id=eos)
-        for tree in trees:
-            tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-            assert all(parent < 0 or tokens[parent] != eos for parent in parents)
-    plain = AutoregressiveDrafter.from_options(target)
-    assert generate(target, plain, [ids], max_new_tokens=24, eos_token_id=[]).tokens[0].tolist() == free
-
-
-def test_bad_options() -> None:
-    """Catches sizes that would fail deep inside decoding: phrases of one token, no window, a foreign vocabulary."""
-    target = conformance.target_of("llama")
-    for wrong in ({"beta": 1}, {"window": 0}, {"gamma": 0}, {"k": 0}, {"widow": 3}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("ouroboros", target, draft_model="x", **wrong)
-    with pytest.raises(ValueError, match="97"):
-        OuroborosDrafter.from_options(target, draft_model=toy(0))

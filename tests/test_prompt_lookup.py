@@ -1,26 +1,19 @@
 """Prompt lookup: matches by hand and against a scan, going back, batches, and output distributed as the target's."""
 
 import random
-from pathlib import Path
-from typing import Any
 
 import conformance
 import pytest
 import tiny
 import torch
-from conformance import NO_EOS, prompt, target_of
 from distribution import LIMIT, WARPS, deviation, toy
-from rigged import AUTO_COSTS, perturbed
+from rigged import perturbed
 
-from drafters import FeatureOutput, TargetModel, generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters import FeatureOutput, TargetModel, make_drafter
 from drafters.loop.sampling import Sampling
-from drafters.loop.tree import DraftTree
+from drafters.loop.state import DecodeState
 from drafters.methods.cascade import CascadeDrafter
 from drafters.methods.prompt_lookup import NgramIndex, PromptLookupDrafter
-from drafters.policy import costs as cost
-from drafters.policy import kept_costs
-from drafters.policy.weighing import Weighing
 
 
 class PrimedIndex(NgramIndex):
@@ -41,29 +34,12 @@ class Primed(PromptLookupDrafter):
     """Has read the answer, every seventh token of which was misprinted: accepted in part."""
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        super().begin(state, output)
         prompts = [row[:length] for row, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         answers = [conformance.plain_greedy(self.target, ids, 40) for ids in prompts]
         for answer in answers:
             answer[6::7] = [(token + 1) % tiny.VOCAB_SIZE for token in answer[6::7]]
         self._rows = [PrimedIndex(ids[-1:] + answer) for ids, answer in zip(prompts, answers, strict=True)]
-
-
-class Checked(PromptLookupDrafter):
-    """Its index must always be that of the text as it stands."""
-
-    went_back = 0
-
-    def propose(self, state: DecodeState) -> DraftTree:
-        draft = super().propose(state)
-        for index, tokens in zip(self._rows, state.tokens, strict=True):
-            fresh = NgramIndex(self.min_ngram, self.max_ngram)
-            fresh.read(tokens)
-            assert vars(index) == vars(fresh)
-        return draft
-
-    def rewind(self, state: DecodeState, kept: int) -> None:
-        self.went_back += kept < len(self._rows[0]._tokens)
-        super().rewind(state, kept)
 
 
 def in_cascade(target: TargetModel, kind: type[PromptLookupDrafter] = Primed) -> CascadeDrafter:
@@ -101,12 +77,6 @@ def test_copies_run_into_themselves() -> None:
     assert continuation([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
 
 
-def test_drafts_end_at_eos() -> None:
-    """Catches tokens drafted behind an EOS, which no prompt template's turn ends would ever bear out."""
-    assert continuation([3, 4, 5, 6, 3], 4, eos=5) == [4, 5]
-    assert continuation([3, 4, 5, 3, 4], 9, eos=3) == [5, 3]
-
-
 @pytest.mark.parametrize(
     ("shortest", "longest", "least"), [(2, 3, 500), (2, 4, 500), (1, 8, 500), (4, 4, 100), (5, 7, 40)]
 )
@@ -141,29 +111,6 @@ def test_index_equals_a_scan(shortest: int, longest: int, least: int) -> None:
     assert found > least
 
 
-def test_going_back() -> None:
-    """Catches tokens that a cascade took back and that go on being matched."""
-    target = target_of("llama")
-    drafter = in_cascade(target, Checked)
-    for seed in range(3):
-        generate(target, drafter, [prompt(9, seed)], max_new_tokens=24, eos_token_id=NO_EOS)
-    assert isinstance(drafter.inner, Checked) and drafter.inner.went_back > 3
-
-
-def test_drafts_of_a_batch_are_those_of_its_rows() -> None:
-    """Catches rows that are looked up in each other's text, and padding that is accepted or hides a draft."""
-    target = target_of("llama")
-    prompts = [prompt(4), prompt(11, 1), prompt(7, 2)]
-    options = {"max_new_tokens": 20, "eos_token_id": 11}
-    alone = [generate(target, Primed.from_options(target, gamma=5), [ids], **options) for ids in prompts]  # type: ignore[arg-type]
-    together = generate(target, Primed.from_options(target, gamma=5), prompts, **options)  # type: ignore[arg-type]
-    for row, single in enumerate(alone):
-        assert together.tokens[row, : together.lengths[row]].tolist() == single.tokens[0].tolist()
-        steps = [step.accepted for step in together.trace.steps if step.row == row]
-        assert steps == [step.accepted for step in single.trace.steps]
-    assert max(step.accepted for step in together.trace.steps) > 2
-
-
 def test_rows_of_different_length() -> None:
     """Catches padding handed over as drafted tokens, and drafts for rows that are finished or have no room."""
     target, tokens = toy(), [[2, 3, 4, 2], [3, 4, 2], [4, 3, 4], [2, 3, 2], [3, 2, 4, 3]]
@@ -193,48 +140,3 @@ def test_output_is_distributed_as_the_targets(warp: int) -> None:
     And, as rows of a batch draft unequally many tokens, padding nodes that take probability from the bonus.
     """
     assert deviation(PromptLookupDrafter.from_options(toy(), gamma=3), WARPS[warp]) < LIMIT
-
-
-def test_bad_options() -> None:
-    """Catches sizes that would silently never match."""
-    target = target_of("llama")
-    with pytest.raises(ValueError, match="min_ngram is 4 and max_ngram 3"):
-        make_drafter("prompt_lookup", target, min_ngram=4)
-    for wrong in ({"gamma": 0}, {"max_ngram": 0}, {"min_ngram": 0}, {"ngram": 2}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            make_drafter("prompt_lookup", target, **wrong)
-
-
-@pytest.mark.parametrize("kind", ["prompt_lookup", "suffix"])
-def test_measuring_leaves_it_untouched(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a text, and answers remembered, that are gone or altered when costs have been measured between two
-    prompts; and a search for copies that seems to take no time."""
-    monkeypatch.setenv(kept_costs.CACHE, str(tmp_path))
-    monkeypatch.setattr(kept_costs, "_known", {})
-    for name, value in {"CONTEXT": 8, "SECONDS": 0.0, "VERIFIED": (2, 4), "CHAINED": (4,), "LATE": 2}.items():
-        monkeypatch.setattr(cost, name, value)
-    target, auto = target_of("llama"), {"gamma": "auto"} if kind == "prompt_lookup" else {"nodes": "auto"}
-    found = []
-    for measures in (False, True):
-        drafter: Any = make_drafter(kind, target, **auto)
-        drafter.weighing.ask = lambda *given: AUTO_COSTS
-        texts = [[*prompt(6, seed), *prompt(6, seed)] for seed in (0, 1, 0)]
-        runs = []
-        for text in texts:
-            runs.append(generate(target, drafter, [text], max_new_tokens=40, eos_token_id=NO_EOS))
-            if measures:
-                seconds, retrieve = [1.0], type(drafter).retrieve
-
-                def slow(self: Any, *given: Any, seconds: list[float] = seconds, retrieve: Any = retrieve) -> Any:
-                    seconds[0] += 20
-                    return retrieve(self, *given)
-
-                with monkeypatch.context() as patched:
-                    patched.setattr(cost, "_now", lambda device, seconds=seconds: seconds[0])
-                    patched.setattr(type(drafter), "retrieve", slow)
-                    kept_costs._known.clear()
-                    assert Weighing(target, drafter).ask(1, Sampling(), 9).first == 20
-                    for file in tmp_path.iterdir():
-                        file.unlink()
-        found.append([[(step.drafted, step.accepted) for step in run.trace.steps] for run in runs])
-    assert found[0] == found[1] and any(drafted for run in found[0] for drafted, _ in run)

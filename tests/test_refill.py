@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from conformance import NO_EOS, prompt, rows_of, target_of
 from rigged import medusa
 from test_batch import METHODS, prompts_of
 
 from drafters import Drafter, TargetModel, generate, generate_many, make_drafter
-from drafters.loop.generate import DecodeState
-from drafters.loop.refill import Continued, Prompt, alike_in_length
+from drafters.loop.refill import Continued, Prompt
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 
 LIMIT = 18
@@ -120,42 +119,6 @@ def test_rows_whose_first_token_is_their_last(method: str) -> None:
         assert all(bool(one.steps) is (len(one.tokens) > 1) for one in found)
 
 
-def test_rows_are_kept_busy() -> None:
-    """Catches rows that wait for the longest: the forwards of a batch that stays together."""
-    target, prompts = target_of("llama"), prompts_of(24)
-    free = rows_of(
-        generate(target, make_drafter("autoregressive", target), prompts, max_new_tokens=40, eos_token_id=NO_EOS)
-    )
-    eos = [free[1][4], free[3][9], free[5][2]]
-    run, forwards = target.run, [0]
-
-    def counted(*given: Any, **named: Any) -> Any:
-        forwards[0] += 1
-        return run(*given, **named)
-
-    target.run = counted  # type: ignore[method-assign]
-    try:
-        found = continued(target, "autoregressive", prompts, 8, max_new_tokens=40, eos_token_id=eos)
-        refilled, forwards[0] = forwards[0], 0
-        for start in range(0, 24, 8):
-            generate(
-                target, make_drafter("autoregressive", target), prompts[start : start + 8], max_new_tokens=40,
-                eos_token_id=eos,
-            )  # fmt: skip
-    finally:
-        target.run = run  # type: ignore[method-assign]
-    lengths = sorted(len(one.tokens) for one in found)
-    assert lengths[0] < 10 and lengths[-1] == 40
-    assert refilled < 0.85 * forwards[0]
-
-
-def test_prompts_are_prefilled_with_few_of_another_length() -> None:
-    """Catches prompts that are lost or padded to the longest of all: most of a prefill would be padding."""
-    prompts: list[Prompt] = [(n, [1] * n) for n in (100, 3, 80, 75, 4, 20, 74)]
-    lengths = [[len(ids) for _, ids in group] for group in alike_in_length(prompts)]
-    assert lengths == [[100, 80, 75], [74], [20], [4, 3]]
-
-
 def test_an_answer_may_bring_the_next_prompt() -> None:
     """Catches a generator that asks ahead, or ends while an answer could still bring a turn of its dialogue."""
     target = target_of("llama")
@@ -173,28 +136,11 @@ def test_an_answer_may_bring_the_next_prompt() -> None:
     assert asked == {"a": 3, "b": 3}
 
 
-@pytest.mark.parametrize("method", ["speculative", "eagle-static", "prompt_lookup"])
-def test_sampled_rows_follow_the_target(method: str) -> None:
-    """Catches a join after which the residual is of another row's distribution."""
-    target, count = target_of("llama"), 1500
-    ids = prompt(6, 3)
-    found = continued(target, method, [ids] * count, 48, max_new_tokens=3, eos_token_id=NO_EOS, temperature=1.0, seed=1)
-    with torch.inference_mode():
-        first = target.lm_head(target.features(torch.tensor([ids])).features[0, -1]).softmax(-1)
-        longer = torch.tensor([[*ids, token] for token in range(target.vocab_size)])
-        p = first @ target.lm_head(target.features(longer).features[:, -1]).softmax(-1)
-    seen = torch.bincount(torch.tensor([one.tokens[1] for one in found]), minlength=target.vocab_size)
-    kept = p * count >= 5
-    statistic = ((seen - count * p)[kept].square() / (count * p)[kept]).sum()
-    degrees = int(kept.sum()) - 1
-    assert (statistic - degrees) / (2 * degrees) ** 0.5 < 5
-
-
 def test_bad_calls() -> None:
     """Catches a prompt that does not fit found as an assertion of the cache, and methods of one row run on many."""
     target = target_of("llama")
     plain = make_drafter("autoregressive", target)
-    with pytest.raises(ValueError, match=r"a prompt of 9 tokens came, and longest is 4"):
+    with pytest.raises(ValueError, match=r"longest is 4, found a prompt of 9 tokens"):
         list(generate_many(target, plain, ask([prompt(9, 1)]), batch=2, longest=4))
     with pytest.raises(ValueError, match="decodes at most 1 row"):
         lookahead = make_drafter("lookahead", target)

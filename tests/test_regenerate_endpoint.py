@@ -262,7 +262,7 @@ def test_too_many_refusals_end_the_run_and_are_tried_again(
         (error(401, "Incorrect API key provided"), "401 .*Incorrect API key provided.*OPENAI_API_KEY was sent"),
         (error(404, "The model `x` does not exist"), "404 .*The model `x` does not exist"),
         (error(400, "unknown field", "bad_field"), r"400 .*unknown field \(bad_field\)"),
-        ((404, b'{"detail":"Not Found"}', {}), "404 .*Not Found"),
+        ((404, b'{"detail":"Not Copy"}', {}), "404 .*Not Copy"),
         ((405, b"", {}), "405 .*no explanation"),
         ((418, b"I am a teapot", {}), "418 .*I am a teapot"),
         ((301, b"", {"Location": "https://elsewhere/v1"}), "redirects to https://elsewhere/v1"),

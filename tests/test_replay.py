@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance import NO_EOS, checked_commits, prompt, rows_of, target_of
+from conformance import NO_EOS, checked_commits, prompt, target_of
 from rigged import eagle, kangaroo, perturbed
 
 from drafters import generate, make_drafter
@@ -56,15 +56,6 @@ def test_cost_is_the_inner_drafters() -> None:
             trace = generate(target, one, [prompt(9)], max_new_tokens=10, eos_token_id=NO_EOS).trace
         assert head.call_count == 1 + sum(5 if step.drafted else 1 for step in trace.steps)
     assert trace.tau == 1.0
-
-
-def test_rows_of_a_batch_are_drawn_apart() -> None:
-    """Catches one draw for all rows of a batch."""
-    target = target_of("llama")
-    drafter = ReplayDrafter.from_options(target, inner=eagle(target, None, "static"), profile=[0.5])
-    result = generate(target, drafter, [prompt(5)] * 4, max_new_tokens=30, eos_token_id=NO_EOS)
-    first = [[step.accepted for step in result.trace.steps if step.row == row][:6] for row in range(4)]
-    assert len({tuple(steps) for steps in first}) > 1 and all(len(row) == 30 for row in rows_of(result))
 
 
 def test_it_is_never_taken_for_lossless() -> None:

@@ -18,7 +18,7 @@ from drafters import TargetModel, generate, make_drafter
 from drafters.model import fused, target
 from drafters.model.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from drafters.model.linear import Product
-from drafters.model.rope import Rope
+from drafters.model.rows import Rope
 from drafters.model.runner import FusedRunner
 
 DTYPES = ["bfloat16", "float16", "float32"]

@@ -21,8 +21,7 @@ from transformers import (
 
 from drafters import TargetModel, load_frozen_ends
 from drafters.loop.tree import ROOT, DraftTree
-from drafters.model.rope import Rope
-from drafters.model.rows import Placed, Rows
+from drafters.model.rows import Placed, Rope, Rows
 
 PARENTS = [ROOT, ROOT, 0, 0, 1, 2, 5]
 

@@ -10,7 +10,7 @@ import tiny
 from conformance import NO_EOS, prompt, target_of
 
 from drafters import generate, make_drafter
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.vllm_proposer import Proposer
 

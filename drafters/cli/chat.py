@@ -28,6 +28,7 @@ from drafters.loop.trace import Trace
 from drafters.methods import make_drafter
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import TargetModel
+from drafters.policy.costs import prepare
 
 COLOURS = ("green", "cyan", "magenta", "yellow")  # of drafters, in the order of their first accepted drafts
 # Removed from a model's output: a terminal's escape sequences can set its title, its keys or its clipboard.
@@ -192,7 +193,7 @@ class Chat:
         """Measure step costs and build kernels, so that the first question does not wait for them."""
         ids = self.prompt([{"role": "user", "content": "Hello!"}])
         with self.console.status("measuring what a step costs on this machine (cached for the next time)"):
-            self.drafter.prepare(1, Sampling(self.temperature), self.drafter.max_context)
+            prepare(self.drafter, 1, Sampling(self.temperature), self.drafter.max_context)
             for drafter in filter(None, (self.drafter, self.plain)):
                 options: dict[str, Any] = {"temperature": self.temperature, "eos_token_id": []}
                 # A cache for a whole answer, because graphs are captured for its size; stopped after a few steps.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja"}  # suffixes of the files that libraries read in a folder
 # A local path in a text: from the root, a home, a drive, a server (UNC) or the working directory, also after an
 # option's letter (-I/home/u). Not a URL, not "a/b".

@@ -1,9 +1,9 @@
-"""Kernels of our own for a CPU, where torch's waste most of what its memory could give: see cpu_kernels.cpp
-and the headers beside it.
+"""Kernels for a CPU: attention of a few rows, argmax, and products with weights in a layout of their own.
 
-They are compiled for the machine when they are first wanted, which takes some ten seconds, and kept in the user's cache
-folder. Without a compiler everything runs on torch's kernels, as it does with DRAFTERS_CPU_KERNELS=0 set; with the name
-of one of LEVELS there they take no instructions beyond that one's.
+``drafters/model/backend.py`` calls them, for shapes where torch's kernels reach a fraction of the memory bandwidth.
+The source is kernels.cpp and its headers. It is compiled for this machine on first use, which takes about ten seconds,
+and cached in the user's cache folder. Without a compiler, or with DRAFTERS_CPU_KERNELS=0, torch's kernels are used. If
+the variable names one of LEVELS, the kernels use no instructions beyond that level.
 """
 
 import ctypes
@@ -28,59 +28,69 @@ from drafters.common.paths import user_cache
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 SWITCH = "DRAFTERS_CPU_KERNELS"
-# What our products need at least, and two better ways; for each what the compiler must not take beyond it. Processors
-# with less have our attention and argmax alone.
-NO_UNIT = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
-LEVELS = {"avx512": (*NO_UNIT, "-mno-avx512bf16"), "avx512_bf16": NO_UNIT, "amx": ()}
-WIDTHS = frozenset({16, 32, 64, 96, 128})  # of a head
-MOST_QUERIES = 16  # of one key head: for more, products of matrices are faster
+# Instructions that products need at least (avx512), and two faster levels; for each the flags that rule out all beyond
+# it. On a CPU without AVX-512 the library has attention and argmax only.
+NO_MATRIX_UNIT = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
+LEVELS = {"avx512": (*NO_MATRIX_UNIT, "-mno-avx512bf16"), "avx512_bf16": NO_MATRIX_UNIT, "amx": ()}
+HEAD_DIMS = frozenset({16, 32, 64, 96, 128})
+MOST_QUERIES = 16  # rows times query heads of one key head; for more, torch's attention is faster
+MOST_ROWS = 512  # of a bf16 product: for more, oneDNN is as fast (two cores, SmolLM2's layers, ours and oneDNN's: 128
+# rows 32 and 55 ms, 256 rows 61 and 87, 512 rows 137 and 151, 1,024 rows 390 and 322)
+SMALL = 1 << 18  # bytes; smaller tensors are not copied to huge pages
+GROUP = 32  # inputs of a tile, and of a group in int4
+OUTPUTS = 32  # of two tiles side by side
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _log = logging.getLogger(__name__)
 
 
-def attention_rows(weight: Tensor, width: int, groups: int) -> int:
-    """The most new rows that ``attend`` is for, of heads so wide and so many to a key head; 0 if it is for none."""
-    known = weight.device.type == "cpu" and weight.dtype in DTYPES and width in WIDTHS
-    return MOST_QUERIES // groups if known and library() is not None else 0
+class FewRows:
+    """Attention of a few new rows over a cache, for heads of one size.
 
+    The result for a batch row is the same to the last bit in any batch.
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, ends: Tensor, scale: float) -> Tensor:
-    """Attention of a few new rows over a cache, each batch row over its own slots alone.
-
-    What comes out for a batch row is the same, to the last bit, whatever else is in the batch.
-
-    Args:
-        queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new rows' included.
-        bias: ``[B or 1, 1, R or a multiple, slots]``, of which the first R are added; None: each row sees all slots up
-            to its own.
-        ends: int64 ``[B]``, slots in use; the last R are the new rows'.
-
-    Returns:
-        ``[B, R, heads, D]``.
+    Attributes:
+        rows: the most new rows that it is for.
     """
-    batch, rows, heads, width = queries.shape
-    kernel = getattr(library(), f"attend_{DTYPES[queries.dtype]}")
-    assert queries.stride()[2:] == (width, 1) and keys.stride()[2:] == (width, 1) and keys.stride() == values.stride()
-    out = queries.new_empty(batch, rows, heads, width)
-    given = _Attention(
-        *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), None if bias is None else bias.data_ptr()),
-        *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1]),
-        *(
-            queries.stride(0),
-            queries.stride(1),
-            keys.stride(0),
-            keys.stride(1),
-            *bias_steps(bias, queries.dtype),
-            scale,
-        ),
-    )
-    kernel(ctypes.byref(given), width, torch.get_num_threads())
-    return out
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, ends: Tensor, scale: float
+    ) -> Tensor:
+        """Attend from each batch row's new rows to its own slots.
+
+        Args:
+            queries: ``[B, R, heads, D]``. keys, values: ``[B, kv_heads, slots, D]``, the new rows' included.
+            bias: ``[B or 1, 1, R or a multiple, slots]``, of which the first R are added; None: each row sees all
+                slots up to its own.
+            ends: int64 ``[B]``, slots in use; the last R are the new rows'.
+
+        Returns:
+            ``[B, R, heads, D]``.
+        """
+        batch, rows, heads, width = queries.shape
+        kernel = getattr(library(), f"attend_{DTYPES[queries.dtype]}")
+        assert queries.stride()[2:] == keys.stride()[2:] == (width, 1) and keys.stride() == values.stride()
+        out = queries.new_empty(batch, rows, heads, width)
+        given = _Attention(
+            *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(ends.data_ptr(), out.data_ptr(), batch, rows, keys.shape[1], heads // keys.shape[1]),
+            *(*queries.stride()[:2], *keys.stride()[:2], *bias_strides(bias, queries.dtype), scale),
+        )
+        kernel(ctypes.byref(given), width, torch.get_num_threads())
+        return out
 
 
-def bias_steps(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
-    """From one batch row's, and from one row's, bias to the next."""
+def attention(weight: Tensor, head_dim: int, groups: int) -> FewRows | None:
+    """Return attention for a projection ``weight`` with ``groups`` query heads to a key head; None: use torch's."""
+    known = weight.device.type == "cpu" and weight.dtype in DTYPES and head_dim in HEAD_DIMS
+    return FewRows(MOST_QUERIES // groups) if known and groups <= MOST_QUERIES and library() is not None else None
+
+
+def bias_strides(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the distance, in values, from one batch row's bias to the next, and from one row's to the next."""
     if bias is None:
         return 0, 0
     assert bias.stride(3) == 1 and bias.dtype == dtype
@@ -88,7 +98,7 @@ def bias_steps(bias: Tensor | None, dtype: torch.dtype) -> tuple[int, int]:
 
 
 class _Attention(ctypes.Structure):
-    """``Attention`` of cpu_attention.h."""
+    """``Attention`` of attention.h."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("queries", "keys", "values", "bias", "ends", "out")]
@@ -98,21 +108,19 @@ class _Attention(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
-    """``Product`` of cpu_products.h: tiles, and what is added to what they give."""
+class PackedProduct(ctypes.Structure):
+    """``Product`` of products.h: tiles, and the bias of their product."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("tiles", "scales", "bias")] + [
         (name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")
     ]
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """``logits.argmax(-1)``: ``[..., V]`` -> ``[...]``. On a CPU torch takes ten times as long."""
-    if logits.device.type != "cpu":
-        return logits.argmax(-1)
+def most_likely(logits: Tensor) -> Tensor | None:
+    """Return ``logits.argmax(-1)`` on a CPU, ``[..., V]`` -> ``[...]``; None: use torch's, ten times slower."""
     loaded = library() if logits.dtype in DTYPES and logits.shape[-1] else None
     if loaded is None:
-        return logits.float().argmax(-1)  # in 16 bits it takes twice as long again
+        return None
     logits = logits.contiguous()
     found = logits.new_empty(logits.shape[:-1], dtype=torch.long)
     kernel = getattr(loaded, f"largest_{DTYPES[logits.dtype]}")
@@ -121,8 +129,10 @@ def most_likely(logits: Tensor) -> Tensor:
 
 
 class _HugePages:
-    """Memory in pages of 2 MB, handed out piece by piece: where a step reads hundreds of megabytes, looking up pages of
-    4 KB takes a tenth of its time. A block is freed when nothing lies in it any more."""
+    """Memory in pages of 2 MB, handed out piece by piece; a block is freed with its last piece.
+
+    A step that reads hundreds of megabytes spends a tenth of its time on looking up pages of 4 KB.
+    """
 
     PAGE, BLOCK, ADVICE = 1 << 21, 1 << 25, 14  # bytes, bytes, MADV_HUGEPAGE
 
@@ -131,7 +141,7 @@ class _HugePages:
         self._lock = threading.Lock()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same values there."""
+        """Return a copy in huge pages."""
         with self._lock:
             size = -(-tensor.nbytes // 64) * 64
             if size > len(self._block):
@@ -143,7 +153,7 @@ class _HugePages:
         whole = torch.empty(size + self.PAGE, dtype=torch.uint8)
         block = whole[-whole.data_ptr() % self.PAGE :][:size]
         advise = getattr(ctypes.CDLL(None), "madvise", None)
-        if advise is not None:  # what it says is only asked for; where it is refused, pages are small
+        if advise is not None:  # a request: if it is refused, pages are small
             advise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(size), self.ADVICE)
         return block
 
@@ -151,36 +161,32 @@ class _HugePages:
 _huge_pages = _HugePages()
 
 
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A large tensor's copy there; a small one as it is."""
-    return _huge_pages.copy(tensor) if tensor.nbytes >= SMALL else tensor
-
-
-SMALL = 1 << 18  # bytes
-GROUP = 32  # inputs of a tile, and of a group in int4
-OUTPUTS = 32  # of two tiles side by side
-
-
-def multiplies(weight: Tensor) -> bool:
-    """Whether there are ``Tiles`` for a weight: bf16 on a CPU with AVX-512, of whole tiles."""
-    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.shape[1] % GROUP == 0
-    loaded = library() if fits else None
-    return loaded is not None and hasattr(loaded, "multiply")
+def pack(values: Tensor, scales: Tensor | None = None, middles: Tensor | None = None) -> "Tiles | None":
+    """Return the ``Tiles`` of a weight; None unless it is bf16 (or quantised from bf16) on a CPU with AVX-512."""
+    dtype = values.dtype if scales is None else scales.dtype
+    if values.device.type != "cpu" or dtype != torch.bfloat16 or values.shape[1] % GROUP:
+        return None
+    loaded = library()
+    return Tiles(values, scales, middles) if loaded is not None and hasattr(loaded, "multiply") else None
 
 
 class Tiles:
-    """A weight ``[outputs, inputs]`` in the order that a matrix unit reads, and vectors, too, multiplied with bf16.
+    """A weight ``[outputs, inputs]`` in the order in which the kernels read it, for products with bf16 rows.
 
-    A row's product does not depend on the other rows, but for rounding where it is alone.
+    The product of a row does not depend on the other rows, except for the rounding of a single row.
 
     Args:
         values: bf16; int8, with scales ``[outputs]``; or uint8 below 16, with scales and middles
             ``[outputs, inputs / GROUP]`` for each group of inputs: ``(values - 8) * scales + middles``.
+
+    Attributes:
+        most_rows: rows up to which it is faster than torch's product with the unquantised weight.
     """
 
     def __init__(self, values: Tensor, scales: Tensor | None = None, middles: Tensor | None = None) -> None:
         self.outputs, self.inputs = values.shape
         self.bits = 8 * values.itemsize if middles is None else 4
+        self.most_rows = MOST_ROWS if scales is None else 1 << 62
         tiles = _in_pairs(values, GROUP).unflatten(4, (16, 2)).transpose(3, 4).contiguous()
         self.scales: Tensor | None = None
         if middles is not None:
@@ -191,8 +197,8 @@ class Tiles:
             tiles = torch.cat([*(part.view(torch.uint8) for part in both), packed], dim=-1)
         elif scales is not None:
             self.scales = F.pad(scales.float(), (0, -len(scales) % OUTPUTS))
-        self.tiles = tiles = in_huge_pages(tiles)
-        self._product = self.product()
+        self.tiles = tiles = _huge_pages.copy(tiles) if tiles.nbytes >= SMALL else tiles
+        self._product = self.native()
         self.nbytes = tiles.nbytes + (self.scales.nbytes if self.scales is not None else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -205,18 +211,18 @@ class Tiles:
         return out
 
     def put(self, outputs: Tensor, values: Tensor, scales: Tensor | None = None) -> None:
-        """Other ``values [n, inputs]``, and their scales, in the place of some outputs; not of 4 bits."""
+        """Replace some outputs by ``values [n, inputs]`` with their scales; not in 4 bits."""
         assert self.bits > 4
         rows = values.view(len(values), -1, GROUP // 2, 2)
         self.tiles[outputs // OUTPUTS, :, outputs // 16 % 2, :, outputs % 16] = rows
         if self.scales is not None and scales is not None:
             self.scales[outputs] = scales.float()
 
-    def product(self, bias: Tensor | None = None) -> Product:
-        """As the kernels want it; tiles and bias must outlive it."""
+    def native(self, bias: Tensor | None = None) -> PackedProduct:
+        """Return the C structure; tiles and bias must outlive it."""
         scales = None if self.scales is None else self.scales.data_ptr()
         added = None if bias is None else bias.data_ptr()
-        return Product(self.tiles.data_ptr(), scales, added, self.inputs, self.outputs, self.bits)
+        return PackedProduct(self.tiles.data_ptr(), scales, added, self.inputs, self.outputs, self.bits)
 
 
 def _in_pairs(values: Tensor, step: int) -> Tensor:
@@ -227,7 +233,7 @@ def _in_pairs(values: Tensor, step: int) -> Tensor:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, and a line in the log, where there is no way to have them."""
+    """Return the compiled kernels; None, with a line in the log, if they cannot be compiled or loaded."""
     most = os.environ.get(SWITCH) or "amx"
     if most == "0":
         return None
@@ -237,9 +243,9 @@ def library() -> ctypes.CDLL | None:
         )
     try:
         loaded = ctypes.CDLL(str(_compiled(LEVELS[most])))
-        # A matrix unit that the system keeps to itself.
+        # The system may not let this process use the matrix unit.
         if hasattr(loaded, "multiply") and not loaded.products_allowed():
-            loaded = ctypes.CDLL(str(_compiled(NO_UNIT)))
+            loaded = ctypes.CDLL(str(_compiled(NO_MATRIX_UNIT)))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning("decoding on this CPU runs on torch's kernels, more slowly: %s", error)
         return None
@@ -258,13 +264,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def _compiled(without: tuple[str, ...]) -> Path:
-    """The shared library for this source, compiler, processor and torch; compiled unless it lies in the cache.
+    """Return the shared library for this source, compiler, processor and torch; compile it unless it is cached.
 
     Args:
-        without: flags for what the processor may have and should not be taken.
+        without: flags that rule out instructions.
 
     Raises:
-        ValueError: no compiler, no OpenMP to share with torch, or the compiler's complaint. OSError: no place for it.
+        ValueError: no compiler, no OpenMP library of torch's, or the compiler's error. OSError: no place for the file.
     """
     name = os.environ.get("CXX") or "g++"
     compiler = shutil.which(name)
@@ -274,17 +280,8 @@ def _compiled(without: tuple[str, ...]) -> Path:
     flags = [*FLAGS, *_vector_flags(), *without]
     age = Path(compiler).stat()
     sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
-    identity = repr(
-        (
-            [source.read_bytes() for source in sources],
-            flags,
-            compiler,
-            age.st_size,
-            age.st_mtime,
-            _processor(),
-            openmp,
-        )
-    )
+    contents = [source.read_bytes() for source in sources]
+    identity = repr((contents, flags, compiler, age.st_size, age.st_mtime, _processor(), openmp))
     folder = user_cache()
     built = folder / f"cpu_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if built.exists():
@@ -293,7 +290,7 @@ def _compiled(without: tuple[str, ...]) -> Path:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
-        # Linked with the OpenMP that torch has loaded: a second one's threads would fight the first one's.
+        # Linked with the OpenMP that torch has loaded: the threads of a second one would compete for the cores.
         for words in (
             [*flags, "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(compiled)],
             ["-shared", str(compiled), openmp, "-Wl,-z,defs", "-lm", "-o", str(linked)],
@@ -301,13 +298,13 @@ def _compiled(without: tuple[str, ...]) -> Path:
             done = subprocess.run([compiler, *words], capture_output=True, text=True, timeout=300)
             if done.returncode != 0:
                 raise ValueError(f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[-500:]}")
-        linked.rename(built)  # at once: another process may be looking
+        linked.rename(built)  # atomic: another process may look for it
     _log.info("compiled %s in %.0f s", built, time.monotonic() - start)
     return built
 
 
 def _vector_flags() -> tuple[str, ...]:
-    """Flags for x86's vector instructions; no AVX-512 where torch does not use it (ATEN_CPU_CAPABILITY=avx2)."""
+    """Return flags for x86's vector instructions; no AVX-512 if torch does not use it (ATEN_CPU_CAPABILITY=avx2)."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ()
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
@@ -315,7 +312,7 @@ def _vector_flags() -> tuple[str, ...]:
 
 
 def _openmp() -> str:
-    """The OpenMP library that torch has loaded into this process."""
+    """Return the path of the OpenMP library that torch has loaded into this process."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     loaded = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
@@ -328,7 +325,7 @@ def _openmp() -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at."""
+    """Return what -march=native depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     wanted = ("model name", "flags", "Features", "CPU part")

@@ -1,1 +1,1 @@
-"""What several methods draft with: draft models, tree plans, beams, phrase pools."""
+"""Parts that several methods draft with: draft models, tree plans, beam search, phrase pools, retrieval."""

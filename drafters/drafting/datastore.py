@@ -1,4 +1,8 @@
-"""A datastore: many texts' tokens and the order of their suffixes, in one safetensors file, read where it lies."""
+"""Datastore of REST (He et al. 2024): the tokens of many texts and their suffix array, in one safetensors file.
+
+The file is mapped into memory, so that a lookup reads only the parts it needs. ``python -m data_prep.datastore`` makes
+one.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -17,15 +21,15 @@ from drafters.drafting.retrieval import BETWEEN
 from drafters.model.target import TargetModel
 
 CONTENT, FORMAT_VERSION = "datastore", "1"
-SORTED = 32  # tokens of each suffix that its place goes by; of equal ones, the first in the datastore is first
+SORTED = 32  # tokens that suffixes are sorted by; suffixes with equal tokens stand in the order of the datastore
 
 
 class Datastore(NamedTuple):
     """Texts and their suffix array (Manber and Myers 1990).
 
     Attributes:
-        tokens: int32 ``[n]``, ``BETWEEN`` behind each text.
-        suffixes: int32 ``[n]``: where the suffixes begin, ascending by their first tokens.
+        tokens: int32 ``[n]``, ``BETWEEN`` after each text.
+        suffixes: int32 ``[n]``: start of each suffix, sorted by the suffixes' tokens.
     """
 
     tokens: np.ndarray
@@ -33,24 +37,30 @@ class Datastore(NamedTuple):
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]]) -> "Datastore":
-        """Sort the suffixes of some texts: n log n for n tokens, about 60 bytes each while it lasts.
+        """Build a datastore in O(n log n) for n tokens, with about 60 bytes of memory per token.
 
         Raises:
-            ValueError: no text, or more tokens than an int32 counts.
+            ValueError: no tokens, or too many for int32.
         """
         pieces = [piece for text in texts if len(text) for piece in (np.asarray(text, np.int32), [BETWEEN])]
         if not pieces:
-            raise ValueError("a datastore needs a text: there is no token in what was given")
+            raise ValueError("a datastore needs at least one token, found none in the texts")
         tokens = np.concatenate(pieces).astype(np.int32)
         if len(tokens) > np.iinfo(np.int32).max:
-            raise ValueError(f"{len(tokens):,} tokens are too many for one datastore: give at most 2,147,483,647")
+            raise ValueError(f"a datastore holds at most 2,147,483,647 tokens, found {len(tokens):,}")
         return cls(tokens, suffix_order(tokens, SORTED).astype(np.int32))
 
     def find(self, text: Sequence[int], shortest: int, longest: int) -> tuple[int, range]:
-        """The size, from ``shortest`` to ``longest``, of the longest end of ``text`` that stands in the datastore, and
-        which of the suffixes begin with it; 0 and none where none does.
+        """Find the longest match of the last tokens of ``text``.
+
+        Args:
+            shortest: least length of a match in tokens.
+            longest: greatest length of a match in tokens.
+
+        Returns:
+            The length of the match, and the range of ``suffixes`` that begin with it; 0 and an empty range without one.
         """
-        # What ends with a match of n tokens ends with one of n - 1, too: so the longest is found by halving.
+        # Bisect over the length: if n tokens match, n - 1 match too.
         sizes = range(shortest, min(longest, len(text)) + 1)
         match = shortest + bisect_left(sizes, True, key=lambda size: self._first(text[-size:]) is None) - 1
         first = self._first(text[-match:]) if match >= shortest else None
@@ -60,28 +70,28 @@ class Datastore(NamedTuple):
         return match, range(first, bisect_right(self.suffixes, part, lo=first, key=self._begin(match)))
 
     def _first(self, part: Sequence[int]) -> int | None:
-        """The first of the suffixes that begin with ``part``."""
+        """Index of the first of ``suffixes`` that begins with ``part``; None without one."""
         begin, wanted = self._begin(len(part)), list(part)
         place = bisect_left(self.suffixes, wanted, key=begin)
         return place if place < len(self.suffixes) and begin(self.suffixes[place]) == wanted else None
 
     def _begin(self, size: int) -> Callable[[int], list[int]]:
-        """Where a suffix begins -> its first ``size`` tokens."""
+        """Return a function from the start of a suffix to its first ``size`` tokens."""
         tokens = self.tokens
         return lambda at: tokens[at : at + size].tolist()
 
 
 def suffix_order(tokens: np.ndarray, depth: int) -> np.ndarray:
-    """Where the suffixes of ``tokens [n]`` begin, int64 ``[n]``, ascending by their first ``depth`` tokens or more.
+    """Starts of the suffixes of ``tokens [n]``, int64 ``[n]``, sorted by at least their first ``depth`` tokens.
 
-    By doubling: the rank of a suffix by 2k tokens is that of its first k and, among these, that of what begins k later.
+    Prefix doubling: the rank by 2k tokens follows from the rank by k tokens of the suffix and of the one k later.
     """
     size = len(tokens)
     rank = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
     order, known = np.argsort(rank, kind="stable"), 1
     while known < depth:
         key = rank * (size + 1)
-        key[:-known] += rank[known:] + 1  # what has ended is smaller than all
+        key[:-known] += rank[known:] + 1  # a suffix that has ended sorts first
         order = np.argsort(key, kind="stable")
         ascending = key[order]
         steps = np.concatenate([[0], np.cumsum(ascending[1:] != ascending[:-1])])
@@ -94,10 +104,10 @@ def suffix_order(tokens: np.ndarray, depth: int) -> np.ndarray:
 
 
 def save_datastore(path: Path, store: Datastore, vocabulary: dict[str, str]) -> None:
-    """Write it; a kill leaves the old file or the new one, never a part.
+    """Write a datastore. The file is replaced atomically.
 
     Args:
-        vocabulary: ``vocabulary_facts`` of the model whose tokens they are.
+        vocabulary: ``vocabulary_facts`` of the model that the token ids belong to.
     """
     metadata = {"content": CONTENT, "format_version": FORMAT_VERSION} | vocabulary
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,10 +116,10 @@ def save_datastore(path: Path, store: Datastore, vocabulary: dict[str, str]) -> 
 
 
 def load_datastore(path: str, target: TargetModel) -> Datastore:
-    """Map a datastore into memory: what is looked up is read, when it is looked up.
+    """Map a datastore into memory.
 
     Raises:
-        ValueError: no such file, no datastore or only part of one, or one of another vocabulary.
+        ValueError: no such file, an incomplete or other file, or a datastore of another vocabulary.
     """
     made = "python -m data_prep.datastore makes one"
     if not Path(path).is_file():
@@ -126,9 +136,7 @@ def load_datastore(path: str, target: TargetModel) -> Datastore:
     found = {name: (array.dtype, array.dim(), array.numel()) for name, array in arrays.items()}
     size = arrays["tokens"].numel() if "tokens" in arrays else 0
     if found != dict.fromkeys(Datastore._fields, (torch.int32, 1, size)) or not size:
-        raise ValueError(
-            f"{path} is damaged: it must hold as many tokens as suffixes, int32, and holds {found}; {made}"
-        )
+        raise ValueError(f"{path} is damaged: expected as many tokens as suffixes, int32, found {found}; {made}")
     for name, least, most in (("tokens", BETWEEN, target.vocab_size - 1), ("suffixes", 0, size - 1)):
         low, high = (int(value) for value in arrays[name].aminmax())
         if not least <= low <= high <= most:

@@ -1,4 +1,7 @@
-"""What drafters with a draft model share: the model itself, checked against the target, and its cache."""
+"""Base of drafters with a draft model: load it, check its tokenizer against the target's, and keep its cache.
+
+Also the check of files of token ids (phrase pools, datastores) against a model's vocabulary.
+"""
 
 import hashlib
 import json
@@ -13,13 +16,13 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.loop.generate import DecodeState, padded
+from drafters.loop.state import DecodeState, padded
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, draft_head
 from drafters.model.files import load_bare_tokenizer
 from drafters.model.target import FeatureOutput, TargetModel
 
-# An option of a method: where to load a draft model from, or a loaded one, so that several drafters share it.
+# Option of a method: folder or Hub repository of a draft model, or a loaded one that several drafters share.
 DraftModel = str | InstanceOf[TargetModel]
 
 
@@ -32,7 +35,8 @@ class DraftModelOptions(DraftHeadOptions):
 class DraftModelDrafter(Drafter):
     """A drafter that drafts with a smaller LM of the target's tokenizer.
 
-    ``more_rows``: rows of the draft model's cache beyond the target's.
+    Attributes:
+        more_rows: rows of the draft model's cache beyond the number of rows of the target's.
 
     Raises:
         ValueError: the draft model has another tokenizer than the target.
@@ -48,7 +52,7 @@ class DraftModelDrafter(Drafter):
         self._cache = KVCache.nothing()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._cache.release()  # so that its memory can be taken again
+        self._cache.release()  # frees the memory before the new cache takes its own
         self._cache = self.draft_model.new_cache(state.batch, state.cache.capacity + self.more_rows)
         prompts = [row[:-1] for row in state.tokens]
         self.draft_model.run(padded(prompts, self.draft_model.device), self._cache)
@@ -64,26 +68,26 @@ class DraftModelDrafter(Drafter):
         self._cache = whole
 
     def _read(self, tokens: list[int]) -> Tensor:
-        """Run the draft model over ``tokens`` of the one row and keep them; features ``[1, H]`` after the last."""
+        """Run the draft model over ``tokens`` of a batch of one and commit them; features ``[1, H]`` after the last."""
         rows = torch.tensor([tokens], device=self.target.device)
         features = self.draft_model.run(rows, self._cache).features[:, -1]
         self._cache.commit_first([len(tokens)])
         return features
 
     def _catch_up(self, state: DecodeState) -> Tensor:
-        """``_read`` the committed tokens that the draft model has not read yet."""
+        """``_read`` the committed tokens that the draft model has not read."""
         self.lm_head.read(state.tokens)
         return self._read(state.tokens[0][self._cache.lengths[0] :])
 
 
 def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> TargetModel:
-    """The draft model, checked against its target and over the target's token ids.
+    """Load a draft model, check its tokenizer against the target's, and give it the target's vocabulary size.
 
-    Models of one family may have LM heads of different sizes, padded or with rows for tokens that nothing uses: then
-    ids beyond the smaller one are never drafted.
+    Models of one family may have LM heads of different sizes because of padding. Ids beyond the smaller one are then
+    never drafted.
 
     Raises:
-        ValueError: another tokenizer, or a vocabulary of another size and no tokenizers to compare.
+        ValueError: another tokenizer, or a vocabulary of another size without tokenizers to compare.
     """
     if not isinstance(draft_model, TargetModel):
         draft_model = TargetModel.from_pretrained(draft_model, dtype=target.dtype, device=target.device)
@@ -91,17 +95,17 @@ def load_draft_model(target: TargetModel, draft_model: str | TargetModel) -> Tar
     check_tokenizers(draft_model.name, ours, target.name, theirs)
     if draft_model.vocab_size != target.vocab_size and not (ours and theirs):
         raise ValueError(
-            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens and "
-            f"target {target.name} one of {target.vocab_size}, and without the tokenizers of both nothing shows that "
-            "the same ids mean the same tokens: put the tokenizers beside the weights, or choose another draft model"
+            f"draft model {draft_model.name} has a vocabulary of {draft_model.vocab_size} tokens, target {target.name} "
+            f"one of {target.vocab_size}, and a tokenizer is missing to compare their token ids: put the tokenizers "
+            "into the folders of the weights, or choose another draft model"
         )
     return over_vocabulary(draft_model, target.vocab_size)
 
 
 def over_vocabulary(model: TargetModel, size: int) -> TargetModel:
-    """Return a model with the weights of ``model`` and logits over ``size`` ids; ``model`` itself if it has that size.
+    """Return ``model`` with logits over ``size`` ids, sharing its weights.
 
-    Ids beyond the LM head of ``model`` have the logit -inf, and the embedding of its last id.
+    Ids beyond the LM head of ``model`` have the logit -inf and the embedding of its last id.
     """
     own = model.vocab_size
     if own == size:
@@ -110,22 +114,21 @@ def over_vocabulary(model: TargetModel, size: int) -> TargetModel:
     resized.vocab_size = size
 
     def lm_head(features: Tensor) -> Tensor:
-        return F.pad(model.lm_head(features), (0, size - own), value=-torch.inf)  # a negative number cuts
+        return F.pad(model.lm_head(features), (0, size - own), value=-torch.inf)  # a negative size cuts
 
     def embed(tokens: Tensor) -> Tensor:
         return model.embed(tokens.clamp_max(own - 1))
 
     resized.lm_head = lm_head  # type: ignore[method-assign]
     if own < size:
-        resized.embed, resized._parts = embed, {}  # type: ignore[method-assign]  # parts hold the embedding
+        resized.embed, resized._parts = embed, {}  # type: ignore[method-assign]  # cached parts contain the embedding
     return resized
 
 
 def check_tokenizers(draft_model: str, ours: dict[str, int] | None, target: str, theirs: dict[str, int] | None) -> None:
-    """Raise ValueError if both vocabularies are known and contradict each other: hardly a draft would be accepted.
+    """Raise ValueError if both vocabularies are known and differ: hardly any draft would be accepted.
 
-    They contradict where a token has two ids, or an id two tokens. A token that only one of them has contradicts
-    nothing.
+    They differ if a token has two ids, or an id two tokens. A token that only one of them has is no difference.
     """
     if not ours or not theirs:
         return
@@ -140,26 +143,27 @@ def check_tokenizers(draft_model: str, ours: dict[str, int] | None, target: str,
 
 
 def vocabulary(model: TargetModel) -> dict[str, int] | None:
-    """Token -> id of the tokenizer that lies beside a model; None for a model that comes without one."""
+    """Token -> id of a model's tokenizer; None for a model without one."""
     return tokenizer_vocabulary(model.source, model.revision) if model.source is not None else None
 
 
 @lru_cache(maxsize=8)
 def tokenizer_vocabulary(source: str, revision: str | None) -> dict[str, int] | None:
-    """Token -> id of the tokenizer in a folder or Hub repository; None where there is none."""
+    """Token -> id of the tokenizer in a folder or Hub repository; None without one."""
     try:
         vocabulary: dict[str, int] = load_bare_tokenizer(source, revision).get_vocab()
         return vocabulary
     except ValueError:
-        return None  # token ids in, token ids out: a model may come without a tokenizer
+        return None  # decoding needs only token ids, so a model may come without a tokenizer
 
 
 def vocabulary_facts(name: str, size: int, tokens: dict[str, int] | None) -> dict[str, str]:
-    """Whose token ids a file holds, for its metadata: the model's name, its vocabulary's size, and the hash of its
-    tokenizer's vocabulary, empty where there is none.
+    """Metadata of a file of token ids: the model's name, its vocabulary size, and a hash of its tokenizer's vocabulary.
+
+    The hash is empty without a tokenizer.
     """
-    found = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else ""
-    return {"model": name, "vocab_size": str(size), "vocabulary": found}
+    digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest() if tokens is not None else ""
+    return {"model": name, "vocab_size": str(size), "vocabulary": digest}
 
 
 def model_facts(model: TargetModel) -> dict[str, str]:
@@ -168,21 +172,22 @@ def model_facts(model: TargetModel) -> dict[str, str]:
 
 
 def check_vocabulary(path: str | Path, facts: Mapping[str, str], model: TargetModel, what: str, fix: str) -> None:
-    """Raise ValueError where a file's ``vocabulary_facts`` are not ``model``'s.
+    """Raise ValueError if a file's ``vocabulary_facts`` do not fit ``model``.
 
     Args:
-        what: the file holds. fix: what to do, before "of this target".
+        what: what the file contains, for the message.
+        fix: what to do, for the message; it goes on with "of this target".
     """
     maker, own = facts.get("model"), model_facts(model)
     theirs, ours = facts.get("vocabulary"), own["vocabulary"]
-    one_tokenizer = ours and ours == theirs  # its models may be padded to other sizes
-    if facts.get("vocab_size") != own["vocab_size"] and not one_tokenizer:
+    same_tokenizer = ours and ours == theirs  # models of one tokenizer may be padded to different sizes
+    if facts.get("vocab_size") != own["vocab_size"] and not same_tokenizer:
         raise ValueError(
             f"{path} holds {what} of {maker}, whose vocabulary has {facts.get('vocab_size')} tokens; that of "
             f"{model.name} has {model.vocab_size}: {fix} of this target"
         )
-    if theirs and ours and theirs != ours:  # either may have come without a tokenizer
+    if theirs and ours and theirs != ours:  # each is empty without a tokenizer
         raise ValueError(
-            f"{path} holds {what} of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of {model.name} "
-            f"({ours[:12]}): its token ids mean other words; {fix} of this target"
+            f"{path} holds {what} of {maker}, whose tokenizer (vocabulary {theirs[:12]}) is not that of "
+            f"{model.name} ({ours[:12]}): {fix} of this target"
         )

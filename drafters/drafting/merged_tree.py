@@ -1,7 +1,7 @@
-"""Drafted sequences merged into one draft tree, and the walk down it, for methods whose drafts compete (SpecInfer,
-SpecTr).
+"""Sampled sequences merged into one draft tree, and its verification (SpecInfer, SpecTr).
 
-A merged node saves the target a row, but it stays as many trials as sequences drew it: each is a sample of its own.
+Merging saves target rows. A node that n sequences drew still has n trials in verification, since each is an independent
+sample.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,26 +15,27 @@ from drafters.loop.acceptance import Verdict
 from drafters.loop.sampling import Sampling, draw
 from drafters.loop.tree import DraftTree, to_device
 
-# (tree, p [U, V] at its inner rows) -> the chances [U, K] of each trial to be accepted given that those before it were
-# not (above 1: certain; 0 for padding), and what of p is left where none is, [U, V], not normalised.
+# (tree, p [U, V] at its inner rows) -> chances [U, K] and residuals [U, V]. A chance is the acceptance probability of a
+# trial after those before it failed (1 or more: certain; 0: padding). A residual is p after all trials failed, not
+# normalised.
 Trials = Callable[["MergedTree", Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class MergedTree(DraftTree):
-    """S sequences of up to gamma tokens, merged by common prefixes. One batch row.
+    """S sequences of up to gamma tokens, merged by common prefixes, in a batch of one.
 
-    ``q [1, S * gamma, V]`` holds at row ``s * gamma + d`` what token d of sequence s was drawn from (``q_row`` is not
-    used: a merged node was drawn from several). The sequences through a node propose its children: the node's trials.
-    They are listed only where tokens were sampled; U inner rows have trials, at most K each.
+    Row ``s * gamma + d`` of ``q [1, S * gamma, V]`` is the distribution of token d of sequence s. ``q_row`` is unused,
+    since several rows of q may have drawn a merged node. Each sequence through a row proposes one of its children: a
+    trial. U inner rows have trials, at most K each; without q there are none.
 
     Attributes:
         trie: the tree on the host; ``trie.paths[s]`` are the nodes of sequence s.
         inner: the rows of [root, nodes] that have children, those with the most trials first.
-        trials: the number of trials of each of them.
-        rows: ``[U]`` the same as ``inner``.
-        children: ``[U, K]`` the node that each trial proposes, in sequence order; -1 pads.
-        q_rows: ``[U, K]`` the row of q that it was drawn from.
+        trials: number of trials of each inner row.
+        rows: ``[U]`` ``inner`` on the device.
+        children: ``[U, K]`` the node that each trial proposes, in sequence order; -1 is padding.
+        q_rows: ``[U, K]`` the row of q that drew it.
     """
 
     trie: Trie = field(default_factory=Trie)
@@ -46,12 +47,12 @@ class MergedTree(DraftTree):
 
     @classmethod
     def merge(cls, sequences: Tensor, q: Tensor | None, stop: frozenset[int]) -> "MergedTree":
-        """Merge ``sequences [S, gamma]``, each cut behind its first token in ``stop`` (EOS).
+        """Merge ``sequences [S, gamma]``, each cut after its first token in ``stop`` (EOS).
 
-        One copy to the host and one back. Verification then needs none but the verdict's.
+        It copies to the host once and back once. Verification then copies only its result.
 
         Args:
-            q: ``[S, gamma, V]`` what the tokens were drawn from; None where they will be verified greedily.
+            q: ``[S, gamma, V]`` the distributions that drew the tokens; None for greedy verification.
         """
         (count, gamma), device = sequences.shape, sequences.device
         trie = Trie.of((tuple(line) for line in sequences.tolist()), gamma, stop)
@@ -76,22 +77,22 @@ class MergedTree(DraftTree):
         )
 
     def walk(self, trials: Trials, logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Verdict:
-        """From the root, draw the outcome of a node's trials, go on where one is accepted, else draw the bonus.
+        """Walk from the root: continue at the child that a node's trials accept, otherwise draw the bonus.
 
-        All nodes are judged side by side, those too that are not reached, so that the device is asked once. (On a CPU
-        too: what an operation costs there is mostly its launch.)
+        The trials of all rows run in parallel, also of rows that the walk does not reach, to copy to the host once.
 
         Args:
-            trials: how they are judged. logits: ``[1, N+1, V]`` of [root, nodes].
+            trials: the method's rule for the trials of a row.
+            logits: ``[1, N+1, V]`` of [root, nodes].
         """
-        # Every node's trials at once, on the device, and a bonus drawn from what each leaves; one copy to the host.
+        # Run the trials of all rows, and draw a bonus from each residual; one copy to the host.
         p = sampling.probabilities(logits[0])
         chances, p[self.rows] = trials(self, p[self.rows])
         passed = torch.rand(chances.shape, device=p.device, generator=generator) < chances
         first = passed.int().argmax(1, keepdim=True)
         child = torch.where(passed.gather(1, first), self.children.gather(1, first), -1)[:, 0]
         outcome = torch.cat([child, draw(p, generator)]).tolist()
-        # Down from the root, on the host.
+        # Walk down from the root, on the host.
         after = dict(zip(self.inner, outcome, strict=False))
         rows, tokens = [0], []
         while (node := after.get(rows[-1], -1)) >= 0:
@@ -101,7 +102,7 @@ class MergedTree(DraftTree):
         return Verdict([rows], [[*tokens, bonus]], [max(map(len, self.trie.paths))])
 
     def shared(self, sequence: int, rows: Iterable[int]) -> int:
-        """How many tokens of a sequence were accepted, given a verdict's ``rows``."""
+        """Number of accepted tokens of a sequence, given a verdict's ``rows``."""
         path = self.trie.paths[sequence]
         agreed = 0
         for node, row in zip(path, list(rows)[1:], strict=False):
@@ -112,7 +113,7 @@ class MergedTree(DraftTree):
 
 
 def _trials(paths: list[list[int]], gamma: int) -> dict[int, list[tuple[int, int]]]:
-    """Row -> its trials as (child node, row of q)."""
+    """Row of [root, nodes] -> its trials as (child node, row of q)."""
     trials: dict[int, list[tuple[int, int]]] = {}
     for sequence, path in enumerate(paths):
         row = 0

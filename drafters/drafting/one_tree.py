@@ -1,8 +1,8 @@
-"""A head's draft and a copy in one tree: the copy's nodes behind the head's, whose rows keep their numbers.
+"""A head's draft and a copy in one tree (hybrid ``one_tree``): the copied nodes are appended to the head's nodes.
 
-A copied node is deterministic. Of a node's children those that were sampled are tried first, as their q asks; where
-none passes, the token is drawn from what is left of p, and may be a copied one's (``loop/acceptance.py``). So what
-is copied changes where a token is found, never which, and may hang on what the head drew.
+Copied nodes are deterministic. Verification tries the sampled children of a node first; if none passes, it draws from
+the remaining p, and the drawn token may be a copied node's (``loop/acceptance.py``). So copied nodes keep the output
+distribution, even if they are chosen depending on the head's draws.
 """
 
 from collections.abc import Sequence
@@ -10,75 +10,69 @@ from dataclasses import replace
 
 import torch
 
-from drafters.drafting.retrieval import Found, draft_of, part_of
+from drafters.drafting.retrieval import Copy, draft_of, part_of
 from drafters.loop.tree import ROOT, DraftTree
 
-Held = dict[int, int]  # of a copy's nodes those that the head drafted, too: which node of its draft each is
+Overlap = dict[int, int]  # node of a copy -> the node of the head's draft with the same path from the root
 
 
-def held_nodes(draft: DraftTree, found: Sequence[Found]) -> list[Held]:
-    """What of each row's copy the draft holds already, from the root on.
-
-    Off the CPU nothing: reading the draft would wait for the device.
-    """
+def overlaps(draft: DraftTree, copies: Sequence[Copy]) -> list[Overlap]:
+    """Per batch row, the nodes of the copy that the draft has too. Empty on a GPU, where reading would synchronise."""
     if draft.tokens.device.type != "cpu" or not draft.size:
-        return [{} for _ in found]
-    valid = [None] * len(found) if draft.valid is None else draft.valid.tolist()
-    rows = zip(found, draft.tokens.tolist(), draft.parents.tolist(), valid, strict=True)
-    return [_held(*row) for row in rows]
+        return [{} for _ in copies]
+    valid = [None] * len(copies) if draft.valid is None else draft.valid.tolist()
+    rows = zip(copies, draft.tokens.tolist(), draft.parents.tolist(), valid, strict=True)
+    return [_overlap(*row) for row in rows]
 
 
-def _held(found: Found, tokens: list[int], parents: list[int], valid: list[bool] | None) -> Held:
-    there: dict[tuple[int, int], int] = {}
+def _overlap(copy: Copy, tokens: list[int], parents: list[int], valid: list[bool] | None) -> Overlap:
+    children: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the draft
     for node, place in enumerate(zip(parents, tokens, strict=True)):
         if valid is None or valid[node]:
-            there.setdefault(place, node)
-    held: Held = {}
-    for node, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
-        at = ROOT if parent == ROOT else held.get(parent)
-        if at is not None and (at, token) in there:
-            held[node] = there[at, token]
-    return held
-
-
-def leaves_draft(found: Found, held: Held, node: int) -> bool:
-    """Whether a copy's node is not in the draft that its parent is in."""
-    parent = found.parents[node]
-    return node not in held and (parent == ROOT or parent in held)
+            children.setdefault(place, node)
+    overlap: Overlap = {}
+    for node, (parent, token) in enumerate(zip(copy.parents, copy.tokens, strict=True)):
+        at = ROOT if parent == ROOT else overlap.get(parent)
+        if at is not None and (at, token) in children:
+            overlap[node] = children[at, token]
+    return overlap
 
 
 def with_copies(
-    draft: DraftTree, found: Sequence[Found], held: Sequence[Held], kept: Sequence[Sequence[int]]
+    draft: DraftTree, copies: Sequence[Copy], overlap: Sequence[Overlap], chosen: Sequence[Sequence[int]]
 ) -> DraftTree:
-    """The draft with the nodes ``kept`` of each row's copy behind its own.
+    """Append the ``chosen`` nodes of each row's copy to the draft.
 
     Args:
-        kept: nodes that the draft does not hold, each with its parent among them or held.
+        overlap: per row, the nodes of the copy that the draft has too.
+        chosen: per row, other nodes of the copy; the parent of each is chosen, too, or in ``overlap``.
     """
-    width, device = max(map(len, kept)), draft.tokens.device
+    width, device = max(map(len, chosen)), draft.tokens.device
     if not width:
         return draft
     if not draft.size:
-        return draft_of([part_of(one, sorted(nodes)) for one, nodes in zip(found, kept, strict=True)], device)
+        return draft_of([part_of(copy, sorted(nodes)) for copy, nodes in zip(copies, chosen, strict=True)], device)
+    # Number the new nodes, and pad them to the same width in all rows.
     new, deepest = [], 0
-    for one, has, nodes in zip(found, held, kept, strict=True):
-        places = {ROOT: ROOT} | has | {node: draft.size + number for number, node in enumerate(sorted(nodes))}
-        padding = [0] * (width - len(nodes))
-        tokens = [one.tokens[node] for node in sorted(nodes)]
-        above = [places[one.parents[node]] for node in sorted(nodes)]
-        new.append([tokens + padding, above + [ROOT] * len(padding)])
-        deepest = max([deepest, *(_depth(one, node) for node in nodes)])
-    tokens_new, parents_new = torch.tensor(new, device=device).unbind(1)
-    counts = torch.tensor([len(nodes) for nodes in kept], device=device)[:, None]
-    real = torch.arange(width, device=device) < counts
+    for copy, shared, nodes in zip(copies, overlap, map(sorted, chosen), strict=True):
+        number = {ROOT: ROOT} | shared | {node: draft.size + place for place, node in enumerate(nodes)}
+        padding = width - len(nodes)
+        tokens = [copy.tokens[node] for node in nodes]
+        above = [number[copy.parents[node]] for node in nodes]
+        new.append([tokens + [0] * padding, above + [ROOT] * padding])
+        deepest = max([deepest, *(_depth(copy, node) for node in nodes)])
+    tokens_new, parents_new = torch.tensor(new, device=device).unbind(1)  # [B, width] each
+    # Append them to every field of the draft.
+    counts = torch.tensor([len(nodes) for nodes in chosen], device=device)[:, None]
+    real = torch.arange(width, device=device) < counts  # [B, width]
     old = torch.ones_like(draft.tokens, dtype=torch.bool) if draft.valid is None else draft.valid
     parents = torch.cat([draft.parents, parents_new], dim=1)
     whole = replace(
         draft,
         tokens=torch.cat([draft.tokens, tokens_new], dim=1),
         parents=parents,
-        q_row=None if draft.q_row is None else torch.cat([draft.q_row, torch.full_like(tokens_new, ROOT)], dim=1),
-        valid=None if draft.valid is None and len(set(map(len, kept))) == 1 else torch.cat([old, real], dim=1),
+        q_row=None if draft.q_row is None else torch.cat([draft.q_row, torch.full_like(tokens_new, -1)], dim=1),
+        valid=None if draft.valid is None and len(set(map(len, chosen))) == 1 else torch.cat([old, real], dim=1),
         see=None,
         draws=None if draft.draws is None else draft.draws + (0,) * (deepest - len(draft.draws)),
         is_chain=False,
@@ -88,8 +82,8 @@ def with_copies(
     return whole
 
 
-def _depth(found: Found, node: int) -> int:
+def _depth(copy: Copy, node: int) -> int:
     depth = 0
     while node != ROOT:
-        depth, node = depth + 1, found.parents[node]
+        depth, node = depth + 1, copy.parents[node]
     return depth

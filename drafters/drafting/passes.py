@@ -3,17 +3,21 @@
 Two ways: torch's operations, for any head; and one call for a pass, where there is a kernel for it.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from drafters.cpu.head_pass import CpuPass, Likeliest
 from drafters.drafting.tree_plan import Extend, TreePlan
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHead
 from drafters.model.rows import Rows
+from drafters.model.runner import model_time
+
+if TYPE_CHECKING:
+    from drafters.cpu.layers import HeadPass
 
 
 class Level(NamedTuple):
@@ -90,37 +94,37 @@ class TorchPasses:
 
 
 class OneCallPasses:
-    """Through ``CpuPass``: what a draft of one sequence begins with, the committed tokens, included.
+    """Each pass in one call of ``backend.head_pass``; the first one also takes in the committed tokens.
 
     Args:
         features: ``[n, H]`` the target's, of rows that the head has not taken in yet. following: the token after each.
         cache: the head's; those rows stay in it.
     """
 
-    def __init__(self, run: CpuPass, head: DraftHead, features: Tensor, following: list[int], cache: KVCache) -> None:
+    def __init__(
+        self, run: "HeadPass", head: DraftHead, features: Tensor, following: list[int], cache: KVCache
+    ) -> None:
         self._run, self._head, self._features, self._following = run, head, features, following
         self._cache = cache
 
     def first(self, ranks: int) -> Level:
         """As ``Passes``."""
         count = len(self._following)
-        ranks = min(ranks, self._head.width)
-        self._features, found = self._run(self._features, range(count), self._following, self._cache, ranks, judged=1)
+        found = self._pass(range(count), self._following, ranks, judged=1)
         self._cache.commit_first([count])
         self._features = self._features[-1:]
-        return self._level(found)
+        return found
 
     def further(self, nodes: Nodes, ranks: int) -> Level:
         """As ``Passes``."""
         seen = None if nodes.is_chain else nodes.seen[nodes.before :]
-        ranks = min(ranks, self._head.width)
-        self._features, found = self._run(
-            self._features, nodes.parents, nodes.tokens, self._cache, ranks, seen, nodes.before
-        )
-        return self._level(found)
+        return self._pass(nodes.parents, nodes.tokens, ranks, seen, nodes.before)
 
-    def _level(self, found: Likeliest) -> Level:
-        places, probabilities = found
+    def _pass(self, parents: Sequence[int], tokens: list[int], ranks: int, *rest: Any, **named: Any) -> Level:
+        ranks = min(ranks, self._head.width)
+        with model_time():
+            found = self._run(self._features, parents, tokens, self._cache, ranks, *rest, **named)
+        self._features, places, probabilities = found
         return Level(places, [self._head.named(some) for some in places], probabilities)
 
 

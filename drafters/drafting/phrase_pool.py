@@ -1,15 +1,18 @@
-"""Phrases by their first token, for methods that draft from n-grams seen before (Lookahead, Ouroboros)."""
+"""Phrase pool and window of guesses, for methods that draft n-grams seen before (Lookahead, Ouroboros).
+
+``PhrasePool`` is the n-gram pool, ``PhraseWindow`` the two-dimensional window of Jacobi iterations that fills it.
+"""
 
 from collections.abc import Iterator, Sequence
 
-from drafters.loop.generate import until
+from drafters.loop.state import until
 
 
 class PhrasePool:
-    """First token -> its continuations ("tails"), most recently used last; full, it drops what was used longest ago.
+    """Phrases by first token, in order of use; when it is full, the least recently used phrase is evicted.
 
-    A phrase of length beta is a first token and a tail of at most beta - 1 tokens. A tail that begins another one of
-    the same first token says nothing that the longer one does not, so only the longer is kept.
+    A phrase of length beta is a first token and a tail of at most beta - 1 tokens. A tail that is a prefix of another
+    tail of the same first token is not stored.
 
     Args:
         tail: most tokens of a tail; longer ones are cut.
@@ -19,31 +22,31 @@ class PhrasePool:
 
     def __init__(self, tail: int, per_token: int, capacity: int = 100_000) -> None:
         self.tail, self.per_token, self.capacity = tail, per_token, capacity
-        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # dicts keep their order: the oldest stands first
+        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # least recently used first, at both levels
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def items(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Every (first token, tail), the oldest first: adding them to an empty pool in this order gives this pool."""
+        """Every (first token, tail), least recently used first: adding them in this order rebuilds the pool."""
         for first, tails in self._tails.items():
             for tail in tails:
                 yield first, tail
 
     def add(self, first: int, tail: Sequence[int], eos: frozenset[int] = frozenset()) -> None:
-        """Remember a phrase, or that it was used. EOS ends a phrase and begins none."""
+        """Add a phrase, or mark it as used. EOS ends a phrase and never begins one."""
         new = tuple(until(tail[: self.tail], eos))
         if not new or first in eos:
             return
         tails = self._tails.pop(first, {})
-        self._tails[first] = tails  # now the most recently used first token
+        self._tails[first] = tails  # moves it to the end: the most recently used
         before = len(tails)
         if new in tails:
             del tails[new]
         else:
             for old in list(tails):
-                if old[: len(new)] == new:  # the longer one is there already
+                if old[: len(new)] == new:  # a prefix of a known tail: that one is used
                     new = old
                     del tails[old]
                     break
@@ -53,24 +56,21 @@ class PhrasePool:
         if len(tails) > self.per_token:
             del tails[next(iter(tails))]
         self._size += len(tails) - before
-        if self._size > self.capacity:  # drop the oldest tail of the first token that was used longest ago
+        if self._size > self.capacity:  # evict the oldest tail of the least recently used first token
             oldest = next(iter(self._tails))
             self._remove(oldest, next(iter(self._tails[oldest])))
 
     def replace(self, first: int, old: tuple[int, ...], new: Sequence[int], eos: frozenset[int] = frozenset()) -> None:
-        """Overwrite a phrase by a better one of the same first token."""
+        """Replace a phrase by another one of the same first token."""
         self._remove(first, old)
         self.add(first, new, eos)
 
     def get(self, first: int, most: int) -> list[tuple[int, ...]]:
-        """Up to ``most`` tails, the most recently used first."""
-        tails = self._tails.get(first)
-        if not tails:
-            return []
-        return list(reversed(tails))[:most]
+        """Up to ``most`` tails, most recently used first."""
+        return list(reversed(self._tails.get(first, {})))[:most]
 
     def copy(self) -> "PhrasePool":
-        """Another pool with the same phrases."""
+        """An independent pool with the same phrases."""
         pool = PhrasePool(self.tail, self.per_token, self.capacity)
         pool._tails = {first: tails.copy() for first, tails in self._tails.items()}
         pool._size = self._size
@@ -86,47 +86,47 @@ class PhrasePool:
 
 
 class PhraseWindow:
-    """The two-dimensional window of guesses that phrases are read off (lookahead decoding, Fu et al. 2024).
+    """Two-dimensional window of guesses, the lookahead branch (lookahead decoding, Fu et al. 2024).
 
-    Level 0 guesses the tokens after the root, level l the same columns l tokens further; the root stands at level 0,
-    column 0. Every forward guesses one level more from the last one; the root, a column's tokens and its new guess
-    form a phrase, and the lowest level is dropped. A guess sees its column and level 0 to the left of it: a tree.
+    Column 0 of level 0 is the root; the other columns guess the tokens after it. Level l guesses the tokens l places
+    further. The argmaxes after the last level are a new level. The tokens of a column then form a phrase, and level 0
+    is dropped. A guess attends to its column and to the columns left of it in level 0, so the window is a tree.
 
     Args:
-        width: columns, the phrases gained by each forward.
-        levels: kept at once; phrases have levels + 1 tokens.
+        width: columns: phrases gained per forward.
+        levels: levels of the full window; phrases have ``levels + 1`` tokens.
     """
 
     def __init__(self, width: int, levels: int) -> None:
         self.width, self.levels = width, levels
         self._guesses: list[list[int]] = []
-        self._placeholders = True
+        self._placeholders = True  # level 0 holds no guesses of the target yet
 
     def start(self, tokens: list[int]) -> None:
-        """Begin a prompt; level 0 is filled with its last tokens, which are placeholders and never become phrases."""
-        columns = self.width + self.levels - 1  # filling costs one column a level
+        """Begin a prompt: its last tokens fill level 0 as placeholders, which never become phrases."""
+        columns = self.width + self.levels - 1  # each added level costs one column
         tail = tokens[-columns:]
         self._guesses = [(tail * (columns // len(tail) + 1))[:columns]]
         self._placeholders = True
 
     @property
     def tokens(self) -> list[int]:
-        """The guesses, level by level, without the root's place."""
+        """The guesses, level by level, without the root."""
         return [token for level in self._guesses for token in level][1:]
 
     @property
     def most_tokens(self) -> int:
-        """The longest that ``tokens`` gets: while the window fills, a level is gained and a column lost each time."""
+        """Largest length of ``tokens``, also while the window fills."""
         columns = self.width + self.levels
         return max(level * (columns - level) for level in range(1, self.levels + 1)) - 1
 
     @property
     def outputs(self) -> int:
-        """How many of the last rows predict new guesses (where there is one level, the root's row does too)."""
+        """Number of last rows that predict the new level. With one level, the root's row predicts one guess more."""
         return len(self._guesses[0]) - (len(self._guesses) == 1)
 
     def parents(self, root: int, first: int) -> list[int]:
-        """Parent of each of ``tokens`` where the root is node ``root`` and they are the nodes from ``first`` on."""
+        """Parent of each of ``tokens``, if the root is node ``root`` and they are the nodes from ``first`` on."""
         width = len(self._guesses[0])
         below = [root, *range(first, first + width - 1)]
         parents = below[:-1]
@@ -137,7 +137,7 @@ class PhraseWindow:
         return parents
 
     def advance(self, root: int, root_prediction: int, predictions: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Take in a forward's ``predictions`` (argmax of the last ``outputs`` rows); returns the phrases completed."""
+        """Add a level of ``predictions``, the argmaxes of the last ``outputs`` rows; return the completed phrases."""
         if len(self._guesses) == 1:
             predictions = [root_prediction, *predictions]
         if len(self._guesses) < self.levels:

@@ -1,4 +1,4 @@
-"""Phrase pools on disk: one safetensors file, so that what a drafter learnt in one run drafts in the next."""
+"""Phrase pools on disk, one safetensors file each: a drafter can begin with the phrases of an earlier run."""
 
 from pathlib import Path
 
@@ -18,14 +18,13 @@ _ARRAYS = ("first", "lengths", "tails")
 
 
 def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
-    """Write a pool of ``model``'s token ids; a kill leaves the old file or the new one, never a part.
+    """Write a pool of ``model``'s token ids. The file is replaced atomically.
 
-    The file holds ``first [n]`` (first tokens), ``lengths [n]`` and ``tails`` (all tails' tokens, one after the other),
-    int32, in the pool's order. Its metadata says the longest tail, the vocabulary's size and, where a tokenizer lies
-    beside the model, the vocabulary's hash.
+    It holds ``first [n]`` (first tokens), ``lengths [n]`` (of the tails) and ``tails`` (tokens of all tails,
+    concatenated), int32, in the pool's order. Metadata: the longest tail and ``vocabulary_facts``.
 
     Raises:
-        OSError: it cannot be written; the old file stays.
+        OSError: the file cannot be written; the old one is unchanged.
     """
     path = Path(path)
     phrases = list(pool.items())
@@ -46,15 +45,15 @@ def save_pool(path: str | Path, pool: PhrasePool, model: TargetModel) -> None:
 
 
 def first_pool(path: str | None, model: TargetModel, tail: int, per_token: int) -> PhrasePool:
-    """The pool that a drafter of ``model`` begins with: the saved one, or an empty one where ``path`` is None."""
+    """The pool that a drafter begins with: the saved one, or an empty one if ``path`` is None."""
     return PhrasePool(tail, per_token) if path is None else load_pool(path, model, tail, per_token)
 
 
 def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -> PhrasePool:
-    """A saved pool for a drafter of ``model``; tails longer than ``tail`` are cut, of too many the newest are kept.
+    """Load a pool. Tails are cut to ``tail`` tokens, and the ``per_token`` most recently used ones are loaded.
 
     Raises:
-        ValueError: no such file, no pool or only part of one, or one of another vocabulary.
+        ValueError: no such file, an incomplete or other file, or a pool of another vocabulary.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no phrase pool at {path}: write one with a drafter's save_pool(path)")
@@ -76,9 +75,9 @@ def load_pool(path: str | Path, model: TargetModel, tail: int, per_token: int) -
 
 
 def _check_metadata(path: str | Path, metadata: dict[str, str], model: TargetModel) -> None:
-    """Content, version and vocabulary."""
+    """Check content, version and vocabulary."""
     if metadata.get("content") != CONTENT:
-        raise ValueError(f"{path} is a safetensors file but no phrase pool: give one that save_pool wrote")
+        raise ValueError(f"{path} is a safetensors file but no phrase pool: give a file written by save_pool")
     if (version := metadata.get("format_version")) != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {version} and this release reads {FORMAT_VERSION}: save the pool again, or use "
@@ -88,7 +87,7 @@ def _check_metadata(path: str | Path, metadata: dict[str, str], model: TargetMod
 
 
 def _check_arrays(path: str | Path, arrays: dict[str, np.ndarray], model: TargetModel) -> None:
-    """Sizes that fit each other, and token ids of the vocabulary."""
+    """Check that the sizes fit each other and that the token ids are in the vocabulary."""
     flat = sorted(arrays) == sorted(_ARRAYS) and all(
         array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays.values()
     )

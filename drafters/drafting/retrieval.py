@@ -1,59 +1,66 @@
-"""What drafters that copy have in common: a place where the text's end stood before, and what followed it there."""
+"""Base of retrieval drafters (prompt lookup, suffix, REST): draft a copy of what followed an earlier match.
+
+A match is an earlier occurrence of the text's last tokens. A method implements ``Retrieval.retrieve``.
+"""
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from drafters.base import Drafter, Promised
+from drafters.base import Drafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
-from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree
 from drafters.model.target import FeatureOutput
 
 if TYPE_CHECKING:
-    from drafters.policy.weighing import Weighing
+    from drafters.policy.copies import CopyPolicy
 
-BETWEEN = -1  # stands between two texts: no token, so that no match reaches over it and no draft either
+BETWEEN = -1  # separates two texts; it is no token, so neither a match nor a draft crosses it
 
 
-class Found(NamedTuple):
-    """A draft tree on the host, with the reasons for it.
+class Copy(NamedTuple):
+    """A draft tree of copied tokens, on the host.
 
     Attributes:
-        tokens, parents: of each node, as a ``DraftTree`` has them.
-        claims: of each node, the share of the places found that go on so, one place more being counted that does not:
-            0.5 for the only one, 0.8 for all of four.
-        match: how many of the text's last tokens were found.
+        tokens: token of each node.
+        parents: parent of each node, as in ``DraftTree``.
+        shares: of each node, the share of the earlier occurrences that continue with it, n / (total + 1): 0.5 for the
+            only occurrence, 0.8 for all of four.
+        match: length of the match in tokens.
     """
 
     tokens: list[int]
     parents: list[int]
-    claims: list[float]
+    shares: list[float]
     match: int
 
 
-NOTHING = Found([], [], [], 0)
+NOTHING = Copy([], [], [], 0)
 
 
-def draft_of(found: Sequence[Found], device: torch.device) -> DraftTree:
-    """Of all nodes, for a batch row each."""
-    return DraftTree.of_rows([one.tokens for one in found], [one.parents for one in found], device)
+def draft_of(copies: Sequence[Copy], device: torch.device) -> DraftTree:
+    """The draft of one copy per batch row."""
+    return DraftTree.of_rows([copy.tokens for copy in copies], [copy.parents for copy in copies], device)
 
 
-def part_of(found: Found, kept: Sequence[int]) -> Found:
-    """Only the nodes ``kept``, in their order; the parent of each is among them."""
-    number = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
-    parents = [number[found.parents[node]] for node in kept]
-    return Found([found.tokens[n] for n in kept], parents, [found.claims[n] for n in kept], found.match)
+def part_of(copy: Copy, nodes: Sequence[int]) -> Copy:
+    """The part of a copy with ``nodes``, in this order; the parent of each node is one of them."""
+    number = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
+    parents = [number[copy.parents[node]] for node in nodes]
+    return Copy([copy.tokens[n] for n in nodes], parents, [copy.shares[n] for n in nodes], copy.match)
 
 
 class Next(NamedTuple):
-    """A token that follows at so many ``places``. Of equally likely ones the smallest ``rank`` is drafted first. ``at``
-    is what ``likeliest_tree`` goes on from there.
+    """A token that follows a match.
+
+    Attributes:
+        token: the token.
+        places: number of occurrences of the match that it follows.
+        rank: order among equally likely tokens; the smallest is drafted first.
+        at: argument of ``after`` for the tokens behind this one.
     """
 
     token: int
@@ -70,105 +77,81 @@ def likeliest_tree(
     least: float,
     stop: frozenset[int],
     chain: bool = False,
-) -> tuple[float, Found]:
-    """The tree of at most ``most`` nodes after a match, the likeliest node first, and the sum of their chances.
+) -> tuple[float, Copy]:
+    """Return the copy of the ``most`` likeliest nodes after a match, likeliest first, and its score.
 
-    A node's chance, ``least`` or more, is its parent's times the share of the places at which it follows. Nothing comes
-    behind a token in ``stop`` (EOS). ``chain``: one path, of which each node is the likeliest after the one before.
+    The chance of a node is its parent's chance times the share of the occurrences that it follows. The score is the sum
+    of the chances: the expected number of accepted tokens, if continuations repeat at these rates.
+
+    Args:
+        after: returns the tokens that follow ``at``.
+        at: the end of the match, as ``after`` takes it.
+        match: length of the match in tokens.
+        most: most nodes.
+        least: least chance of a node.
+        stop: tokens that end a path (EOS).
+        chain: keep one path, of the likeliest node at each depth.
     """
-    found, score = Found([], [], [], match), 0.0
+    copy, score = Copy([], [], [], match), 0.0
     heap: list[tuple[float, int, int, int, Next, float]] = []
-    parent, above, number = ROOT, 1.0, 0
-    while len(found.tokens) < most:
-        children = list(after(at)) if parent == ROOT or found.tokens[parent] not in stop else []
+    parent, parent_chance, number = ROOT, 1.0, 0
+    while len(copy.tokens) < most:
+        children = list(after(at)) if parent == ROOT or copy.tokens[parent] not in stop else []
         total = sum(child.places for child in children)
         for child in children:
-            chance = above * child.places / total
+            chance = parent_chance * child.places / total
             if chance >= least and child.token != BETWEEN:
-                number += 1  # so that the heap compares no further
+                number += 1  # unique, so that the heap never compares the later entries
                 heapq.heappush(heap, (-chance, child.rank, number, parent, child, child.places / (total + 1)))
         if not heap:
             break
-        negative, _, _, its_parent, best, claim = heapq.heappop(heap)
-        found.tokens.append(best.token)
-        found.parents.append(its_parent)
-        found.claims.append(claim)
-        parent, above, at, score = len(found.tokens) - 1, -negative, best.at, score - negative
+        negative_chance, _, _, its_parent, best, share = heapq.heappop(heap)
+        copy.tokens.append(best.token)
+        copy.parents.append(its_parent)
+        copy.shares.append(share)
+        parent, parent_chance, at = len(copy.tokens) - 1, -negative_chance, best.at
+        score += parent_chance
         if chain:
-            heap.clear()  # its siblings
-    return score, found
+            heap.clear()  # drops the siblings
+    return score, copy
 
 
 class Retrieval(Drafter):
-    """A drafter that copies. What it found may be asked for without drafting it; all that it knows, it reads in texts.
+    """A retrieval drafter. It looks up the rows of a batch one by one and drafts deterministic nodes.
 
-    Deterministic, so verification takes its q as one-hot. Rows of a batch are looked up each by itself.
+    Attributes:
+        policy: cuts copies to the profitable nodes; None drafts whole copies.
     """
 
     max_batch = None
     follows = True
-    weighing: "Weighing | None" = None  # keeps of what was found as much as pays
-    _found: list[Found]
-
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        if self.weighing is not None:
-            self.weighing.prepare(batch, sampling, longest)
+    policy: "CopyPolicy | None" = None
+    _copies: list[Copy]  # of the latest step, before the policy cut them
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        if self.weighing is not None:
-            self.weighing.begin(state)
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
 
-    def promised(self) -> Promised | None:
-        return self.weighing.promised() if self.weighing is not None else None
-
-    def unread(self) -> Self:
-        """One of its own kind that has read nothing, to be timed."""
-        return copy(self)
-
-    def kind(self) -> dict[str, Any]:
-        """All that the time of finding, weighing and drafting a copy depends on."""
-        return {"lookup": self.name}
-
-    def look(self) -> Callable[[], object] | None:
-        """Looks for a copy after one text or another, to be timed; None: that takes no longer than weighing one."""
-        return None
-
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
-        """What a batch row could go on with."""
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
+        """Return the copy for a batch row, ``NOTHING`` without a match."""
         raise NotImplementedError
 
-    def retrieve_all(self, state: DecodeState) -> list[Found]:
-        """The same of every row; a finished one goes on with nothing."""
+    def retrieve_all(self, state: DecodeState) -> list[Copy]:
+        """``retrieve`` for every row; ``NOTHING`` for finished rows."""
         return [NOTHING if state.finished[row] else self.retrieve(state, row) for row in range(state.batch)]
 
     def propose(self, state: DecodeState) -> DraftTree:
-        found = self._found = self.retrieve_all(state) if self.weighing is None else self.weighing.found(self, state)
-        if self.weighing is not None:
-            found = self.weighing.best_parts(found, state)
-            if not any(one.tokens for one in found):
-                self.weighing.note_plain()
-                return state.nothing
-        return draft_of(found, self.target.device)
+        copies = self._copies = self.retrieve_all(state)
+        if self.policy is not None:
+            copies = self.policy.select(copies, state)
+        return draft_of(copies, self.target.device) if any(copy.tokens for copy in copies) else state.nothing
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        if self.weighing is not None:
-            self.weighing.learn(state, self._found, verdict)
-
-    def may_rest(self) -> int:
-        return 0 if self.weighing is None else self.weighing.may_rest()
-
-    def rest(self, steps: int) -> None:
-        if self.weighing is not None:
-            self._found = [NOTHING] * len(self._found)
-            self.weighing.rest(steps)
-            self.weighing.note_plain(steps)
+        if self.policy is not None:
+            self.policy.learn(self._copies, verdict)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        """The texts say it."""
-        if self.weighing is not None:
-            self.weighing.join()
+        """Nothing to do: lookups read ``state.tokens``."""
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        """What was committed, the text says."""
-        if self.weighing is not None:
-            self.weighing.pass_by()
+        """Nothing to do: lookups read ``state.tokens``."""

@@ -1,18 +1,22 @@
-"""A suffix automaton (Blumer et al. 1985): every part of a growing text, how often it stood there, and what followed.
+"""Suffix automaton (Blumer et al. 1985) of a growing text: counts of every substring and of the tokens after it.
 
-A state stands for all parts that end at the same places of the text. Reading a token takes amortised constant time, and
-one count more for each state of the text's end; memory is at most two states a token. A suffix tree holds the same.
+A state represents all substrings that end at the same positions of the text. Memory is at most two states per token.
+Reading a token takes amortised constant time, plus one count for each state of a suffix of the text. Used by suffix
+decoding, whose paper keeps the same data in a suffix tree.
 """
 
 
 class SuffixAutomaton:
-    """Of one text.
+    """The automaton of one text. State 0 is the root: the empty substring.
 
     Attributes:
-        follow: of each state, token -> the state that it leads to. link: of each state, that of its longest suffix that
-            ends at more places; -1 of the root's, which is state 0 and stands for the empty part.
-        length: of the longest part that each state stands for. count: at how many places it ends. seen: the last one.
-        last: the state of the whole text. size: its tokens.
+        follow: of each state, token -> next state.
+        link: of each state, the state of its longest suffix that ends at more positions; -1 for the root.
+        length: of each state, tokens of its longest substring.
+        count: of each state, the number of positions where its substrings end.
+        seen: of each state, the last of these positions.
+        last: the state of the whole text.
+        size: number of tokens of the text.
     """
 
     def __init__(self) -> None:
@@ -30,7 +34,7 @@ class SuffixAutomaton:
             at = link[at]
         if at >= 0:
             link[new] = after = follow[at][token]
-            if length[after] != length[at] + 1:  # its shorter parts end here, too, and so stand no longer for the same
+            if length[after] != length[at] + 1:  # only its shorter substrings end here too: split the state
                 link[new] = short = len(follow)
                 self._add(dict(follow[after]), length[at] + 1, link[after], self.count[after], self.seen[after])
                 link[after] = short
@@ -52,7 +56,15 @@ class SuffixAutomaton:
         self.seen.append(seen)
 
     def step(self, state: int, match: int, token: int) -> tuple[int, int]:
-        """The longest end of another text that stands in this one, as its state and its length, a token later."""
+        """Follow another text by one ``token``.
+
+        Args:
+            state: state of the longest suffix of the other text that occurs in this one.
+            match: length of that suffix.
+
+        Returns:
+            The same two after ``token``.
+        """
         while state > 0 and token not in self.follow[state]:
             state = self.link[state]
             match = self.length[state]
@@ -61,6 +73,6 @@ class SuffixAutomaton:
         return self.follow[state][token], match + 1
 
     def end(self) -> tuple[int, int]:
-        """The longest end of this text that stood in it before, likewise."""
+        """State and length of the longest suffix of this text that occurred in it before."""
         state = max(self.link[self.last], 0)
         return state, self.length[state]

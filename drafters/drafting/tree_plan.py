@@ -1,7 +1,6 @@
-"""Growing draft trees level by level: shapes fixed beforehand (EAGLE, Figure 9) and shapes chosen by confidence
-(EAGLE-2).
+"""Draft trees grown level by level: of a fixed shape (EAGLE, Figure 9), or by confidence (EAGLE-2).
 
-Both forward only nodes that have children, and never leave the device.
+Both run the head only over nodes that have children, and never synchronise with the host.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from drafters.loop.sampling import Sampling, draw_without_replacement
 from drafters.loop.tree import ROOT, DraftTree, tree_mask
 from drafters.model.rows import Rows
 
-# EAGLE, Figure 9: 25 nodes, 4/8/8/3/2 a level, each given by the ranks of its ancestors among their siblings.
+# EAGLE, Figure 9: 25 nodes, 4/8/8/3/2 per level. A node is given by its path: the rank among its siblings of each
+# ancestor and of itself.
 EAGLE_TREE = [
     *([0], [1], [2], [3]),
     *([0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]),
@@ -30,14 +30,14 @@ LMHead = Callable[[Tensor], Tensor]
 
 
 class _Level(NamedTuple):
-    """One level of a plan, of n nodes, i of them with children.
+    """One level of a plan: n nodes, i of them with children.
 
     Attributes:
-        children: most children of a node of the level before.
-        parent_row: ``[n]`` which forwarded row of the level before each node hangs from.
-        rank: ``[n]`` of each node among its siblings.
-        inner: ``[i]`` which of the nodes are forwarded, since they have children.
-        rows: what these see, behind those of the levels before.
+        children: most children of a node of the previous level.
+        parent_row: ``[n]`` index of each node's parent among the inner nodes of the previous level.
+        rank: ``[n]`` rank of each node among its siblings.
+        inner: ``[i]`` indices of the inner nodes, which have children and are forwarded.
+        rows: mask and positions of the inner nodes, after the rows of the previous levels.
     """
 
     children: int
@@ -48,13 +48,13 @@ class _Level(NamedTuple):
 
 
 class TreePlan:
-    """Everything about a tree of fixed shape that can be worked out before decoding.
+    """Indices and masks of a tree of fixed shape, computed once.
 
     Args:
         paths: the nodes, each as the ranks of its ancestors and itself among their siblings.
 
     Raises:
-        ValueError: a node whose parent or elder sibling is missing, or a node given twice.
+        ValueError: a node whose parent or previous sibling is missing, or a node given twice.
     """
 
     def __init__(self, paths: list[list[int]], device: torch.device) -> None:
@@ -63,11 +63,11 @@ class TreePlan:
         index = {path: node for node, path in enumerate(ordered)}
         self.size, self.parents = len(ordered), tuple(index.get(path[:-1], ROOT) for path in ordered)
         self.ranks = tuple(path[-1] for path in ordered)
-        self.above = tuple(len(path) - 1 for path in ordered)  # nodes between each and the root
-        self.choice = torch.tensor([self.above, self.ranks], dtype=torch.long, device=device)  # the same, and the ranks
-        self.children = tuple(self.parents.count(node) for node in range(ROOT, self.size))  # of the root, of each node
+        self.above = tuple(len(path) - 1 for path in ordered)  # number of nodes between each node and the root
+        self.choice = torch.tensor([self.above, self.ranks], dtype=torch.long, device=device)  # [2, N]
+        self.children = tuple(self.parents.count(node) for node in range(ROOT, self.size))  # of the root and each node
         self.is_chain = self.parents == tuple(range(ROOT, self.size - 1))
-        inner = self.inner = sorted(set(self.parents) - {ROOT})  # the nodes with children: they alone are forwarded
+        inner = self.inner = sorted(set(self.parents) - {ROOT})  # only nodes with children are forwarded
         self.q_row = tuple(0 if parent == ROOT else 1 + inner.index(parent) for parent in self.parents)
         see = tree_mask(self.parents, device)[0][0, 1:, 1:]
         self.levels: list[_Level] = []
@@ -93,8 +93,13 @@ class TreePlan:
 
 @lru_cache(maxsize=256)
 def tree_plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> TreePlan:
-    """The plan of a tree, worked out once."""
+    """The plan of a tree, cached."""
     return TreePlan([list(path) for path in paths], device)
+
+
+def chain_plan(length: int, device: torch.device) -> TreePlan:
+    """The plan of a chain."""
+    return tree_plan(tuple((0,) * level for level in range(1, length + 1)), device)
 
 
 def _check_paths(ordered: list[tuple[int, ...]]) -> None:
@@ -105,7 +110,7 @@ def _check_paths(ordered: list[tuple[int, ...]]) -> None:
         needed = [path[:-1]] if len(path) > 1 else []
         needed += [path[:-1] + (path[-1] - 1,)] if path and path[-1] > 0 else []
         if not path or min(path) < 0 or any(node not in known for node in needed):
-            raise ValueError(f"tree path {list(path)} has no parent or elder sibling among the paths; add it")
+            raise ValueError(f"tree path {list(path)} has no parent or previous sibling among the paths; add it")
 
 
 def grow_static(
@@ -116,23 +121,25 @@ def grow_static(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> DraftTree:
-    """Fill a plan with tokens: greedy takes each node's top children, else they are drawn without replacement.
+    """Fill a plan with tokens: the likeliest children of each node when greedy, otherwise draws without replacement.
 
     Args:
         predicted: ``[B, 1, H]`` the feature predicted for the root.
+        extend: runs the head over one level.
+        lm_head: features ``[B, R, H]`` -> logits ``[B, R, V]``.
     """
     tokens: list[Tensor] = []
     valid: list[Tensor] = []
     q: list[Tensor] = []
     for level in plan.levels:
-        logits = lm_head(predicted)
-        children, real = children_of(logits, level.children, sampling, generator, q)
+        logits = lm_head(predicted)  # [B, R, V]
+        children, real = children_of(logits, level.children, sampling, generator, q)  # [B, R, children]
         if real is not None:
             valid.append(real[:, level.parent_row, level.rank])
-        chosen = children[:, level.parent_row, level.rank]
+        chosen = children[:, level.parent_row, level.rank]  # [B, n]
         tokens.append(chosen)
         if len(level.inner):
-            # Each inner node goes on from its own token and the feature predicted at its parent's row.
+            # The head takes an inner node's token and the feature predicted for its parent.
             features = predicted[:, level.parent_row[level.inner]]
             predicted = extend(features, chosen[:, level.inner], level.rows)
     return DraftTree.from_parents(
@@ -147,9 +154,13 @@ def grow_static(
 def children_of(
     logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None, q: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """``count`` tokens a row of ``logits [B, R, V]``: ``[B, R, count]``, and which are real where they were drawn.
+    """Choose ``count`` tokens per row of ``logits [B, R, V]``.
 
-    Where they were, the distributions are appended to ``q``.
+    Args:
+        q: the distributions of drawn tokens are appended to it.
+
+    Returns:
+        tokens ``[B, R, count]``, and for drawn ones ``[B, R, count]``: False beyond the support of the distribution.
     """
     if sampling.greedy:
         return logits.topk(count, dim=-1).indices, None
@@ -160,12 +171,13 @@ def children_of(
 
 
 def grow_dynamic(predicted: Tensor, extend: Extend, lm_head: LMHead, depth: int, top_k: int, nodes: int) -> DraftTree:
-    """EAGLE-2: extend the ``top_k`` most confident nodes a level, then keep the ``nodes`` most confident of all.
+    """EAGLE-2: extend the ``top_k`` most confident nodes of a level, then keep the ``nodes`` most confident of all.
 
-    Confidence is the cumulative log-probability, in float32. Sorting is stable and candidates stand level by level,
-    so that on a tie a parent precedes its child: no child is ever kept without its parent. Nodes are deterministic
-    children: sampled decoding accepts them with probability p.
+    Confidence is the cumulative log-probability, in float32. Candidates are in order of level and sorting is stable, so
+    that on a tie a parent precedes its child and no child is kept without its parent. Nodes are deterministic: sampled
+    decoding accepts one with probability p.
     """
+    # Level 1: the children of the root.
     batch = len(predicted)
     scores, tokens = lm_head(predicted).float().log_softmax(-1).topk(top_k, dim=-1)  # [B, 1, k]
     scores, tokens = scores[:, 0], tokens[:, 0]
@@ -176,11 +188,12 @@ def grow_dynamic(predicted: Tensor, extend: Extend, lm_head: LMHead, depth: int,
     own = torch.eye(top_k, dtype=torch.bool, device=device).expand(batch, -1, -1)
     see = own
     first = 0  # index of this level's first candidate
+    # Level by level: extend the frontier, and keep its top_k children as the next one.
     for level in range(1, depth):
         depths = torch.arange(level, device=device).repeat_interleave(top_k)[None]
         predicted = extend(features, tokens, Rows(see, depths, (level - 1) * top_k))
         step, children = lm_head(predicted).float().log_softmax(-1).topk(top_k, dim=-1)
-        candidates = (scores[..., None] + step).flatten(1)
+        candidates = (scores[..., None] + step).flatten(1)  # [B, k * k]
         first += all_tokens[-1].shape[1]
         all_scores.append(candidates)
         all_tokens.append(children.flatten(1))
@@ -198,13 +211,13 @@ def grow_dynamic(predicted: Tensor, extend: Extend, lm_head: LMHead, depth: int,
 
 
 def _rerank(scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int) -> DraftTree:
-    """The ``nodes`` best candidates ``[B, C]`` of each row, renumbered."""
+    """Keep the ``nodes`` best of the candidates ``[B, C]`` of each batch row, renumbered."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :nodes]
     kept = best.sort(dim=-1).values
     number = torch.full_like(tokens, -2)
     number.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     old = parents.gather(1, kept)
     new = torch.where(old == ROOT, ROOT, number.gather(1, old.clamp_min(0)))
-    if new.device.type == "cpu":  # elsewhere reading it would stall the device
+    if new.device.type == "cpu":  # on a GPU the check would synchronise
         assert bool((new > -2).all()), "a draft node was kept without its parent"
     return DraftTree(tokens.gather(1, kept), new)

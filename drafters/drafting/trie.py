@@ -1,4 +1,4 @@
-"""Token sequences merged by their common prefixes, on the host (Lookahead, Ouroboros, SpecInfer, SpecTr)."""
+"""Token sequences merged by common prefixes, on the host (Lookahead, Ouroboros, SpecInfer, SpecTr)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Trie:
-    """Tails merged by common prefixes: nodes in topological order, hanging from the token that all tails follow.
+    """Token sequences merged by common prefixes; nodes are in topological order.
 
     Attributes:
-        tokens: each node's token. parents: each node's parent, -1 at the top.
-        paths: the nodes of each tail.
-        children: (node, token) -> the child of that node that holds the token.
+        tokens: token of each node.
+        parents: parent of each node, -1 for the first tokens.
+        paths: the nodes of each sequence.
+        children: (node, token) -> its child with that token.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -20,12 +21,12 @@ class Trie:
     children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tails: Iterable[tuple[int, ...]], longest: int, stop: frozenset[int] = frozenset()) -> "Trie":
-        """Merge tails, each cut to ``longest`` tokens and behind its first token in ``stop`` (EOS)."""
+    def of(cls, sequences: Iterable[tuple[int, ...]], longest: int, stop: frozenset[int] = frozenset()) -> "Trie":
+        """Merge sequences, each cut to ``longest`` tokens and after its first token in ``stop`` (EOS)."""
         trie = cls()
-        for tail in tails:
+        for sequence in sequences:
             at, path = -1, []
-            for token in tail[: max(longest, 0)]:
+            for token in sequence[: max(longest, 0)]:
                 node = trie.children.setdefault((at, token), len(trie.tokens))
                 if node == len(trie.tokens):
                     trie.tokens.append(token)

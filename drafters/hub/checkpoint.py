@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.common.files import replacing, save_tensors, sync
-from drafters.common.paths import check_loadable
+from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, check_loadable
 from drafters.common.wording import dtype_name, how_to_import, shortened, with_article
 from drafters.config import Amount, Config, Layers, Vocabulary, validate
 from drafters.hub.client import look_up
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 _PICKLED_FILES = ("pytorch_model.bin", "model.bin", "model.pt", "model.pth")
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.common.files import check_new_folder
 from drafters.common.paths import shown_name
 from drafters.common.wording import dtype_name, shortened
@@ -27,6 +26,7 @@ from drafters.layouts.released import (
     kind_of,
     read_weights,
 )
+from drafters.learned import LearnedDrafter
 from drafters.model.ends import FrozenEnds, load_frozen_ends
 from drafters.model.layers import layer_config
 from drafters.model.weights import EMBEDDING as TARGETS

@@ -40,7 +40,7 @@ from drafters.model.layers import ROPES, layer_config, unserved
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from drafters.base import LearnedDrafter
+    from drafters.learned import LearnedDrafter
 
 # A head attends to all tokens before it, also if its target has sliding windows.
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")

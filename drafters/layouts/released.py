@@ -26,7 +26,7 @@ from drafters.model.layers import ROPES, default_layer
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from drafters.base import LearnedDrafter
+    from drafters.learned import LearnedDrafter
 
 PICKLED_FILE = "pytorch_model.bin"
 INDEXES = (f"{WEIGHTS_FILE}.index.json", f"{PICKLED_FILE}.index.json")

@@ -1,7 +1,7 @@
-"""Acceptance rules: from the target's logits over [root, nodes], the accepted path plus one bonus token.
+"""Acceptance rules: from the target's logits over [root, nodes] to the accepted path and one bonus token.
 
-A rule is a function ``(draft, logits, see, sampling, generator) -> Verdict``. The two here are lossless for every draft
-tree; a method with a rule of its own (joint likelihood, thresholds) keeps it in its own file.
+A rule is a function ``(draft, logits, see, sampling, generator) -> Verdict``. ``verify_greedy`` and ``verify_sampled``
+are lossless for every draft tree. Other rules (joint likelihood, thresholds) stand in the file of their method.
 """
 
 from collections.abc import Callable
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.cpu.kernels import most_likely
 from drafters.loop.sampling import Sampling, draw, residual, without
 from drafters.loop.tree import ROOT, DraftTree
+from drafters.model.backend import most_likely
 
 TINY = torch.finfo(torch.float32).tiny
-FEW_ROWS = 4  # up to this batch a CPU is faster row by row
+FEW_ROWS = 4  # batch rows up to which a CPU verifies faster row by row
 Rule = Callable[[DraftTree, Tensor, Tensor, Sampling, torch.Generator | None], "Verdict"]
 Find = Callable[[list[int], list[int], list[int] | None, list[int]], tuple[int, int]]
-# (row of [root, nodes] of each batch row [B], which of them are wanted [B]) -> p [B, V] after those rows.
+# (row of [root, nodes] per batch row [B], which batch rows are active [B]) -> p [B, V] after those rows.
 After = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
 class Verdict:
-    """The outcome of one verification, on the host (the step's one device-to-host copy).
+    """Result of one verification, on the host. Building it is the only device-to-host copy of a step.
 
     Attributes:
-        rows: per batch row, the accepted rows of the forward in order: 0 (the root), then nodes + 1.
-        tokens: per batch row, the accepted draft tokens and the bonus token, one for each entry of ``rows``.
+        rows: per batch row, the accepted rows of the forward from the root down: 0 (the root), then node index + 1.
+        tokens: per batch row, the accepted draft tokens and the bonus token: one token after each entry of ``rows``.
         depths: per batch row, the depth of the draft's deepest node.
     """
 
@@ -37,15 +37,14 @@ class Verdict:
     depths: list[int]
 
     def own_rows(self, row: int, size: int) -> list[int]:
-        """Of a batch row's accepted rows those of [root, the first ``size`` nodes]: a drafter's own, where other nodes
-        hang behind them."""
-        return [one for one in self.rows[row] if one <= size]
+        """Return the accepted rows among [root, first ``size`` nodes]: a drafter's own, before those of another one."""
+        return [accepted for accepted in self.rows[row] if accepted <= size]
 
 
 def verify_greedy(
     draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
-    """Accept the deepest path whose every token is the target's argmax after its parent; the bonus is the next argmax.
+    """Accept the deepest path of tokens that are the target's argmax after their parents; the bonus is the next argmax.
 
     Args:
         logits: ``[B, N+1, V]`` of [root, nodes].
@@ -57,8 +56,8 @@ def verify_greedy(
 def _deepest_match(
     tokens: list[int], parents: list[int], valid: list[int] | None, choices: list[int]
 ) -> tuple[int, int]:
-    """The deepest row (the first of several) whose path the target would have taken, and its choice after that row."""
-    depth, best = [0] * (len(tokens) + 1), 0  # of each row, -1 where its path is not accepted
+    """Return the deepest row (the first of several) whose path matches ``choices``, and the choice after that row."""
+    depth, best = [0] * (len(tokens) + 1), 0  # depth of each row; -1 where its path is not accepted
     for node, parent in enumerate(parents):
         right = depth[parent + 1] >= 0 and tokens[node] == choices[parent + 1]
         accepted = right and (valid is None or valid[node])
@@ -71,10 +70,10 @@ def _deepest_match(
 def verify_sampled(
     draft: DraftTree, logits: Tensor, see: Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> Verdict:
-    """Multi-round speculative sampling: the committed tokens are distributed as the target's own (EAGLE, Algorithm 1).
+    """Multi-round speculative sampling: committed tokens follow the target's distribution (EAGLE, Algorithm 1).
 
-    After the row accepted last, one token is drawn that is distributed as p (``_next_token``). Where a child holds it,
-    that child is accepted, and so on; where none does, it is the bonus.
+    ``_next_token`` draws a token distributed as p after the last accepted row. If a child of that row has this token,
+    the child is accepted and the walk continues there; otherwise the token is the bonus.
     """
     uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
     few = logits.device.type == "cpu" and len(logits) <= FEW_ROWS
@@ -86,71 +85,73 @@ def verify_sampled(
 def _walk_by_level(
     draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """All batch rows side by side, by logits that are all there."""
+    """Walk all batch rows in parallel; ``logits [B, N + 1, V]``."""
     every = torch.arange(len(logits), device=logits.device)
 
-    def after(at: Tensor, going: Tensor) -> Tensor:
+    def after(at: Tensor, active: Tensor) -> Tensor:
         return sampling.probabilities(logits[every, at])
 
     return walk_by_level(draft, after, every >= 0, uniform, generator)
 
 
 def walk_by_level(
-    draft: DraftTree, after: After, going: Tensor, uniform: Tensor, generator: torch.Generator | None
+    draft: DraftTree, after: After, active: Tensor, uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """The deepest accepted row and the bonus, ``[B]`` each: all batch rows side by side, without reading a value.
+    """Return the deepest accepted row and the bonus, ``[B]`` each, for all batch rows in parallel.
+
+    On a GPU it never synchronises with the host.
 
     Args:
-        after: asked for the rows on the way alone, from the root down.
-        going: ``[B]`` the batch rows to be walked; of the others what is returned means nothing.
-        uniform: ``[B, N]`` one random number a node, for its trial.
+        after: the target's distribution; called only for rows on the accepted path, from the root down.
+        active: ``[B]`` the batch rows to walk. Results for the others are undefined.
+        uniform: ``[B, N]`` one random number per node, for its trial.
     """
-    at = bonus = torch.zeros_like(going, dtype=torch.long)
-    # Down the tree, level by level, for as long as any row goes on.
+    at = bonus = torch.zeros_like(active, dtype=torch.long)
+    # Walk down level by level. A batch row stays active while a child of its row has the drawn token.
     for draws in draft.levels:
-        p = after(at, going)
-        # One token a row, distributed as p; whose child holds it, if one does, goes on.
+        p = after(at, active)  # [B, V]
         children = draft.parents == at[:, None] - 1
         if draft.valid is not None:
             children = children & draft.valid
         token = _next_token(draft, children, p, draws, uniform, generator)
         found, node = (children & (draft.tokens == token[:, None])).max(1)
-        bonus = torch.where(going, token, bonus)
-        going = going & found
-        at = torch.where(going, node + 1, at)
-        if _known_none(going):
+        bonus = torch.where(active, token, bonus)
+        active = active & found
+        at = torch.where(active, node + 1, at)
+        if _known_none(active):
             return at, bonus
-    # Rows that were accepted down to a leaf: nothing was drafted after it.
-    last = draw(after(at, going), generator)
-    return at, torch.where(going, last, bonus)
+    # Batch rows that are still active were accepted down to a leaf: draw the bonus from p.
+    last = draw(after(at, active), generator)
+    return at, torch.where(active, last, bonus)
 
 
 def _next_token(
     draft: DraftTree, children: Tensor, p: Tensor, draws: int, uniform: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """A token ``[B]`` distributed as ``p [B, V]`` that is a child's as often as can be.
+    """Return a token ``[B]`` distributed as ``p [B, V]`` that equals a child's token as often as possible.
 
-    The children that were sampled are tried in order: x, the j-th draw without replacement from q, passes with
-    probability min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised; else p becomes
-    norm(max(0, p - q_j)). Where none passes, the token is drawn from what is left of p, and so may be that of a
-    deterministic child x: with probability p(x), as if x were drawn from a one-hot q. With one sampled child a node
-    this is Leviathan et al. (2023), Algorithm 1.
+    Sampled children are tried in order. x, the j-th draw without replacement from q, passes with probability
+    min(1, p(x) / q_j(x)), where q_j is q without the earlier siblings, renormalised; otherwise p becomes
+    norm(max(0, p - q_j)). If no child passes, the token is drawn from the remaining p. It can then be the token x of a
+    deterministic child, with probability p(x), as if x had a one-hot q. With one sampled child per node this is
+    Algorithm 1 of Leviathan et al. (2023).
 
     Args:
-        children: ``[B, N]`` the nodes that may come next. draws: the most of them that were sampled.
+        children: ``[B, N]`` the nodes that may come next.
+        draws: most sampled children of any batch row.
     """
     if not draws:
         return draw(p, generator)
     assert draft.q is not None and draft.q_row is not None
-    # Try the sampled children in turn, all batch rows side by side, and take from p what each trial has used up.
+    # Try the sampled children in turn, all batch rows in parallel; p becomes the residual after each failed trial.
     untried = children & (draft.q_row >= 0)
     passed = torch.zeros_like(untried[:, :1])
     token, q = draft.tokens[:, :1], p  # replaced by the first trial
     for trial in range(draws):
-        turn, node = untried.max(1, keepdim=True)  # the first child that is left
+        turn, node = untried.max(1, keepdim=True)  # [B, 1] the first untried child, if one exists
         if trial == 0:
             row = draft.q_row.gather(1, node).clamp_min(0)
-            q = draft.q.gather(1, row[..., None].expand(-1, -1, p.shape[1]))[:, 0]
+            q = draft.q.gather(1, row[..., None].expand(-1, -1, p.shape[1]))[:, 0]  # [B, V]
         x = draft.tokens.gather(1, node)
         accept = turn & (uniform.gather(1, node) * q.gather(1, x) < p.gather(1, x))
         token, passed = torch.where(accept, x, token), passed | accept
@@ -167,7 +168,7 @@ def _next_token(
 def _walk_by_row(
     draft: DraftTree, logits: Tensor, sampling: Sampling, uniform: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """The same, one batch row after the other and reading values, which is free on a CPU: faster for few rows."""
+    """As ``_walk_by_level``, one batch row after the other. Faster for few rows on a CPU, where reading is free."""
     every_parents, batch = draft.parents.tolist(), len(logits)
     q_rows = draft.q_row.tolist() if draft.q_row is not None else [[-1] * draft.size] * batch
     valid = draft.valid.tolist() if draft.valid is not None else [[True] * draft.size] * batch
@@ -191,9 +192,9 @@ def _walk_by_row(
 
 
 def _try_in_turn(p: Tensor, q: Tensor, tokens: list[int], drawn: list[int], numbers: list[float]) -> int | None:
-    """The token of the first of the nodes ``drawn`` that passes; where none does, ``p [V]`` becomes what is left of it.
+    """Return the token of the first of the nodes ``drawn`` that passes. If none passes, ``p [V]`` becomes the residual.
 
-    Neither p nor q is renormalised: their sums are carried along.
+    Neither p nor q is renormalised: ``p_sum`` and ``q_sum`` hold their sums.
     """
     p_sum = q_sum = 1.0
     for number, node in enumerate(drawn):
@@ -201,18 +202,18 @@ def _try_in_turn(p: Tensor, q: Tensor, tokens: list[int], drawn: list[int], numb
         if numbers[node] * float(q[x]) * p_sum < float(p[x]) * q_sum:
             return x
         left = p.sub(q, alpha=p_sum / max(q_sum, TINY)).clamp_min_(0.0)
-        if (total := float(left.sum())) > 0:  # p == q leaves nothing, and there nothing is rejected but by rounding
+        if (total := float(left.sum())) > 0:  # 0 only if p == q, where only rounding can reject
             p_sum = total
             p.copy_(left)
         if number + 1 < len(drawn):
-            q = q.clone() if number == 0 else q  # it is the draft's
+            q = q.clone() if number == 0 else q  # the first q is a view of the draft's
             q[x] = 0.0
             q_sum = float(q.sum())
     return None
 
 
 def _known_none(rows: Tensor) -> bool:
-    """Whether it is known that none is true. A CPU says so for nothing; elsewhere, asking would wait for the device."""
+    """True if all elements are known to be False. Checked only on a CPU, because on a GPU it would synchronise."""
     return rows.device.type == "cpu" and not rows.any()
 
 
@@ -222,7 +223,7 @@ def collect(draft: DraftTree, see: Tensor, best: Tensor, bonus: Tensor) -> Verdi
 
 
 def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
-    """Copy a draft and ``values [B, W]`` to the host, all at once, and accept in each row the path that ``find`` finds.
+    """Copy a draft and ``values [B, W]`` to the host in one copy, and accept the path to the row that ``find`` returns.
 
     Args:
         find: (tokens, parents, valid, values) of a batch row -> the last accepted row of [root, nodes], and the bonus.
@@ -234,7 +235,7 @@ def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
         tokens, parents = line[:n], list(range(ROOT, n - 1)) if draft.is_chain else line[n : 2 * n]
         valid = None if draft.valid is None else line[-width - n : -width]
         best, bonus = find(tokens, parents, valid, line[-width:])
-        # From the accepted row back up to the root.
+        # Follow the parents from the accepted row up to the root.
         path, node = [], best - 1
         while node != ROOT:
             path.append(node)
@@ -242,7 +243,7 @@ def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
         path.reverse()
         verdict.rows.append([0, *(node + 1 for node in path)])
         verdict.tokens.append([*(tokens[node] for node in path), bonus])
-        depth = [0]  # of each row, for the report
+        depth = [0]  # depth of each row, for the trace
         for node, parent in enumerate(parents):
             depth.append(depth[parent + 1] + 1 if valid is None or valid[node] else 0)
         verdict.depths.append(max(depth))
@@ -250,5 +251,5 @@ def verdict_of(draft: DraftTree, values: Tensor, find: Find) -> Verdict:
 
 
 def rule_for(sampling: Sampling) -> Rule:
-    """The lossless rule for a way of sampling."""
+    """Return the lossless rule: greedy or sampled."""
     return verify_greedy if sampling.greedy else verify_sampled

@@ -1,4 +1,4 @@
-"""What a call of ``generate`` is checked for, before any work is done."""
+"""Checks of the arguments of ``generate`` and ``generate_many``, before any work is done."""
 
 import itertools
 import operator
@@ -23,8 +23,9 @@ def prompts_of(
     """Return the rows of ``input_ids`` ``[B, T]`` without their padding.
 
     Args:
-        prompt_lengths: tokens of each row before the padding. attention_mask: ``[B, T]``, 0 at padding.
-        pad: the padding token's id. Without lengths and mask, rows that seem to begin with padding are refused.
+        prompt_lengths: tokens of each row before its padding.
+        attention_mask: ``[B, T]``, 0 at padding.
+        pad: id of the padding token. Without lengths and mask, rows that seem to begin with padding are an error.
 
     Raises:
         ValueError: ids, lengths or mask of a wrong type or shape, or rows that seem padded.
@@ -37,13 +38,13 @@ def prompts_of(
         raise ValueError("input_ids is a whole tokenizer output; try generate(target, drafter, **inputs)")
     try:
         if any(isinstance(row, int) for row in input_ids):
-            raise ValueError("input_ids must be a list of id lists, one a row, found a flat list; try [input_ids]")
+            raise ValueError("input_ids must be a list of id lists, one per row, found a flat list; try [input_ids]")
         rows = [[operator.index(token) for token in row] for row in input_ids]
     except TypeError as error:
-        raise ValueError(f"input_ids must be whole numbers, [batch, tokens]; found something else ({error})") from None
+        raise ValueError(f"input_ids must be whole numbers, [batch, tokens] ({error})") from None
     if attention_mask is not None:
         if prompt_lengths is not None:
-            raise ValueError("prompt_lengths and attention_mask both tell what is padding; give one of the two")
+            raise ValueError("prompt_lengths and attention_mask both describe the padding; give one of the two")
         rows = _attended(rows, attention_mask)
     elif prompt_lengths is None and pad is not None:
         _check_unpadded(rows, pad)
@@ -51,48 +52,50 @@ def prompts_of(
         if isinstance(prompt_lengths, int):
             raise ValueError(f"prompt_lengths is a list with the length of each row, found {prompt_lengths}")
         if len(prompt_lengths) != len(rows):
-            raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one a row")
+            raise ValueError(
+                f"{len(prompt_lengths)} prompt_lengths for {len(rows)} rows of input_ids; give one per row"
+            )
         lengths = [whole(length, "prompt_lengths") for length in prompt_lengths]
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= len(row):
                 raise ValueError(f"prompt_lengths says {length} for a row of {len(row)} ids")
         rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     if not rows or any(not row for row in rows):
-        raise ValueError("the prompt is empty: there must be at least one token id a row (a BOS token will do)")
+        raise ValueError("the prompt is empty: every row needs at least one token id, for example BOS")
     return rows
 
 
 def _attended(rows: list[list[int]], mask: Tensor | list[list[int]]) -> list[list[int]]:
-    """The ids where ``mask`` ``[B, T]`` is not 0."""
+    """Return the ids where ``mask [B, T]`` is not 0."""
     try:
-        kept = [[bool(value) for value in row] for row in (mask.tolist() if isinstance(mask, Tensor) else mask)]
+        seen = [[bool(value) for value in row] for row in (mask.tolist() if isinstance(mask, Tensor) else mask)]
     except TypeError:
         raise ValueError(f"attention_mask must be [batch, tokens] of 0 and 1, found {shortened(mask)}") from None
-    if list(map(len, kept)) != list(map(len, rows)):
-        raise ValueError(f"attention_mask has rows of {[*map(len, kept)]}, input_ids of {[*map(len, rows)]} tokens")
-    if broken := [n for n, row in enumerate(kept) if True in row and False in row[row.index(True) :][: sum(row)]]:
+    if list(map(len, seen)) != list(map(len, rows)):
+        raise ValueError(f"attention_mask has rows of {[*map(len, seen)]}, input_ids of {[*map(len, rows)]} tokens")
+    if broken := [n for n, row in enumerate(seen) if True in row and False in row[row.index(True) :][: sum(row)]]:
         raise ValueError(f"attention_mask has zeros between the ones of row {broken[0]}; pad on one side only")
-    return [list(itertools.compress(row, seen)) for row, seen in zip(rows, kept, strict=True)]
+    return [list(itertools.compress(row, real)) for row, real in zip(rows, seen, strict=True)]
 
 
 def _check_unpadded(rows: list[list[int]], pad: int) -> None:
     """Raise ValueError for rows that look padded on the left.
 
-    A row looks padded if it begins with two or more ``pad``; with one, if all rows have one length and another row
-    begins with none.
+    A row looks padded if it begins with two or more ``pad``. With one ``pad``, it looks padded if all rows have the
+    same length and another row begins without it.
     """
     leading = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
     same_length = len({len(row) for row in rows}) == 1
     if max(leading, default=0) > 1 or (same_length and max(leading, default=0) > min(leading, default=0)):
         row = leading.index(max(leading))
         raise ValueError(
-            f"row {row} of input_ids begins with {pad}, the padding token, which would be read as text: "
-            "give the tokenizer's attention_mask, too (generate(..., attention_mask=inputs['attention_mask']))"
+            f"row {row} of input_ids begins with {pad}, the padding token, which would count as text: "
+            "also pass the tokenizer's attention_mask (generate(..., attention_mask=inputs['attention_mask']))"
         )
 
 
 def padding_id(target: TargetModel) -> int | None:
-    """The token that fills batches of this target; None where it is not known, or may begin a text as well."""
+    """The padding token of a target; None if it is unknown or also the BOS token."""
     sources = (getattr(target.model, "generation_config", None), target.config)
     pad, begin = (
         next((found for source in sources if (found := getattr(source, name, None)) is not None), None)
@@ -102,34 +105,35 @@ def padding_id(target: TargetModel) -> int | None:
 
 
 def whole(value: object, name: str) -> int:
-    """``value`` as an int; if it is none, a ValueError that names it."""
+    """Return ``value`` as an int, or raise ValueError with its ``name``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{name} must be a whole number, found {value!r}")
     try:
         return operator.index(value)
-    except TypeError:  # a tensor of a float has the method, too
+    except TypeError:  # a float tensor also has __index__
         raise ValueError(f"{name} must be a whole number, found {value!r}") from None
 
 
 def check_loaded(target: object) -> None:
-    """Raise ValueError where a target is something else: a name, or transformers' own model."""
+    """Raise ValueError if ``target`` is no ``TargetModel``, for example a name or a model of transformers."""
     if not isinstance(target, TargetModel):
         found = with_article(type(target).__name__)
-        wrap = "; of a loaded model TargetModel(model) makes one" if hasattr(target, "get_output_embeddings") else ""
+        wrap = "; wrap the loaded model: TargetModel(model)" if hasattr(target, "get_output_embeddings") else ""
         raise ValueError(f"target must be what TargetModel.from_pretrained gives, found {found}{wrap}")
 
 
 def check_types(target: object, drafter: object, on_tokens: object) -> None:
+    """Raise ValueError for arguments of the wrong type."""
     check_loaded(target)
     if not hasattr(drafter, "propose"):
         found = with_article(type(drafter).__name__)
         raise ValueError(f"drafter must be what make_drafter or load_drafter gives, found {found}")
     if on_tokens is not None and not callable(on_tokens):
-        raise ValueError(f"on_tokens is called with (row, new ids), found {shortened(on_tokens)}; give a function")
+        raise ValueError(f"on_tokens must be a function of (row, new ids), found {shortened(on_tokens)}")
 
 
 def check_seed(value: object) -> int:
-    """``value`` as an int; one that torch's generators do not take is a ValueError."""
+    """Return ``value`` as an int, or raise ValueError if torch's generators do not accept it as a seed."""
     seed = whole(value, "seed")
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed must fit in 64 bits, found {shortened(seed)}")
@@ -137,24 +141,24 @@ def check_seed(value: object) -> int:
 
 
 def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Everything that would otherwise fail, or silently go wrong, after the work began."""
+    """Raise ValueError if prompts, limit, drafter and target do not fit together."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if drafter.target is not target:
         raise ValueError(
-            f"the drafter was built for target {drafter.target.name!r} and generate was given {target.name!r}: "
-            "build the drafter with the target object that is passed here"
+            f"the drafter was built for target {drafter.target.name!r}, but generate was called with {target.name!r}: "
+            "build the drafter with the same target object"
         )
     if drafter.max_batch is not None and len(prompts) > drafter.max_batch:
         raise ValueError(
             f"drafter {drafter.name!r} decodes at most {drafter.max_batch} row(s) at once, found {len(prompts)}: "
-            "call generate once a prompt"
+            "call generate once per prompt"
         )
     low, high = min(map(min, prompts)), max(map(max, prompts))
     if low < 0 or high >= target.vocab_size:
         raise ValueError(
-            f"token ids run from {low} to {high}, but {target.name}'s vocabulary has {target.vocab_size}: "
-            "tokenize with the target's own tokenizer"
+            f"token ids are between {low} and {high}, but the vocabulary of {target.name} has {target.vocab_size} "
+            "tokens: use the target's own tokenizer"
         )
     longest = max(len(prompt) for prompt in prompts)
     limit = drafter.max_context
@@ -162,15 +166,15 @@ def check_call(target: TargetModel, drafter: "Drafter", prompts: list[list[int]]
         whose = target.name if limit == target.max_context else f"{drafter.name}'s draft model"
         raise ValueError(
             f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the {limit} positions of "
-            f"{whose}: shorten the prompt or ask for at most {max(limit - longest, 0)} new tokens"
+            f"{whose}: shorten the prompt, or set max_new_tokens to at most {max(limit - longest, 0)}"
         )
 
 
 def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """Where rows end: the given ids, else (None) those of the target's generation config.
+    """Return the given EOS ids or, for None, those of the target's generation config.
 
     Raises:
-        ValueError: one that is no token of the target, so that no row would ever end there.
+        ValueError: an id outside the target's vocabulary, which would never end a row.
     """
     source = "eos_token_id"
     if eos_token_id is None:
@@ -185,6 +189,6 @@ def eos_ids(target: TargetModel, eos_token_id: int | list[int] | None) -> frozen
     if wrong:
         raise ValueError(
             f"{source} is {wrong[0]}, but the vocabulary of {target.name} has {target.vocab_size} tokens: give the id "
-            "that ends an answer, or [] for none"
+            "of a token that ends an answer, or [] for none"
         )
     return given

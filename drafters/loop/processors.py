@@ -1,9 +1,8 @@
-"""Where more than the target's logits says what comes next: the whole text before it, by rules that are not ours.
+"""Decoding with the caller's logits processors and stopping criteria (``generate(control=...)``).
 
-A logits processor (a repetition penalty, a grammar) changes the scores of the next token by the text up to there. In a
-draft each node has a text of its own, and only those on the accepted path are ever a row's text: so they are asked for
-one after another, down from the root. A processor is called for each token of the output once, in order, as it would be
-by plain decoding, and one that keeps a state from call to call comes out right, too.
+A logits processor (a repetition penalty, a grammar) changes the scores of the next token depending on the text before
+it. Verification walks the draft from the root and calls the processors only after accepted tokens. So a processor is
+called once per output token and in order, as in plain decoding; processors with a state from call to call work too.
 """
 
 from dataclasses import dataclass
@@ -17,48 +16,48 @@ from drafters.loop.sampling import Sampling
 from drafters.loop.tree import ROOT, DraftTree
 
 if TYPE_CHECKING:
-    from drafters.loop.generate import DecodeState
+    from drafters.loop.state import DecodeState
 
 
 class Control(Protocol):
-    """Rules over a batch row and its new tokens, beside temperature, top-k, top-p, EOS and the limit.
+    """Logits processors and stopping criteria of one ``generate`` call.
 
     Attributes:
-        alters: whether ``scores`` does anything. Else the rule of the drafter stands, and ``Sampling``.
+        alters: True if ``scores`` changes anything. Otherwise the drafter's rule and ``Sampling`` apply.
     """
 
     alters: bool
 
     def scores(self, row: int, new: list[int], logits: Tensor) -> Tensor:
-        """Scores ``[V]`` of the token after ``new``, all warping included, from the target's logits ``[V]``, float32.
-        The token is their argmax, or drawn from their softmax.
+        """Scores ``[V]`` of the token after the new tokens ``new``, from the target's logits ``[V]``, float32.
+
+        They include temperature, top-k and top-p: the token is their argmax, or is drawn from their softmax.
         """
         ...
 
     def ends(self, row: int, new: list[int]) -> bool:
-        """Whether the row ends with ``new``; asked after each token."""
+        """True if the row ends after the new tokens ``new``; called after each token."""
         ...
 
 
 def scores_after(state: "DecodeState", row: int, drafted: list[int], logits: Tensor) -> Tensor:
-    """``logits [V]`` of a batch row after its tokens and some ``drafted`` ones, as the state's control has them."""
+    """Scores ``[V]`` by the state's control, from the target's ``logits [V]`` after a row's tokens and ``drafted``."""
     assert state.control is not None
     new = state.tokens[row][state.prompt_lengths[row] :] + drafted
     return state.control.scores(row, new, logits.float())
 
 
 def chosen_by(sampling: Sampling) -> Sampling:
-    """How the next token comes from scores that are warped already."""
+    """Sampling for scores that already include temperature, top-k and top-p."""
     return Sampling(0.0 if sampling.greedy else 1.0)
 
 
 @dataclass
 class ByText:
-    """The acceptance rule over a control's scores, greedy or sampled: lossless for every draft.
+    """Acceptance rule over a control's scores, greedy or sampled: lossless for every draft.
 
-    Drafts know nothing of the control. That costs acceptance where it changes much, and no more: what a node was drawn
-    from is its q, whatever it was made of. The merged trees of SpecInfer and SpecTr, whose rules see all nodes at once,
-    are verified as if they were deterministic, by which fewer of their tokens are accepted.
+    Drafters draft without the control, so acceptance falls where it changes the scores much. The merged trees of
+    SpecInfer and SpecTr are verified as deterministic trees here, and fewer of their tokens are accepted.
     """
 
     state: "DecodeState"
@@ -74,21 +73,21 @@ class ByText:
         state, chosen = self.state, chosen_by(sampling)
         tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
 
-        def after(at: Tensor, going: Tensor) -> Tensor:
-            p = torch.zeros(len(logits), logits.shape[-1], device=logits.device)
-            for row, (end, wanted) in enumerate(zip(at.tolist(), going.tolist(), strict=True)):
-                if wanted:
+        def after(at: Tensor, active: Tensor) -> Tensor:
+            p = torch.zeros(len(logits), logits.shape[-1], device=logits.device)  # [B, V]
+            for row, (end, needed) in enumerate(zip(at.tolist(), active.tolist(), strict=True)):
+                if needed:
                     drafted = _path(tokens[row], parents[row], end - 1)
                     p[row] = chosen.probabilities(scores_after(state, row, drafted, logits[row, end]))
             return p
 
         uniform = torch.rand(draft.tokens.shape, device=logits.device, generator=generator)
-        going = ~torch.tensor(state.finished, device=logits.device)
-        return collect(draft, see, *walk_by_level(draft, after, going, uniform, generator))
+        unfinished = ~torch.tensor(state.finished, device=logits.device)
+        return collect(draft, see, *walk_by_level(draft, after, unfinished, uniform, generator))
 
 
 def _path(tokens: list[int], parents: list[int], node: int) -> list[int]:
-    """The tokens from the root, which is none of them, to ``node``."""
+    """Return the tokens from below the root to ``node``."""
     path = []
     while node != ROOT:
         path.append(tokens[node])

@@ -1,7 +1,7 @@
-"""Many prompts through a batch of one size: a row that has ended is given to the next prompt (continuous batching).
+"""Continuous batching: decode many prompts in a batch of fixed size, and give the row of an ended one to the next.
 
-In a batch that stays together, rows that ended early are computed on until the longest ends. Here the loop's steps are
-the same, and between two of them the next prompts are prefilled beside the batch and put into the free rows.
+The steps are those of ``generate``. Between two steps, the next prompts are prefilled in a batch of their own and their
+cache rows are copied to the free rows. ``generate_many`` is the whole; ``Refilled`` are its parts.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafters.loop.call import check_call, check_seed, eos_ids
-from drafters.loop.generate import DecodeState, prefill, start, step, tell_rest
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
+from drafters.loop.step import prefill, start, step
 from drafters.loop.trace import Step
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Prompt = tuple[Hashable, list[int]]
 
 @dataclass
 class Continued:
-    """A prompt's new tokens, and the steps that they took."""
+    """A prompt's new tokens, and the steps that produced them."""
 
     key: Hashable
     tokens: list[int] = field(default_factory=list)
@@ -46,12 +47,14 @@ def generate_many(
     eos_token_id: int | list[int] | None = None,
     seed: int = 0,
 ) -> Iterator[Continued]:
-    """Continue prompts as ``generate`` does, ``batch`` of them at a time, and yield each as it ends.
+    """Continue prompts as ``generate`` does, ``batch`` of them at a time, and yield each when it ends.
 
     Args:
-        next_prompt: gives a key and a prompt's ids; None: none for now. It is asked whenever rows are free, also after
-            answers were yielded, so that an answer may bring the next prompt. With no row at work, None ends it all.
-        longest: tokens of the longest prompt that will come.
+        next_prompt: returns a key and a prompt's ids, or None if no prompt is ready. Called when rows are free, also
+            after a yielded answer, so that an answer can lead to the next prompt. None while all rows are free ends
+            the generation.
+        batch: number of rows.
+        longest: tokens of the longest prompt.
 
     Raises:
         ValueError: as ``generate``, or a prompt longer than ``longest``.
@@ -63,18 +66,19 @@ def generate_many(
         rows.fill(next_prompt)
         if not rows.at_work():
             return
-        yield from rows.ended()  # whose first token was their last
+        yield from rows.ended()  # rows that ended with the token of the prefill
         if rows.at_work():
             rows.step()
             yield from rows.ended()
 
 
 class Refilled:
-    """The batch: a ``DecodeState`` whose free rows take new prompts.
+    """A batch whose free rows take new prompts.
 
     Attributes:
-        enough: free rows for which a prefill is worth its time. A prefill reads all weights once, as a step does; a
-            free row wastes its share of every step.
+        enough: free rows that start a prefill. A prefill reads all weights once, as a step does, and a free row wastes
+            its share of every step.
+        at: the prompt that each row decodes; None for a free row.
     """
 
     def __init__(
@@ -95,25 +99,25 @@ class Refilled:
         self.generator = torch.Generator(device=target.device).manual_seed(check_seed(seed))
         self.rule = drafter.rule(sampling)
         self.state: DecodeState | None = None
-        self.at: list[Continued | None] = []  # which prompt each row works on
+        self.at: list[Continued | None] = []
 
     def at_work(self) -> bool:
-        """Whether any row has a prompt."""
+        """True if any row has a prompt."""
         return any(self.at)
 
     def free(self) -> int:
-        """Rows without a prompt."""
+        """Number of rows without a prompt."""
         return self.at.count(None) if self.at_work() else self.batch
 
     def under_way(self) -> int:
-        """New tokens of the rows at work."""
+        """Number of new tokens so far of the prompts that have not ended."""
         if self.state is None:
             return 0
         made = zip(self.at, self.state.tokens, self.state.prompt_lengths, strict=True)
         return sum(len(tokens) - prompt for one, tokens, prompt in made if one is not None)
 
     def fill(self, next_prompt: Callable[[], Prompt | None]) -> bool:
-        """Give free rows prompts, once they are enough; whether there may be more prompts for now."""
+        """Give prompts to the free rows if there are ``enough``. Returns False if ``next_prompt`` returned None."""
         free = self.free()
         if free < self.enough and self.at_work():
             return True
@@ -123,10 +127,10 @@ class Refilled:
         return len(given) == free
 
     def take(self, prompts: list[Prompt]) -> None:
-        """Prefill prompts beside the batch and put them into free rows; if none is at work, make a batch of them."""
+        """Prefill prompts and put them into free rows. If all rows are free, the prompts become the new batch."""
         check_call(self.target, self.drafter, [list(prompt) for _, prompt in prompts], self.max_new_tokens)
         if (length := max(len(prompt) for _, prompt in prompts)) > self.longest:
-            raise ValueError(f"a prompt of {length} tokens came, and longest is {self.longest}; give the right one")
+            raise ValueError(f"longest is {self.longest}, found a prompt of {length} tokens; set longest to its length")
         if self.state is None or not self.at_work():
             self.state = self._state([list(prompt) for _, prompt in prompts], self.capacity)
             self.at = [Continued(key) for key, _ in prompts]
@@ -139,8 +143,6 @@ class Refilled:
         assert self.state is not None
         part = self._state([list(prompt) for _, prompt in prompts], max(len(prompt) for _, prompt in prompts))
         output = prefill(part, self.drafter.taps)
-        tell_rest(self.state, self.drafter)
-        self.state.resting = 0  # nothing is known of these texts
         rows = [row for row, one in enumerate(self.at) if one is None][: len(prompts)]
         for number, row in enumerate(rows):
             self.state.cache.copy_row(row, part.cache, number)
@@ -149,14 +151,14 @@ class Refilled:
         self.drafter.join(self.state, rows, part, output)
 
     def step(self) -> None:
-        """One step of the loop for all rows."""
+        """Run one step of the loop for all rows."""
         assert self.state is not None
         for done in step(self.state, self.drafter, self.rule):
             if (one := self.at[done.row]) is not None:
                 one.steps.append(done)
 
     def ended(self) -> Iterator[Continued]:
-        """Those that have ended since; their rows are free."""
+        """Yield the prompts that have ended since the last call, and free their rows."""
         state = self.state
         for row, one in enumerate(self.at):
             if one is not None and state is not None and state.finished[row]:
@@ -165,13 +167,11 @@ class Refilled:
 
     def _state(self, prompts: list[list[int]], capacity: int) -> DecodeState:
         arguments = self.max_new_tokens, self.sampling, self.generator, self.eos
-        state = DecodeState.of(self.target, prompts, capacity, *arguments)
-        state.refilled = True
-        return state
+        return DecodeState.of(self.target, prompts, capacity, *arguments)
 
 
 def alike_in_length(prompts: list[Prompt]) -> list[list[Prompt]]:
-    """The prompts in groups, none with much padding: a forward over many rows costs what its rows do."""
+    """Group prompts for prefills with little padding: in a group, none is shorter than 3/4 of the longest."""
     groups: list[list[Prompt]] = []
     for prompt in sorted(prompts, key=lambda one: -len(one[1])):
         if not groups or len(prompt[1]) < 0.75 * len(groups[-1][0][1]):

@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p; sampling; residual distributions. Everything here works in float32."""
+"""Temperature, top-k and top-p; drawing tokens; residual distributions. All probabilities are float32."""
 
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -6,17 +6,17 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from drafters.cpu.kernels import most_likely
+from drafters.model.backend import most_likely
 
 COLDEST = 1e-20  # below this temperature, logits / temperature may exceed float32's range (3e38)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from logits. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch those off.
+    """How tokens are chosen from logits. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` are off.
 
     Raises:
-        ValueError: a value out of range, or no number.
+        ValueError: a value that is out of range or not a number.
     """
 
     temperature: float = 0.0
@@ -43,10 +43,9 @@ class Sampling:
         return self.temperature == 0.0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Warp ``logits [..., V]``: temperature, then top-k, then top-p (transformers' order); returns float32
-        ``[..., V]``.
+        """Return the float32 distribution ``[..., V]`` that tokens are drawn from, given ``logits [..., V]``.
 
-        Greedy sampling gives a one-hot distribution at the argmax.
+        Temperature, then top-k, then top-p, as in transformers. Greedy gives a one-hot distribution at the argmax.
         """
         logits = logits.float()
         if self.greedy:
@@ -68,9 +67,10 @@ class Sampling:
         return probabilities
 
     def pick(self, logits: Tensor, generator: torch.Generator | None, q: list[Tensor] | None = None) -> Tensor:
-        """A token for each of ``logits [..., V]`` -> ``[...]``: the argmax or, when sampling, one drawn.
+        """Choose a token for each row of ``logits [..., V]`` -> ``[...]``: the argmax or, when sampling, a draw.
 
-        ``q`` gets the distribution that was drawn from.
+        Args:
+            q: the distribution of a draw is appended to it.
         """
         if self.greedy:
             return most_likely(logits)
@@ -81,10 +81,10 @@ class Sampling:
 
 
 def likeliest(probabilities: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """The largest of ``[..., V]`` in falling order, and their places: in each row so many that they sum to ``mass``.
+    """The largest of ``[..., V]`` in falling order, enough of them to sum to ``mass`` in each row, and their indices.
 
-    Sorting a row of 49,152 takes 2.9 ms on two cores, of 128,256 7.6, and finding its 256 largest 0.15 and 0.30; these
-    are mostly enough. On a GPU all are sorted, for whether they are enough would have to be read.
+    On a CPU the 256 largest are tried first: for V = 128,256 that takes 0.3 ms and a sort 7.6 ms. On a GPU all are
+    sorted, because checking the sum would synchronise.
     """
     for count in (256, 2048) if probabilities.device.type == "cpu" else ():
         if count >= probabilities.shape[-1]:
@@ -97,24 +97,25 @@ def likeliest(probabilities: Tensor, mass: float) -> tuple[Tensor, Tensor]:
 
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token per distribution ``[..., V]`` -> ``[...]``, by inverting its cumulative sum (no host synchronisation).
+    """Draw one token per distribution ``[..., V]`` -> ``[...]`` without host synchronisation.
 
-    One random number a draw: making V of them (the exponential race) takes longer than a small model's LM head.
+    It inverts the cumulative sum with one random number per draw: V numbers (the exponential race) would take longer
+    than a small model's LM head.
     """
     cumulative = probabilities.cumsum(-1)
     total = cumulative[..., -1:]
     uniform = torch.rand(total.shape, device=probabilities.device, generator=generator)
-    # The first token whose cumulative sum exceeds the point; it has a probability above 0, for the sum rose there.
-    # Rounding may put the point on the total itself, which nothing exceeds.
+    # The token is the first whose cumulative sum exceeds the point, so its probability is above 0. Rounding can put
+    # the point on the total, which no sum exceeds: the minimum prevents that.
     point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point, right=True)[..., 0]
 
 
 def draw_without_replacement(probabilities: Tensor, k: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The first ``k`` draws without replacement from ``[..., V]``, in order (Gumbel top-k; Kool et al. 2019).
+    """Draw ``k`` tokens without replacement from ``[..., V]``, in order (Gumbel top-k; Kool et al. 2019).
 
-    The keys are p / -E with E = -log(u) and u uniform. This exponential E is six times faster on a CPU than torch's.
-    E is at most 16.6, except at u = 0: there it would be infinite and the key of a possible token 0, so it is 17.
+    The keys are -p / E with E = -log(u), u uniform: six times faster on a CPU than torch's exponential numbers. float32
+    uniforms above 0 give E <= 16.6. u = 0 would give a possible token the key 0, so E is at most 17.
 
     Returns:
         tokens ``[..., k]`` and valid ``[..., k]``: False where the support was exhausted before the k-th draw.
@@ -127,7 +128,7 @@ def draw_without_replacement(probabilities: Tensor, k: int, generator: torch.Gen
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """``norm(max(0, p - q))`` over the last dimension (Leviathan et al. 2023, section 2.3).
 
-    Where p == q the residual is 0/0: nothing can be rejected there except by rounding, and p itself is returned.
+    Where p == q the residual is 0/0. Only rounding can reject a token there, so p is returned.
     """
     rest = (p - q).clamp_min(0.0)
     total = rest.sum(-1, keepdim=True)
@@ -135,6 +136,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:
-    """``q [B, V]`` after ``token [B, 1]`` was drawn and not put back."""
+    """Return ``q [B, V]`` without ``token [B, 1]``, renormalised."""
     rest = q.scatter(1, token, 0.0)
     return rest / rest.sum(1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)

@@ -1,12 +1,12 @@
-"""What each step of a generation did and how long it took, and the figures derived from it.
+"""Steps and times of one generation, and the metrics derived from them.
 
-tau, the average acceptance length, is tokens committed per target forward, bonus included: plain decoding is 1.0. The
-prefill and the first token, which it gives, are timed apart and not counted.
+tau, the average acceptance length, is the number of tokens committed per target forward, bonus included: 1.0 in plain
+decoding. The prefill and its token are timed separately and not counted.
 """
 
 from dataclasses import dataclass, field
 
-from drafters.model.clock import Clock
+from drafters.model.runner import Clock
 
 
 @dataclass
@@ -14,10 +14,13 @@ class Step:
     """One step of one batch row.
 
     Attributes:
-        drafted: nodes proposed. depth: length of the longest path among them.
-        accepted: draft tokens accepted by the rule. committed: tokens kept, after EOS and limits cut them.
-        forwards: target forwards it took: the loop's one, and those that a drafter spent on its draft (MJGD).
-        source: which of several drafters made the draft.
+        row: index of the batch row.
+        drafted: nodes of the draft.
+        depth: nodes of its longest path.
+        accepted: draft tokens accepted by the rule.
+        committed: tokens appended, bonus included, after the cut at EOS and limits.
+        forwards: target forwards: the loop's one, and those that the drafter spent on its draft (MJGD).
+        source: name of the inner drafter that made the draft (hybrids).
     """
 
     row: int
@@ -31,10 +34,10 @@ class Step:
 
 @dataclass
 class Trace:
-    """Steps and times (seconds) of one ``generate`` call.
+    """Steps of one ``generate`` call, and their times in seconds.
 
-    A step's draft, verify and other seconds are all of it; ``model_seconds`` is the part of it that went into forward
-    passes, of the target, draft models and trained heads alike. The rest is overhead: pools, trees, masks, rules.
+    A step's time is the sum of its draft, verify and other seconds. ``model_seconds`` is the part spent in forward
+    passes of the target, draft models and trained heads. The remainder is overhead: pools, trees, masks, rules.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -45,7 +48,7 @@ class Trace:
     prefill_seconds: float = 0.0
 
     def read(self, clock: Clock) -> None:
-        """Take over a finished clock's times: the prefill's lap, then three laps a step."""
+        """Read the times of a finished clock: one lap for the prefill, then three laps per step."""
         laps, models = clock.laps()
         self.prefill_seconds = laps[0]
         self.draft_seconds, self.verify_seconds, self.other_seconds = laps[1::3], laps[2::3], laps[3::3]
@@ -61,40 +64,41 @@ class Trace:
 
     @property
     def overhead(self) -> float | None:
-        """Share of the time after the prefill that went into no forward pass; None where nothing was decoded."""
+        """Share of the time after the prefill outside of forward passes; None if there was no step."""
         total = self.decode_seconds
         return 1.0 - sum(self.model_seconds) / total if self.model_seconds and total > 0 else None
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds of everything after the prefill."""
+        """Seconds after the prefill."""
         return sum(self.draft_seconds) + sum(self.verify_seconds) + sum(self.other_seconds)
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens committed after the prefill's."""
+        """Tokens committed after the token of the prefill."""
         return sum(step.committed for step in self.steps)
 
     @property
     def tau(self) -> float:
-        """Average acceptance length; 1.0 where no step was needed."""
+        """Average acceptance length; 1.0 if there was no step."""
         return self.decoded_tokens / sum(step.forwards for step in self.steps) if self.steps else 1.0
 
     def ctar(self, w: int) -> float:
-        """CTAR(w): share of steps that accept more than w tokens, bonus included (Kangaroo)."""
+        """CTAR(w): share of steps that commit more than w tokens, bonus included (Kangaroo)."""
         return sum(step.committed > w for step in self.steps) / max(len(self.steps), 1)
 
     def n_alpha(self, n: int) -> float | None:
-        """Share of steps accepting depth n + 1 among those that accepted n and drafted deeper; None if there is none.
+        """Share of steps that accept depth n + 1 among those that accept depth n and drafted deeper; None without any.
 
-        For a chain it is the EAGLE paper's n-alpha; for a tree, the rate per level.
+        For a chain this is n-alpha of the EAGLE paper; for a tree it is the acceptance rate per level.
         """
         reached = [step for step in self.steps if step.accepted >= n and step.depth > n]
         return sum(step.accepted > n for step in reached) / len(reached) if reached else None
 
     def joint_alpha(self, n: int) -> float | None:
-        """Share of drafts accepted to depth n + 1 or deeper: counted, for the n-alphas' product is of deeper drafts
-        alone where some are shorter. None where no draft is so deep.
+        """Share of all drafts that are accepted to depth n + 1 or deeper; None if no draft is deeper than n.
+
+        It is counted, not multiplied: the product of the n-alphas leaves out drafts that are shorter.
         """
         drafts = [step for step in self.steps if step.depth]
         reached = any(step.depth > n for step in drafts)

@@ -1,7 +1,7 @@
-"""The draft: a tree of tokens that hangs from the last committed token (the root). A chain is a tree."""
+"""The draft: a tree of tokens below the last committed token (the root). A chain is a tree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -13,6 +13,31 @@ ROOT = -1
 
 
 @dataclass
+class Extra:
+    """Fields of a draft that only some methods use.
+
+    Attributes:
+        hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, which ran while drafting
+            (Kangaroo). Verification resumes there.
+        resume_layer: number of layers that already ran; 0 runs the whole target.
+        scratch: number of nodes, the last ones, that join the target's forward and can never be accepted (Lookahead's
+            window). Acceptance rules do not see them.
+        scratch_outputs: number of scratch nodes, the last ones, whose logits ``FeatureOutput.scratch`` holds.
+        target_forwards: forwards of the target that the drafter spent on this draft (MJGD's beam search).
+        log_q: ``[B, N]`` the draft model's log-probability of each node given its ancestors (joint-likelihood rules).
+        source: name of the inner drafter that made the draft (hybrids); for reports.
+    """
+
+    hidden: Tensor | None = None
+    resume_layer: int = 0
+    scratch: int = 0
+    scratch_outputs: int = 0
+    target_forwards: int = 0
+    log_q: Tensor | None = None
+    source: str = ""
+
+
+@dataclass
 class DraftTree:
     """What a drafter proposes for one step.
 
@@ -20,22 +45,15 @@ class DraftTree:
         tokens: ``[B, N]`` draft tokens in topological order (a parent before its children).
         parents: ``[B, N]`` index of each node's parent in ``0..N-1``, or ``ROOT`` for the root's children.
         q: ``[B, R, V]`` float32 distributions that nodes were sampled from, or None when every node is deterministic.
-        q_row: ``[B, N]`` which row of ``q`` a node was sampled from; -1 marks a deterministic node (top-k, an n-gram),
-            which is verified as if its q were one-hot. Siblings of one row were drawn WITHOUT replacement, in order.
-        valid: ``[B, N]`` False for padding nodes, which can never be accepted; None when all count.
-        log_q: ``[B, N]`` the draft model's log-probability of each node given its ancestors (joint-likelihood rules).
-        hidden: ``[B, N + 1, H]`` hidden states of [root, nodes] after ``resume_layer`` layers, where those layers
-            already ran while drafting (Kangaroo): verification resumes there.
-        resume_layer: see ``hidden``; 0 when verification runs the whole target.
-        is_chain: every node is the child of the one before it.
-        scratch: the last ``scratch`` nodes ride along in the target's forward and can never be accepted (the guesses of
-            Lookahead). Acceptance rules do not see them.
-        scratch_outputs: how many of them, the last ones, the drafter wants logits of (``FeatureOutput.scratch``).
-        target_forwards: forwards of the target that the drafter itself spent on this draft (MJGD's beam search).
-        see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, where the host knows the shape of the tree.
-        draws: level by level from the root, the most children of one row that were sampled from ``q``. Verification
-            goes by these levels; where None, it takes a tree for as deep and as wide as N nodes can be.
-        source: which of several drafters made it; for reports.
+        q_row: ``[B, N]`` the row of ``q`` that a node was sampled from; -1 marks a deterministic node (top-k, an
+            n-gram), which is verified as if its q were one-hot. Siblings of one row were drawn WITHOUT replacement, in
+            order.
+        valid: ``[B, N]`` False for padding nodes, which can never be accepted; None if there is no padding.
+        is_chain: True if every node is the child of the one before it.
+        see: ``[1 or B, N + 1, N + 1]`` the ancestor mask, if it is already known.
+        draws: per level from the root, the most children of one row that were sampled from ``q``. Verification
+            walks these levels. None is the largest value that N nodes allow.
+        extra: fields that only some methods use.
     """
 
     tokens: Tensor
@@ -43,16 +61,10 @@ class DraftTree:
     q: Tensor | None = None
     q_row: Tensor | None = None
     valid: Tensor | None = None
-    log_q: Tensor | None = None
-    hidden: Tensor | None = None
-    resume_layer: int = 0
     is_chain: bool = False
-    scratch: int = 0
-    scratch_outputs: int = 0
-    target_forwards: int = 0
     see: Tensor | None = None
     draws: tuple[int, ...] | None = None
-    source: str = ""
+    extra: Extra = field(default_factory=Extra)
 
     @property
     def size(self) -> int:
@@ -61,15 +73,16 @@ class DraftTree:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """``draws``, or what they are at most."""
+        """``draws``, or their largest possible values."""
         return self.draws if self.draws is not None else (0 if self.q is None else self.size,) * self.size
 
     def proposed(self, see: Tensor) -> tuple["DraftTree", Tensor]:
-        """The draft and its ancestor mask without the scratch nodes: what an acceptance rule judges."""
-        if not self.scratch:
+        """The draft and its ancestor mask without the scratch nodes, for the acceptance rule."""
+        if not self.extra.scratch:
             return self, see
-        n = self.size - self.scratch
-        draft = replace(self, tokens=self.tokens[:, :n], parents=self.parents[:, :n], scratch=0, see=None)
+        n = self.size - self.extra.scratch
+        extra = replace(self.extra, scratch=0)
+        draft = replace(self, tokens=self.tokens[:, :n], parents=self.parents[:, :n], see=None, extra=extra)
         draft.q_row = self.q_row[:, :n] if self.q_row is not None else None
         draft.valid = self.valid[:, :n] if self.valid is not None else None
         return draft, see[:, : n + 1, : n + 1]
@@ -93,29 +106,31 @@ class DraftTree:
         parents: Sequence[int],
         q: Tensor | None = None,
         q_row: Sequence[int] | None = None,
-        scratch: int = 0,
+        extra: Extra | None = None,
         **more: Any,
     ) -> Self:
-        """A tree of ``tokens [B, N]`` whose shape, the same in every row, the host knows.
+        """A tree of ``tokens [B, N]`` with the same shape in every batch row.
 
         Args:
-            parents: of each node, in topological order. q, q_row: see the class; ``q_row`` of each node, too.
-            more: any other attribute.
+            parents: parent of each node, in topological order.
+            q_row: row of ``q`` of each node.
+            more: other attributes of the class.
         """
+        extra = Extra() if extra is None else extra
         drawn = tuple(q_row) if q is not None and q_row is not None else None
-        shape = _shape(tuple(parents), drawn, len(parents) - scratch, tokens.device)
-        draft = cls(tokens, shape.parents.expand_as(tokens), q, scratch=scratch, is_chain=shape.is_chain, **more)
+        shape = _shape(tuple(parents), drawn, len(parents) - extra.scratch, tokens.device)
+        draft = cls(tokens, shape.parents.expand_as(tokens), q, is_chain=shape.is_chain, extra=extra, **more)
         draft.q_row = shape.q_row.expand_as(tokens) if shape.q_row is not None else None
         draft.see, draft.draws = shape.see, shape.draws
         return draft
 
     @classmethod
     def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> Self:
-        """Deterministic trees, each batch row's of its own shape; smaller ones are filled with padding nodes.
+        """Deterministic trees of a different shape in each batch row; smaller ones are padded.
 
         Args:
-            tokens: of each row's nodes, in topological order.
-            parents: likewise; ROOT of the root's children.
+            tokens: per batch row, the nodes' tokens in topological order.
+            parents: per batch row, the nodes' parents; ROOT for the root's children.
         """
         sizes = [len(row) for row in tokens]
         width = max(sizes)
@@ -142,7 +157,7 @@ class DraftTree:
             return self.see.expand(batch, -1, -1)
         if self.is_chain:
             return tree_mask(tuple(range(ROOT, n - 1)), device)[0].expand(batch, -1, -1)
-        # Squaring "itself or its parent" doubles the reach: after k squarings every ancestor up to 2^k is there.
+        # Squaring the matrix "itself or its parent" doubles the reach: after k squarings it has ancestors up to 2^k.
         step = torch.eye(n + 1, device=device).repeat(batch, 1, 1)
         step[:, 1:].scatter_(2, (self.parents + 1)[..., None], 1.0)
         for _ in range(n.bit_length()):
@@ -150,18 +165,18 @@ class DraftTree:
         return step > 0
 
     def depths(self, ancestors: Tensor) -> Tensor:
-        """``[B, N+1]`` depth of each row, the root's being 0; RoPE position = position of the root + depth."""
+        """``[B, N+1]`` depth of each row, 0 for the root. RoPE position = position of the root + depth."""
         return ancestors.sum(-1) - 1
 
 
 def to_device(device: torch.device, *lists: list[int]) -> list[Tensor]:
-    """Each list as a one-dimensional tensor: one copy for all of them."""
+    """Each list as a one-dimensional tensor, with one copy for all of them."""
     packed = torch.tensor([value for values in lists for value in values], dtype=torch.long, device=device)
     return list(packed.split([len(values) for values in lists]))
 
 
 class _Shape(NamedTuple):
-    """What the host knows of a tree: ``parents [1, N]``, ``q_row [1, N]`` and, as in ``DraftTree``, the others."""
+    """Tensors of a tree's shape, cached: ``parents [1, N]``, ``q_row [1, N]``, and as in ``DraftTree``."""
 
     parents: Tensor
     q_row: Tensor | None
@@ -171,10 +186,10 @@ class _Shape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _shape(parents: tuple[int, ...], q_row: tuple[int, ...] | None, judged: int, device: torch.device) -> _Shape:
-    """Of a tree whose first ``judged`` nodes can be accepted."""
-    depths, drawn = [0], [0] * (judged + 1)  # of each row
-    for node, parent in enumerate(parents[:judged]):
+def _shape(parents: tuple[int, ...], q_row: tuple[int, ...] | None, proposed: int, device: torch.device) -> _Shape:
+    """Shape of a tree; ``proposed``: number of nodes without the scratch nodes."""
+    depths, drawn = [0], [0] * (proposed + 1)  # of each row: its depth, and how many of its children were sampled
+    for node, parent in enumerate(parents[:proposed]):
         depths.append(depths[parent + 1] + 1)
         drawn[parent + 1] += q_row is not None and q_row[node] >= 0
     draws = [0] * max(depths)
@@ -196,8 +211,8 @@ def tree_mask(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
 
 
 def see_ancestors(see: np.ndarray, parents: Sequence[int], first: int) -> np.ndarray:
-    """Fill the rows of the nodes ``parents[first:]`` in a mask over [root, nodes] where each sees but itself so far."""
+    """Add the ancestors of the nodes from ``first`` on to ``see``, a mask over [root, nodes] with a True diagonal."""
     for node in range(first, len(parents)):
-        assert parents[node] < node, f"node {node} stands before its parent {parents[node]}"
+        assert parents[node] < node, f"node {node} comes before its parent {parents[node]}"
         see[node + 1] |= see[parents[node] + 1]
     return see

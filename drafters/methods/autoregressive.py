@@ -1,7 +1,7 @@
 """Plain decoding: no draft, one token a target forward. The baseline of every speedup."""
 
 from drafters.base import Drafter
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.model.target import FeatureOutput
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drafters.config import DraftSize
 from drafters.loop.acceptance import Rule, Verdict, collect
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling, draw
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.speculative import SpeculativeDrafter, SpeculativeOptions
 from drafters.model.target import TargetModel

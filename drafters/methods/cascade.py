@@ -14,8 +14,9 @@ from drafters.base import Drafter
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState, step, tell_rest, until
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState, until
+from drafters.loop.step import step
 from drafters.loop.tree import DraftTree
 from drafters.methods import inner_drafter
 from drafters.model.target import FeatureOutput, TargetModel
@@ -52,6 +53,7 @@ class CascadeDrafter(DraftModelDrafter):
         super().__init__(target, options)
         self.inner, self.gamma = inner_drafter(options.inner, self.draft_model), options.gamma
         _check(self.inner)
+        self.parts = (self.inner,)
         self.max_draft, self.remembers = self.gamma + self.inner.max_draft, self.inner.remembers
         self.max_context = min(self.max_context, self.inner.max_context)
         self._drafting = self.lm_head.as_model()  # to the inner drafter it is the target
@@ -79,9 +81,6 @@ class CascadeDrafter(DraftModelDrafter):
         self.lm_head.read(state.tokens)
         self.inner.begin(self._state, known)
 
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        self.inner.prepare(batch, sampling, longest)
-
     def propose(self, state: DecodeState) -> DraftTree:
         room, inner = state.room() - 1, self._state
         self._follow(state.tokens[0])
@@ -92,7 +91,6 @@ class CascadeDrafter(DraftModelDrafter):
             step(inner, self.inner, rule)
             if not state.eos.isdisjoint(inner.tokens[0][start + drafted :]):
                 break
-        tell_rest(inner, self.inner)  # no step of the draft model's is its last
         tokens = until(inner.tokens[0][start : start + max(room, 0)], state.eos)
         if not tokens:
             return state.nothing

@@ -6,7 +6,6 @@ those of token_{i+2}: the token sampled at i + 1 is known, which resolves the fe
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -14,26 +13,22 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter, Promised
 from drafters.config import SHIFTED, UNSHIFTED, DraftSize, HeadInputs, HeadLayer
-from drafters.cpu.head_pass import CpuPass, cpu_pass
-from drafters.drafting.passes import Nodes, OneCallPasses, Passes, TorchPasses, grow_planned
-from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, children_of, grow_dynamic, grow_static, tree_plan
+from drafters.drafting.passes import OneCallPasses, grow_planned
+from drafters.drafting.pending import PendingFeatures
+from drafters.drafting.tree_plan import EAGLE_TREE, TreePlan, grow_dynamic, grow_static, tree_plan
 from drafters.hub.declared import MLP, Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState, last_of, padded, rows_of
-from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
+from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
 from drafters.model.layers import SERVED, check_head, layer_kind, made, own_rope
-from drafters.model.linear import Product
 from drafters.model.rows import CHAIN, Rows
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.costs import CostsByLength, Make, Run, behind, step_costs
-from drafters.policy.growth import COMMON, FRONTIER, Paying
-from drafters.policy.kept_costs import Costs
-from drafters.policy.shape import PRIOR, Chooser, Probability, Way
+from drafters.policy.shape import PRIOR, Probability, ShapePolicy, Way
 
 
 class EagleHead(nn.Module):
@@ -104,23 +99,20 @@ class EagleHead(nn.Module):
 
 
 class EagleOptions(DraftHeadOptions):
-    """``tree``: auto drafts, while decoding, what has most tokens per second by what forwards cost on this machine and
-    what is accepted: a tree that grows while it pays (greedy, one prompt, on a CPU), else a chain or static tree, or
-    nothing; chain and dynamic are ``depth`` deep, by default 5 and 6; static is the paper's tree of Figure 9 unless
-    ``paths`` says else.
+    """Options of the EAGLE drafter.
 
-    ``depth``, ``top_k`` and ``nodes`` are auto's bounds (depth: 8). ``acceptance``: what its static trees start from,
-    by "greedy" and "sampled": for every depth, how often the candidate of each rank is right where those before it are
-    wrong.
+    ``tree``: chain; static (the paper's Figure 9, or ``paths``); dynamic (EAGLE-2); auto: the chain or static tree of
+    most expected tokens per second on this machine, or no draft where none is profitable.
 
-    ``top_k``: children considered a node, and nodes extended a level, of the dynamic tree; ``nodes``: how many it
-    keeps. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
+    ``depth``: levels; by default 5 (chain), 6 (dynamic), at most 8 (auto). ``nodes``: nodes that the dynamic tree
+    keeps, and at most of auto. ``top_k``: children considered per node, and nodes extended per level, of the dynamic
+    tree. Its defaults are those of EAGLE-2's evaluation: depth 5 there does not count the root's children, and 60
+    tokens count the root. ``paths``: a static tree as paths of child ranks, for example ``[[0], [1], [0, 0]]``.
+    ``acceptance``: prior of auto, by "greedy" and "sampled": for each depth, how often the candidate of each rank is
+    right where those before it are wrong.
 
-    ``inputs``: what the head was trained to read; engines and released checkpoints know the first alone. ``fc_bias``:
+    ``inputs``: what the head was trained to read; engines and released checkpoints know only the default. ``fc_bias``:
     its fc has a bias. ``layer``: the kind of its decoder layer.
-
-    The dynamic tree's defaults are those of EAGLE-2's released evaluation. What it calls depth 5 are levels after the
-    root's own children, so 6 in all, and its 60 tokens count the root.
     """
 
     tree: Literal["auto", "chain", "static", "dynamic"] = "auto"
@@ -134,13 +126,11 @@ class EagleOptions(DraftHeadOptions):
     layer: HeadLayer = "target"
 
 
-# A fixed shape has to promise so many times the gain of growing on this very text: its rates are of others, too.
-AHEAD = 1.6
 DEPTHS = {"auto": 8, "chain": 5, "static": 5, "dynamic": 6}
 
 
 class EagleDrafter(LearnedDrafter):
-    """Drafts a chain, the paper's static tree, EAGLE-2's dynamic tree, or what pays most.
+    """Drafts a chain, a static tree, EAGLE-2's dynamic tree, or what the policy chooses.
 
     Raises:
         ValueError: ``paths`` that are no tree.
@@ -168,42 +158,32 @@ class EagleDrafter(LearnedDrafter):
     )
     max_batch = None
     follows = True
+    policy: ShapePolicy | None = None
 
     def __init__(self, target: TargetModel, module: EagleHead, options: EagleOptions) -> None:
         super().__init__(target, module, options)
+        self.given, self.inputs = options, options.inputs
         self.lm_head = self.draft_head(options)
-        self.tree, self.top_k, self.nodes = options.tree, min(options.top_k, self.lm_head.width), options.nodes
-        self.depth, self._own_depth = options.depth or DEPTHS[self.tree], options.depth
-        self.paths = None if self.tree == "chain" else options.paths
+        self.tree, self.top_k = options.tree, min(options.top_k, self.lm_head.width)
+        self.depth = options.depth or DEPTHS[self.tree]
         chain = [[0] * level for level in range(1, self.depth + 1)]
-        self.plan = TreePlan(chain if self.tree == "chain" else self.paths or EAGLE_TREE, target.device)
-        # The head's cache also holds the forwarded nodes of the levels before the last.
-        forwarded = {"dynamic": self.top_k * self.depth, "auto": FRONTIER * self.depth}
-        self.max_draft = max(self.nodes, forwarded[self.tree]) if self.tree in forwarded else self.plan.size
-        self.acceptance: Any = options.acceptance
-        # Beside it, where the host can look on (greedy, alone, on a CPU), trees that grow: more accepted for more time.
-        self.paying: Paying | None = None
-        self._grown_costs = CostsByLength(partial(self._step_costs, 1, Sampling(), grows=True))
-        self._may_grow, self._idle = target.device.type == "cpu", False
-        self._growing: Paying | None = None  # what grew the latest draft
+        self.plan = TreePlan(chain if self.tree == "chain" else options.paths or EAGLE_TREE, target.device)
+        self.max_draft = self.plan.size
+        if self.tree == "dynamic":  # the head's cache also holds the extended nodes
+            self.max_draft = max(options.nodes, self.top_k * self.depth)
         if self.tree == "auto":
-            ranks = min(self.top_k, len(PRIOR))
-            self.auto = Chooser(self._step_costs, self.nodes, self.depth, ranks, self.acceptance)
-            self.remembers = True
+            self.policy = ShapePolicy(options.nodes, self.depth, min(self.top_k, len(PRIOR)), options.acceptance)
+            self.max_draft, self.remembers = options.nodes, True
         self._make_head(options)
         self._cache = KVCache.nothing()
-        self._features: Tensor  # [B, R, H] true features that the head has not taken in yet
-        self._counts: list[int]  # how many of them each row has, the rest being filling
-        self._more: list[tuple[Tensor, list[int]]] = []  # the same of later steps, which drafted nothing
+        self._pending: PendingFeatures
 
     def _make_head(self, options: EagleOptions) -> None:
         target, head = self.target, cast(Any, self.module)
-        self.inputs, self.fc_bias, width = options.inputs, options.fc_bias, target.hidden_size
         fc = target.runner.linear(head.fc) if hasattr(head, "fc") else None
-        self._states_width = width
-        if options.inputs == UNSHIFTED:
+        width = target.hidden_size
+        if self.inputs == UNSHIFTED:
             # A feature goes through the tree with its own token's embedding: a node's token is its children's input.
-            self._states_width = 2 * width
             self.lm_head.reads = width
 
             def enter(states: Tensor, tokens: Tensor) -> Tensor:
@@ -217,10 +197,9 @@ class EagleDrafter(LearnedDrafter):
         self._head = target.runner.part(head.layers, enter, rope=own_rope(head, target.config, target.runner.rope))
         if options.draft_dtype is not None:
             quantize_layers(self._head, options.draft_dtype, *([] if fc is None else [fc]))
-        self._one_call: CpuPass | None = None
-        whole, product = getattr(self._head.layers[0].layer, "whole", None), self.lm_head.product
-        if options.inputs == SHIFTED and isinstance(fc, Product):
-            self._one_call = cpu_pass(whole, fc, product, target.body.embed_tokens, self._head.rope)
+        self._one_call = None  # a pass of the head over a draft of one sequence
+        if options.inputs == SHIFTED:
+            self._one_call = backend.head_pass(self._head, fc, self.lm_head.product, target.body.embed_tokens)
 
     @classmethod
     def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
@@ -228,158 +207,68 @@ class EagleDrafter(LearnedDrafter):
         return EagleHead(target_config, **{names[key]: value for key, value in drafter_config.items() if key in names})
 
     def drafter_config(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"tree": self.tree, "top_k": self.top_k, "nodes": self.nodes}
-        options |= {"layer": cast(Any, self.module).layer} | ({} if self.inputs == SHIFTED else {"inputs": self.inputs})
-        options |= {"fc_bias": True} if self.fc_bias else {}
-        # A default depth is the tree's own: saved, it would be another tree's, too, that is asked for at loading.
-        options |= {} if self._own_depth is None else {"depth": self._own_depth}
-        options |= {} if self.acceptance is None else {"acceptance": self.acceptance}
-        return options | ({"paths": self.paths} if self.paths else {}) | self.lm_head.options()
+        # A default depth is not stored: another tree, chosen at loading, has another default.
+        optional = self.given.model_dump(include={"depth", "acceptance", "paths"}, exclude_none=True)
+        optional |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
+        optional |= {"fc_bias": True} if self.given.fc_bias else {}
+        options = {"tree": self.tree, "top_k": self.top_k, "nodes": self.given.nodes, "layer": self.module.layer}
+        return options | optional | self.lm_head.options()
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        target, batch = self.target, state.batch
-        self._cache.release()  # so that its memory can be taken again
-        self._cache = target.new_cache(batch, state.cache.capacity, layers=1)
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
+        self._cache.release()  # so that its memory can be reused
+        self._cache = self.target.new_cache(state.batch, state.cache.capacity, layers=1)
         prompts = [tokens[1:length] for tokens, length in zip(state.tokens, state.prompt_lengths, strict=True)]
         if any(prompts):
             given = self._given(output.features[:, :-1], prompts, state)
-            self._extend(given, padded(prompts, target.device))
+            self._extend(given, padded(prompts, self.target.device))
             self._cache.commit_first([len(prompt) for prompt in prompts])
-        self._features = last_of(output.features, state.prompt_lengths)[:, None]
-        self._counts, self._more = [1] * batch, []
+        self._pending = PendingFeatures(output, state.prompt_lengths)
         self.lm_head.read(state.tokens)
-        self.prepare(batch, state.sampling, state.longest)
-
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        if self.auto is not None:
-            self.auto.begin(batch, sampling, longest)
-            if self._grows(batch, sampling):
-                for length in (0, longest):
-                    self._grown_costs.at(length)
-            if self.paying is not None:
-                self.paying.begin()
-
-    def _grower(self, state: DecodeState) -> Paying | None:
-        """What grows the next draft, unless one of a fixed shape promises more."""
-        if self.auto is None or not self._grows(state.batch, state.sampling):
-            return None
-        costs = self._grown_costs.at(state.length)
-        if self.paying is None:
-            self.paying = Paying(costs, self.nodes, self.depth, self.top_k)
-        elif costs is not self.paying.costs:
-            self.paying.reckon(costs)
-        fixed = self.auto.outlook(1, state.sampling, state.length)
-        gain = max(self.paying.speedup - 1.0, 0.0)
-        fixed_is_better = fixed.paths and self.paying.tried and fixed.speedup - 1.0 > AHEAD * gain
-        return None if fixed_is_better else self.paying
-
-    def _grows(self, batch: int, sampling: Sampling) -> bool:
-        return self._may_grow and batch == 1 and sampling.greedy
-
-    def promised(self) -> Promised | None:
-        if self.auto is None:
-            return None
-        found = self.auto.promised()
-        if self.paying is None:
-            return found
-        grown = self.paying.promised()
-        sums = [one + other for one, other in zip(found[:3], grown[:3], strict=True)]
-        return Promised(sums[0], sums[1], sums[2], grown.choice if self._growing is not None else found.choice)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        self._gather_up()
-        whole, features, counts, auto = self._cache, self._features, self._counts, self.auto
-        self._cache, self.auto = KVCache.nothing(), None
+        whole, pending, policy = self._cache, self._pending, self.policy
+        self._cache, self.policy = KVCache.nothing(), None
         self.begin(part, output)
         for number, row in enumerate(rows):
             whole.copy_row(row, self._cache, number)
-            features[row, 0], counts[row] = self._features[number, 0], 1
         self._cache.release()
-        self._cache, self._features, self._counts, self.auto = whole, features[:, : max(counts)], counts, auto
+        pending.replace(rows, self._pending)
+        self._cache, self._pending, self.policy = whole, pending, policy
 
     def propose(self, state: DecodeState) -> DraftTree:
         depth = state.longest_draft(self.depth)
-        if self.auto is not None:
-            self._growing = self._grower(state)
-            if self._growing is not None:
-                self._idle = not self._growing.wants(depth)
-            else:
-                paths = self.auto.shape(state.batch, state.sampling, state.length).paths
-                self._idle = not paths
-                if paths:
-                    self.plan = tree_plan(paths, self.target.device)
-            if self._idle:
-                return state.nothing
-        self._gather_up()
-        self.lm_head.read(state.tokens)
-        if depth >= 1 and self._grows_alone(state):
-            return self._grow_alone(state, depth)
-        # Re-ingest what was committed, with true features: (feature_i, token_{i+1}) up to the root.
-        pairs = zip(state.tokens, self._counts, strict=True)
-        following = [row[len(row) - count :] for row, count in pairs]
-        given = self._given(self._features, following, state)
-        predicted = last_of(self._extend(given, padded(following, self.target.device)), self._counts)[:, None]
-        self._cache.commit_first(self._counts)
-        if depth < 1:
+        if self.policy is not None:
+            self.plan = tree_plan(self.policy.paths(state), self.target.device)
+        if depth < 1 or not self.plan.size:
             return state.nothing
         head = self.lm_head
-        if self._growing is not None:
-            return self._growing.grow(TorchPasses(predicted, self._extend_tree, head), depth, self.target.device)
+        head.read(state.tokens)
+        features, counts = self._pending.all()
+        following = [row[len(row) - count :] for row, count in zip(state.tokens, counts, strict=True)]
+        self._pending.clear()
+        if self._one_call is not None and state.batch == 1 and state.sampling.greedy and self.tree != "dynamic":
+            passes = OneCallPasses(self._one_call, head, features[0], following[0], self._cache)
+            return grow_planned(passes, self.plan, self.target.device)
+        # Take in what was committed, with true features: (feature_i, token_{i+1}) up to the root.
+        given = self._given(features, following, state)
+        predicted = last_of(self._extend(given, padded(following, self.target.device)), counts)[:, None]  # [B, 1, H]
+        self._cache.commit_first(counts)
         if self.tree == "dynamic":
-            draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.nodes)
+            draft = grow_dynamic(predicted, self._extend_tree, head, depth, self.top_k, self.given.nodes)
         else:
             draft = grow_static(predicted, self._extend_tree, head, self.plan, state.sampling, state.generator)
         draft.tokens, draft.q = head.tokens(draft.tokens), None if draft.q is None else head.spread(draft.q)
         return draft
 
-    def _grows_alone(self, state: DecodeState) -> bool:
-        """Whether each pass over the next draft can be one call."""
-        if self._one_call is None or state.batch > 1 or not state.sampling.greedy:
-            return False
-        return self._growing is not None or self.tree != "dynamic"
-
-    def _grow_alone(self, state: DecodeState, depth: int) -> DraftTree:
-        assert self._one_call is not None
-        following = state.tokens[0][len(state.tokens[0]) - self._counts[0] :]
-        passes = OneCallPasses(self._one_call, self.lm_head, self._features[0], following, self._cache)
-        if self._growing is not None:
-            return self._growing.grow(passes, depth, self.target.device)
-        return grow_planned(passes, self.plan, self.target.device)
-
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        if self._idle:  # nothing was taken in
-            if self.auto is not None:
-                self.auto.look_back(state, verdict)
-            self.follow(state, output, verdict)
-            return
-        self._features, self._counts = _of_step(output, verdict)
-        if self._growing is not None:
-            if not state.finished[0]:  # else cut short
-                right = self._growing.learn(verdict.rows[0], verdict.tokens[0])
-                if self.auto is not None:  # not of the levels below: those were gone on to because they were sure
-                    self.auto.learn(0, self._growing.top_k, right)
-        elif self.auto is not None:
-            self.auto.learn_step(self.plan, draft.size, state, verdict)
-
-    def may_rest(self) -> int:
-        return super().may_rest() if self._growing is None else 0
+        self.follow(state, output, verdict)
+        if self.policy is not None:
+            self.policy.learn(self.plan, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        self._more.append(_of_step(output, verdict))
-
-    def _gather_up(self) -> None:
-        """Put what steps without a draft have left behind what is to be taken in."""
-        if not self._more:
-            return
-        pieces, self._more = [(self._features, self._counts), *self._more], []
-        rows: list[list[int]] = [[] for _ in self._counts]
-        start = 0
-        for features, counts in pieces:
-            for row, count in zip(rows, counts, strict=True):
-                row.extend(range(start, start + count))
-            start += features.shape[1]
-        self._features = rows_of(torch.cat([features for features, _ in pieces], dim=1), rows)
-        self._counts = [len(row) for row in rows]
+        self._pending.add(output, verdict)
 
     def _given(self, features: Tensor, following: list[list[int]], state: DecodeState) -> Tensor:
         """True features ``[B, R, H]`` as the head takes them, given the tokens after each."""
@@ -391,78 +280,12 @@ class EagleDrafter(LearnedDrafter):
         return torch.cat([features, self.target.embed(padded(own, self.target.device))], dim=-1)
 
     def _extend_tree(self, features: Tensor, places: Tensor, rows: Rows) -> Tensor:
-        """``_extend`` by nodes of a tree that grows of places among the LM head's logits."""
+        """``_extend`` by nodes that are given as places among the LM head's logits."""
         return self._extend(features, self.lm_head.tokens(places), rows)
 
-    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN, cache: KVCache | None = None) -> Tensor:
+    def _extend(self, features: Tensor, tokens: Tensor, rows: Rows = CHAIN) -> Tensor:
         """Run the head over rows ``[B, R]``; predicted features ``[B, R, H]``, unshifted with the rows' embeddings."""
-        predicted = self.target.runner.run(self._head, [features, tokens], cache or self._cache, rows)[0]
+        predicted = self.target.runner.run(self._head, [features, tokens], self._cache, rows)[0]
         if self.inputs != UNSHIFTED:
             return predicted
         return torch.cat([predicted, self.target.embed(tokens)], dim=-1)
-
-    def _nothing(self, batch: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Features and tokens to time the head with."""
-        features = torch.zeros(batch, rows, self._states_width, dtype=self.target.dtype, device=self.target.device)
-        return features, torch.zeros(batch, rows, dtype=torch.long, device=features.device)
-
-    def _step_costs(self, batch: int, sampling: Sampling, length: int, grows: bool = False) -> Costs:
-        """Of batches of this size, behind so many tokens; ``grows``: of trees that grow, and not of a fixed shape."""
-        target, head, generator = self.target, self.lm_head, torch.Generator(self.target.device)
-        plan = tree_plan(((0,),), target.device)
-        paying = Paying(COMMON, self.nodes, self.depth, self.top_k)
-        alone = self._one_call is not None and batch == 1 and sampling.greedy
-
-        def drafting(context: int) -> tuple[Make, Make]:
-            cache_behind = behind(target, batch, context, layers=1)
-
-            def extend(features: Tensor, places: Tensor, rows: Rows = CHAIN) -> Tensor:
-                return self._extend(features, head.tokens(places), rows, cache_behind())
-
-            def passes(features: Tensor, tokens: Tensor) -> Passes:
-                if self._one_call is not None:
-                    return OneCallPasses(self._one_call, head, features[0], tokens[0].tolist(), cache_behind())
-                return TorchPasses(extend(features, tokens)[:, -1:], extend, head)
-
-            def begin(late: int) -> Run:
-                features, places = self._nothing(batch, 2 + late)
-
-                def once() -> object:
-                    if grows:
-                        draft = paying.grow(passes(features, places), 1, target.device)
-                        paying.learn([0], [0])
-                    elif alone:
-                        draft = grow_planned(passes(features, places), plan, target.device)
-                    else:
-                        predicted = extend(features, places)[:, -1:]
-                        draft = grow_static(predicted, extend, head, plan, sampling, generator)
-                        draft.tokens = head.tokens(draft.tokens)
-                    return draft.q is None or head.spread(draft.q), draft.ancestors()
-
-                return once
-
-            def go_on(rows: int) -> Run:
-                features, places = self._nothing(batch, rows)
-                nodes = Nodes(ranks := list(range(rows)), ranks, ranks, [[row] for row in ranks])
-
-                def once() -> object:
-                    if grows:
-                        whole = self._one_call is not None
-                        after = passes(features, places) if whole else TorchPasses(features[:, :1], extend, head)
-                        return paying.rehearse(after, rows)
-                    if alone:
-                        return passes(features, places).further(nodes, 2)
-                    return children_of(head(extend(features, places)), min(2, head.width), sampling, generator)
-
-                return once
-
-            return begin, go_on
-
-        name = {"method": self.name} | ({"grows": True} if grows else {}) | head.options()
-        name |= {} if self.inputs == SHIFTED else {"inputs": self.inputs}
-        return step_costs(target, name, batch, sampling, length, drafting, drawn=True)
-
-
-def _of_step(output: FeatureOutput, verdict: Verdict) -> tuple[Tensor, list[int]]:
-    """The features of the rows that a step committed, and how many those are in each batch row: none in a finished."""
-    return rows_of(output.features, verdict.rows), [len(rows) for rows in verdict.rows]

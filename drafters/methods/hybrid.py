@@ -1,28 +1,27 @@
-"""A hybrid: a copy where the text repeats itself, a trained head's draft elsewhere (so combines SuffixDecoding, Oliaro
-et al. 2024, with EAGLE).
+"""Hybrid: copy where the text repeats itself, use a learned head elsewhere (SuffixDecoding, Oliaro et al. 2024).
 
-Nothing here knows which two drafters those are. There, a threshold on the copy's score decides; here, what either is
-worth: of a copy it is counted how often such a one is right, of the head's drafts, what they promised of late.
+The paper decides by a threshold on the copy's score. ``match: auto`` decides by expected tokens per second: of a copy
+by how often such copies were right, of the head's draft by its acceptance.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, InstanceOf
 
-from drafters.base import Drafter, Promised
+from drafters.base import Drafter
 from drafters.config import Config, Length
-from drafters.drafting.one_tree import Held, held_nodes, with_copies
-from drafters.drafting.retrieval import NOTHING, Found, Retrieval, draft_of
+from drafters.drafting.one_tree import overlaps, with_copies
+from drafters.drafting.retrieval import NOTHING, Copy, Retrieval, draft_of
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
-from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods import inner_drafter
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.weighing import Weighing
+from drafters.policy.copies import CopyPolicy
+from drafters.policy.shape import ShapePolicy
 
 LOOKUP: dict[str, Any] = {"drafter": "prompt_lookup", "gamma": 16, "max_ngram": 8}
-NOT_DRAFTED = Promised(0, 0, 0, ""), Promised(1, 1, 1, "")  # before and after a step that the head leaves as it is
 
 
 class HybridOptions(Config):
@@ -45,15 +44,14 @@ class HybridOptions(Config):
 
 
 class HybridDrafter(Drafter):
-    """Copies or has the head draft, step by step; the head takes in the tokens that were copied when it drafts next.
+    """Copies or lets the head draft, step by step; the head takes in copied tokens when it drafts next.
 
-    Which of the two it is hangs on the text before the step alone, so that either's lossless drafts stay lossless; why
-    both in one tree are is said in ``drafting/one_tree.py``. The rows of a batch, which go through the head together,
-    copy together, too.
+    The choice depends only on the text before the step, so lossless drafts of either stay lossless;
+    ``drafting/one_tree.py`` says why both in one tree do. All rows of a batch copy, or none does.
 
     Raises:
         ValueError: a ``lookup`` that does not copy; a head that has to draft every step itself, or that for ``match:
-            auto`` does not say what its drafts promise.
+            auto`` has a fixed shape.
     """
 
     name = "hybrid"
@@ -65,6 +63,7 @@ class HybridDrafter(Drafter):
         self.head, self.match = inner_drafter(options.head, target), options.match
         self.one_tree = options.one_tree
         self.lookup = _copying(inner_drafter(options.lookup, target))
+        self.parts = self.head, self.lookup
         _check(self.head, self.match)
         most = [one.max_batch for one in (self.head, self.lookup) if one.max_batch is not None]
         self.max_batch = min(most, default=None)  # type: ignore[misc]
@@ -73,115 +72,67 @@ class HybridDrafter(Drafter):
         self.max_context = min(self.head.max_context, self.lookup.max_context)
         self.taps = self.head.taps
         self.remembers = self.match == "auto" or self.head.remembers or self.lookup.remembers
-        self.weighing = Weighing(target, self.lookup) if self.match == "auto" else None
-        self._found: list[Found] = []
-        self._by: Literal["head", "lookup", "no one"] = "head"  # whose the latest draft is; the head's may be empty
-        self._rests = False  # whether the head's latest was, in these texts
+        self.policy: CopyPolicy | None = CopyPolicy() if self.match == "auto" else None
+        self._copies: list[Copy] = []
+        self._head_drafted = False
         self._own: DraftTree  # the head's part of the latest draft
-        self._held: list[Held] | None = None  # with one_tree, what of the copies is in that
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
-        self._rests = False
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
         self.head.begin(state, output)
         self.lookup.begin(state, output)
-        if self.weighing is not None:
-            self.weighing.begin(state)
-
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        self.head.prepare(batch, sampling, longest)
-        if self.weighing is not None:
-            self.weighing.prepare(batch, sampling, longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self.head.join(state, rows, part, output)
         self.lookup.join(state, rows, part, output)
-        if self.weighing is not None:
-            self.weighing.join()
-
-    def promised(self) -> Promised | None:
-        head = self.head.promised()
-        return None if head is None or self.weighing is None else self.weighing.promised(head)
 
     def propose(self, state: DecodeState) -> DraftTree:
-        if self.weighing is not None:
-            self._found = self.weighing.found(self.lookup, state)
-            copies = self.weighing.best_parts(self._found, state)
+        self._copies = self.lookup.retrieve_all(state)
+        if isinstance(self.policy, CopyPolicy) and isinstance(self.head.policy, ShapePolicy):
+            copies = self.policy.select(self._copies, state, other=self.head.policy.outlook(state))
+            copied = any(one.tokens for one in copies)
         else:
-            self._found = self.lookup.retrieve_all(state)
-            copies = _matching(self._found, state.finished.count(False), self.match)
-        copied = any(one.tokens for one in copies) and not (self.one_tree and self.weighing is None)
-        self._held = None
+            copies = _matching(self._copies, state.finished.count(False), self.match)
+            copied = any(one.tokens for one in copies) and not self.one_tree
+        self._head_drafted = not copied
         if copied:
-            self._by = "lookup"
             draft = draft_of(copies, self.target.device)
-            draft.source = self.lookup.name
+            draft.extra.source = self.lookup.name
             return draft
-        draft = self._own = self._of_head(state)
-        draft.source = self.head.name
+        draft = self._own = self.head.propose(state)
+        draft.extra.source = self.head.name
         return self._with_copies(state, draft, copies) if self.one_tree else draft
 
-    def _of_head(self, state: DecodeState) -> DraftTree:
-        """The head's draft; it is not asked for one that it knows to be none."""
-        if self._rests and self.weighing is not None and self.head.may_rest():
-            self._spare_head(self.weighing, 1)
-            return state.nothing
-        before = self.head.promised()
-        draft = self.head.propose(state)
-        self._by, self._rests = "head", not draft.size
-        if self.weighing is not None and before is not None:
-            self.weighing.note_head(before, self.head.promised() or before)
-        return draft
-
-    def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Found]) -> DraftTree:
-        """The head's draft, and behind it what of the copies is not in it and pays, or matches."""
-        if self.weighing is not None:
-            copies = self._found
-        held = held_nodes(draft, copies)
-        if self.weighing is not None:
-            self._held, kept = held, self.weighing.beside(copies, held, draft.size, state)
+    def _with_copies(self, state: DecodeState, draft: DraftTree, copies: list[Copy]) -> DraftTree:
+        """The head's draft with further nodes of the copies: the profitable ones, or all that match."""
+        if self.policy is not None:
+            copies = self._copies
+        held = overlaps(draft, copies)
+        if self.policy is not None:
+            extra = self.policy.beside(copies, held, draft.size, state)
         else:
             pairs = zip(copies, held, strict=True)
-            kept = [[node for node in range(len(one.tokens)) if node not in has] for one, has in pairs]
-        whole = with_copies(draft, copies, held, kept)
+            extra = [[node for node in range(len(one.tokens)) if node not in has] for one, has in pairs]
+        whole = with_copies(draft, copies, held, extra)
         if whole is not draft:
-            whole.source = f"{self.head.name} and {self.lookup.name}"
+            whole.extra = replace(draft.extra, source=f"{self.head.name} and {self.lookup.name}")
         return whole
 
-    def may_rest(self) -> int:
-        return 0 if self.weighing is None else min(self.head.may_rest(), self.weighing.may_rest())
-
-    def rest(self, steps: int) -> None:
-        if self.weighing is not None:
-            self._found, self._held = [NOTHING] * len(self._found), None
-            self.weighing.rest(steps)
-            self._spare_head(self.weighing, steps)
-
-    def _spare_head(self, weighing: Weighing, steps: int) -> None:
-        self._by = "no one"
-        self.head.rest(steps)
-        weighing.note_head(*NOT_DRAFTED, steps)
-
-    def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        """Of a step of its own that nothing was drafted for."""
-        self.head.follow(state, output, verdict)
-        self.lookup.follow(state, output, verdict)
-        if self.weighing is not None:
-            self.weighing.pass_by()
-
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
-        if self.weighing is not None:
-            self.weighing.learn(state, self._found, verdict, self._held)
-        if self._by == "head" or (self._by == "no one" and state.ended_by(verdict)):
+        if self.policy is not None:
+            self.policy.learn(self._copies, verdict)
+        if self._head_drafted:
             self.head.observe(state, self._own, output, verdict)
         else:
             self.head.follow(state, output, verdict)
         self.lookup.follow(state, output, verdict)
 
 
-def _matching(found: list[Found], going: int, match: int | str) -> list[Found]:
-    """As ``best_parts``, by the length of the match alone."""
+def _matching(found: list[Copy], unfinished: int, match: int | str) -> list[Copy]:
+    """Copies of at least ``match`` matching tokens; none unless half of the unfinished rows have one."""
     long = [isinstance(match, int) and bool(one.tokens) and one.match >= match for one in found]
-    copied = 2 * sum(long) >= going
+    copied = 2 * sum(long) >= unfinished
     return [one if copied and enough else NOTHING for one, enough in zip(found, long, strict=True)]
 
 
@@ -197,8 +148,8 @@ def _check(head: Drafter, match: int | str) -> None:
             f"the head is {head.name!r}, which has to draft every step itself; use one that can follow another's, for "
             "example eagle or speculative"
         )
-    if match == "auto" and head.promised() is None:
+    if match == "auto" and not isinstance(head.policy, ShapePolicy):
         raise ValueError(
-            f"match: auto weighs a copy against what the head promises, and {head.name!r} promises nothing as it is: "
-            "let it choose its drafts, too (eagle: tree: auto; speculative: gamma: auto), or give match a number"
+            f"match: auto compares a copy with the expected gain of the head's draft, which {head.name!r} of a fixed "
+            "shape does not give: use tree: auto (eagle, medusa) or gamma: auto (speculative), or give match a number"
         )

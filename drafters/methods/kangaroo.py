@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter
 from drafters.config import DraftSize, Layers
 from drafters.drafting.tree_plan import TreePlan, children_of
 from drafters.hub.declared import Layout, Recipe
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree, tree_mask
 from drafters.model.cache import KVCache
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
@@ -195,8 +195,8 @@ class KangarooDrafter(LearnedDrafter):
         accepted = verdict.rows[0][1:]  # the root is there already
         there = [place for row in accepted if (place := self._inner.get(row, self._taken)) < self._taken]
         self._cache.commit([there])
-        assert draft.hidden is not None
-        self._behind = draft.hidden[:, accepted[len(there) :]]
+        assert draft.extra.hidden is not None
+        self._behind = draft.extra.hidden[:, accepted[len(there) :]]
 
     def _draft(self, states: list[Tensor], tokens: list[Tensor], valid: list[Tensor], q: list[Tensor]) -> DraftTree:
         """Of what each level gave."""
@@ -210,7 +210,7 @@ class KangarooDrafter(LearnedDrafter):
                 q_row=self.plan.q_row[: whole.shape[1]],
                 valid=torch.cat(valid, 1) if valid else None,
             )
-        draft.hidden, draft.resume_layer = torch.cat(states, dim=1), self.exit_layer
+        draft.extra.hidden, draft.extra.resume_layer = torch.cat(states, dim=1), self.exit_layer
         return draft
 
     def _unsure(self, logits: Tensor) -> bool:

@@ -16,11 +16,11 @@ from pydantic import Field
 from torch import Tensor
 
 from drafters.config import DraftSize
-from drafters.cpu.kernels import most_likely
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT, DraftTree, see_ancestors, to_device
+from drafters.model.backend import most_likely
 from drafters.model.rows import Rows
 from drafters.model.target import FeatureOutput, TargetModel
 

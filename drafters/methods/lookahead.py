@@ -8,13 +8,13 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.config import Config, DraftSize
-from drafters.cpu.kernels import most_likely
 from drafters.drafting.phrase_pool import PhraseWindow
 from drafters.drafting.pool_file import first_pool, save_pool
 from drafters.drafting.trie import Trie
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState
-from drafters.loop.tree import DraftTree
+from drafters.loop.state import DecodeState
+from drafters.loop.tree import DraftTree, Extra
+from drafters.model.backend import most_likely
 from drafters.model.target import FeatureOutput, TargetModel
 
 
@@ -87,8 +87,7 @@ class LookaheadDrafter(Drafter):
         return DraftTree.from_parents(
             torch.tensor([trie.tokens + guessed], dtype=torch.long, device=self.target.device),
             [*trie.parents, *self.window.parents(-1, len(trie.tokens))],
-            scratch=len(guessed),
-            scratch_outputs=self.window.outputs,
+            extra=Extra(scratch=len(guessed), scratch_outputs=self.window.outputs),
         )
 
     def while_verifying(self, state: DecodeState, draft: DraftTree, output: FeatureOutput) -> None:

@@ -8,8 +8,6 @@ and the heads run once a step, however large the tree.
 Verification is lossless unless ``accept: typical`` says else.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,19 +16,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from drafters.base import LearnedDrafter, Promised
 from drafters.config import DraftSize, validate
 from drafters.drafting.tree_plan import TreePlan, children_of, tree_plan
+from drafters.learned import LearnedDrafter
 from drafters.loop.acceptance import TINY, Rule, Verdict, collect
-from drafters.loop.generate import DecodeState, last_of
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState, last_of
 from drafters.loop.tree import DraftTree
-from drafters.model.clock import model_time
 from drafters.model.draft_head import DraftHeadOptions, quantize_layers
+from drafters.model.runner import model_time
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.costs import step_costs
-from drafters.policy.kept_costs import Costs, Curve
-from drafters.policy.shape import Chooser, Path, Probability, Rates, Table, Way, likeliest
+from drafters.policy.shape import Path, Probability, Rates, ShapePolicy, Table, Way, likeliest
 
 GREEDY = Sampling()
 # How often a head's candidate of each rank is right where those before it are wrong, until it is counted.
@@ -128,6 +124,8 @@ class MedusaDrafter(LearnedDrafter):
     max_batch = None
     follows = True
 
+    policy: ShapePolicy | None = None
+
     def __init__(self, target: TargetModel, module: MedusaHeads, options: MedusaOptions) -> None:
         super().__init__(target, module, options)
         self.given, self.heads = options, len(module)
@@ -142,9 +140,9 @@ class MedusaDrafter(LearnedDrafter):
         self._ranks = min(options.top_k, self.lm_heads[0].width)
         self._read(module, options)
         if options.tree == "auto":
-            self.auto = Chooser(self._step_costs, options.nodes, self.depth, self._ranks, self._tables())
+            self.policy = ShapePolicy(options.nodes, self.depth, self._ranks, self._tables())
             self.remembers = True
-        ways: tuple[Way, ...] = () if self.auto else ("greedy", "sampled")
+        ways: tuple[Way, ...] = () if self.policy else ("greedy", "sampled")
         self.plans = {way: self._plan(way) for way in ways}
         self.max_draft = max((plan.size for plan in self.plans.values()), default=options.nodes)
         self._used: TreePlan
@@ -170,23 +168,17 @@ class MedusaDrafter(LearnedDrafter):
         return Typical(self.given.epsilon, self.given.delta)
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
         self._feature = last_of(output.features, state.prompt_lengths)[:, None].clone()
         self._read_text(state)
-        self.prepare(state.batch, state.sampling, state.longest)
-
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        if self.auto is not None:
-            self.auto.begin(batch, sampling, longest)
 
     def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
         self._feature[rows] = last_of(output.features, part.prompt_lengths)[:, None]
 
-    def promised(self) -> Promised | None:
-        return None if self.auto is None else self.auto.promised()
-
     def propose(self, state: DecodeState) -> DraftTree:
-        if self.auto is not None:
-            plan = tree_plan(self.auto.shape(state.batch, state.sampling, state.length).paths, self.target.device)
+        if self.policy is not None:
+            plan = tree_plan(self.policy.paths(state), self.target.device)
         else:
             plan = self.plans["greedy" if state.sampling.greedy else "sampled"]
         self._used = plan
@@ -197,14 +189,12 @@ class MedusaDrafter(LearnedDrafter):
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
         self.follow(state, output, verdict)
-        if self.auto is not None:
-            self.auto.learn_step(self._used, draft.size, state, verdict)
+        if self.policy is not None:
+            self.policy.learn(self._used, draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
         last = torch.tensor([path[-1] if path else 0 for path in verdict.rows], device=self.target.device)
         self._feature = output.features[torch.arange(state.batch, device=last.device), last][:, None]
-
-    # ------------------------------------------------------------------------------------------- a step's parts
 
     def _read_text(self, state: DecodeState) -> None:
         for head in self.lm_heads:
@@ -260,8 +250,6 @@ class MedusaDrafter(LearnedDrafter):
         pairs = zip(self.lm_heads, states.unbind(1), strict=False)
         return torch.stack([head(state) for head, state in pairs], dim=1)
 
-    # ------------------------------------------------------------------------------------------- the tree's shape
-
     def _tables(self) -> dict[Way, Table]:
         both: dict[Way, Table] = {"greedy": PRIOR, "sampled": PRIOR}
         return both | (self.given.acceptance or {})
@@ -276,24 +264,6 @@ class MedusaDrafter(LearnedDrafter):
             return tree_plan(tuple(map(tuple, paths)), self.target.device)
         table = Rates(self.depth, self._ranks, self._tables()[way]).table()
         return tree_plan(_likeliest(table, self.depth, options.nodes), self.target.device)
-
-    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
-        """Of batches of this size, behind so many tokens: a draft of one head, and of a level more, which is a head
-        more."""
-        target, generator = self.target, torch.Generator(self.target.device)
-        feature = torch.zeros(batch, 1, target.hidden_size, dtype=target.dtype, device=target.device)
-
-        def draft_pass(heads: int) -> Callable[[], object]:
-            chain = tuple((0,) * level for level in range(1, min(heads, self.heads) + 1))
-            return partial(self._draft, feature, tree_plan(chain, target.device), sampling, generator)
-
-        shape = {key: getattr(self.given, key) for key in ("heads", "layers", "own_lm_heads", "accept")}
-        name = {"method": self.name} | shape | self.lm_heads[0].options()
-        costs = step_costs(
-            target, name, batch, sampling, length, lambda context: (lambda late: draft_pass(1), draft_pass), drawn=True
-        )
-        more = (costs.draft.at(self.heads) - costs.draft.at(1)) / max(self.heads - 1, 1)
-        return costs._replace(draft=Curve((1,), (more,)))
 
 
 def _likeliest(table: Table, depth: int, nodes: int) -> tuple[Path, ...]:

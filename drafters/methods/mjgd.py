@@ -12,9 +12,9 @@ from drafters.base import Drafter
 from drafters.config import Config, DraftSize
 from drafters.drafting.beam_search import Paths, beam_search, is_end, trace_back, until_end
 from drafters.loop.acceptance import Rule, Verdict, collect
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
-from drafters.loop.tree import ROOT, DraftTree
+from drafters.loop.state import DecodeState
+from drafters.loop.tree import ROOT, DraftTree, Extra
 from drafters.model.draft_head import DraftHead
 from drafters.model.target import FeatureOutput, TargetModel
 
@@ -61,7 +61,7 @@ class MJGDDrafter(Drafter):
         levels = beam_search(*models, root, length, self.beams, *how, offset=1)
         every = torch.arange(len(levels[-1].tokens), device=self.target.device)
         draft = side_by_side(trace_back(levels, every), state.eos)
-        draft.target_forwards = length
+        draft.extra.target_forwards = length
         return draft
 
 
@@ -73,7 +73,7 @@ def side_by_side(paths: Paths, eos: frozenset[int]) -> DraftTree:
         paths.tokens.reshape(1, -1),
         [ROOT if node % length == 0 else node - 1 for node in range(beams * length)],
         valid=valid.reshape(1, -1) if valid is not None else None,
-        log_q=paths.log_p.reshape(1, -1),
+        extra=Extra(log_q=paths.log_p.reshape(1, -1)),
     )
 
 
@@ -104,10 +104,10 @@ class JointMaximum:
         token = sampling.pick(logits, generator)
         score = logits.log_softmax(-1, dtype=torch.float32).gather(2, token[..., None])[..., 0]
         if draft.size:
-            assert draft.log_q is not None
+            assert draft.extra.log_q is not None
             if self.eos:
                 score[:, 1:] = score[:, 1:].masked_fill(is_end(draft.tokens, self.eos), 0.0)
-            score = score + torch.where(see[:, :, 1:], draft.log_q[:, None], 0.0).sum(-1)
+            score = score + torch.where(see[:, :, 1:], draft.extra.log_q[:, None], 0.0).sum(-1)
             depths = draft.depths(see)
             score = score.masked_fill(depths < depths.amax(), -torch.inf)
         best = score.argmax(-1)

@@ -16,8 +16,8 @@ from drafters.config import DraftSize
 from drafters.drafting.beam_search import beam_search, trace_back, until_end
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.loop.acceptance import Rule, Verdict, collect
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.model.target import FeatureOutput, TargetModel
 
@@ -76,7 +76,7 @@ class MJSDDrafter(DraftModelDrafter):
         best = trace_back(levels, levels[-1].score.argmax()[None])
         self._rows = best.rows[0].to("cpu", non_blocking=True)  # there with the verdict, without a wait of its own
         draft = DraftTree.chain(best.tokens, valid=until_end(best.tokens, state.eos))
-        draft.log_q = best.log_p
+        draft.extra.log_q = best.log_p
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, output: FeatureOutput, verdict: Verdict) -> None:
@@ -110,12 +110,12 @@ class JointLikelihood:
         batch, n = draft.tokens.shape
         best = torch.zeros(batch, dtype=torch.long, device=logits.device)
         if n:
-            assert draft.is_chain and draft.log_q is not None
+            assert draft.is_chain and draft.extra.log_q is not None
             before = logits[:, :-1]
             warped = self.warped and not sampling.greedy
             log_p = sampling.probabilities(before).log() if warped else before.log_softmax(-1, dtype=torch.float32)
             log_p = log_p.gather(2, draft.tokens[..., None])[..., 0]
-            ratio = (log_p.cumsum(1) - draft.log_q.cumsum(1)).clamp_max(0.0)
+            ratio = (log_p.cumsum(1) - draft.extra.log_q.cumsum(1)).clamp_max(0.0)
             passes = ratio > self.log_threshold
             if draft.valid is not None:
                 passes = passes & draft.valid

@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from drafters.config import Config, DraftSize
-from drafters.drafting.retrieval import Found, Retrieval
-from drafters.loop.generate import DecodeState
+from drafters.drafting.retrieval import Copy, Retrieval
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import ROOT
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.weighing import Weighing
+from drafters.policy.copies import CopyPolicy
 
 LONGEST = 16  # tokens that gamma: auto drafts
 INDEXED = 3  # tokens of the longest n-grams that have their places listed: most of those stood nowhere else
@@ -40,7 +40,7 @@ class PromptLookupDrafter(Retrieval):
     def __init__(self, target: TargetModel, options: PromptLookupOptions) -> None:
         super().__init__(target, options)
         auto = options.gamma == "auto"
-        self.weighing = Weighing(target, self) if auto else None
+        self.policy = CopyPolicy() if auto else None
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
         self.remembers = auto
         self.max_ngram, self.min_ngram = options.max_ngram or (8 if auto else 3), options.min_ngram
@@ -61,12 +61,12 @@ class PromptLookupDrafter(Retrieval):
         for row in rows:
             self._rows[row] = NgramIndex(self.min_ngram, self.max_ngram)
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         index = self._rows[row]
         index.read(state.tokens[row])
         tokens = index.continuation(min(self.gamma, state.room(row) - 1), state.eos)
         match = index.latest()[0] if tokens else 0
-        return Found(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
+        return Copy(tokens, list(range(ROOT, len(tokens) - 1)), [0.5] * len(tokens), match)
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         for index in self._rows:

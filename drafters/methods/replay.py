@@ -13,12 +13,12 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.config import Config, Seed
-from drafters.cpu.kernels import most_likely
 from drafters.loop.acceptance import Rule, Verdict, verdict_of
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods import inner_drafter
+from drafters.model.backend import most_likely
 from drafters.model.target import FeatureOutput, TargetModel
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]

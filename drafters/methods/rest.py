@@ -3,21 +3,18 @@ of other texts, as a tree of what is frequent there. Untrained; ``python -m data
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from itertools import cycle
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from drafters.config import Amount, Config, DraftSize
 from drafters.drafting.datastore import load_datastore
-from drafters.drafting.retrieval import NOTHING, Found, Next, Retrieval, likeliest_tree
-from drafters.loop.generate import DecodeState
+from drafters.drafting.retrieval import NOTHING, Copy, Next, Retrieval, likeliest_tree
+from drafters.loop.state import DecodeState
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.weighing import Weighing
+from drafters.policy.copies import CopyPolicy
 
 MOST_NODES = 64
-LOOKS = 97  # places of the datastore after which is looked when that is timed
 
 
 class RestOptions(Config):
@@ -60,8 +57,8 @@ class RestDrafter(Retrieval):
                 f"min_ngram is {least} and max_ngram {options.max_ngram}: nothing lies between; swap them?"
             )
         self.store = load_datastore(options.datastore, target)
-        self.weighing = Weighing(target, self) if auto else None
-        self.remembers = self.weighing is not None
+        self.policy = CopyPolicy() if auto else None
+        self.remembers = auto
         self._looked: dict[int, tuple[int, int]] = {}  # by row: the text's tokens at the last look, and its match
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
@@ -73,7 +70,7 @@ class RestDrafter(Retrieval):
         for row in rows:
             self._looked.pop(row, None)
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         text, (size, match) = state.tokens[row], self._looked.get(row, (0, 0))
         # What ends with a match ends with a shorter one where it ended earlier.
         longest = min(max(match, self.sizes[0] - 1) + len(text) - size, self.sizes[1])
@@ -81,31 +78,10 @@ class RestDrafter(Retrieval):
         self._looked[row] = len(text), match
         return self._after(match, found, min(self.depth, state.room(row) - 1), state.eos)
 
-    def unread(self) -> Self:
-        one = super().unread()
-        one._looked = {}
-        return one
-
-    def kind(self) -> dict[str, Any]:
-        looks = {"sizes": self.sizes, "places": self.places, "depth": self.depth, "nodes": self.nodes}
-        return super().kind() | looks | {"store": len(self.store.tokens)}
-
-    def look(self) -> Callable[[], object]:
-        tokens = self.store.tokens
-        places = cycle(range(0, len(tokens), max(len(tokens) // LOOKS, 1)))
-
-        def once() -> object:
-            place = next(places)
-            match, found = self.store.find(tokens[place : place + self.sizes[1]].tolist(), *self.sizes)
-            return self._after(match, found, self.depth, frozenset())
-
-        return once
-
-    def _after(self, match: int, found: range, depth: int, stop: frozenset[int]) -> Found:
+    def _after(self, match: int, found: range, depth: int, stop: frozenset[int]) -> Copy:
         """What follows a match in the datastore, up to ``depth`` tokens."""
         if not match or depth < 1:
             return NOTHING
-        least = self.weighing.least if self.weighing is not None else 0.0
         chosen = found[:: -(-len(found) // self.places)]
         places = [int(self.store.suffixes[place]) + match for place in chosen]
         texts = [self.store.tokens[place : place + depth].tolist() for place in places]
@@ -118,4 +94,4 @@ class RestDrafter(Retrieval):
                     going[text[size]].append(text)
             return [Next(token, len(some), 0, (size + 1, some)) for token, some in going.items()]
 
-        return likeliest_tree(after, (0, texts), match, self.nodes, least, stop, self.chain)[1]
+        return likeliest_tree(after, (0, texts), match, self.nodes, 0.01 if self.policy else 0.0, stop, self.chain)[1]

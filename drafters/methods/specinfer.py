@@ -17,8 +17,8 @@ from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModel
 from drafters.drafting.merged_tree import MergedTree
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling, residual
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.methods.speculative import SpeculativeDrafter, SpeculativeOptions
 from drafters.model.draft_head import DraftHeadOptions

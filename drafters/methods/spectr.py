@@ -12,8 +12,8 @@ from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
 from drafters.drafting.merged_tree import MergedTree
 from drafters.loop.acceptance import Rule, Verdict, verify_greedy, verify_sampled
-from drafters.loop.generate import DecodeState
 from drafters.loop.sampling import Sampling, draw
+from drafters.loop.state import DecodeState
 from drafters.loop.tree import DraftTree
 from drafters.model.rows import Rows
 from drafters.model.target import FeatureOutput, TargetModel

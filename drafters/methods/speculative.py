@@ -6,26 +6,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from drafters.base import Promised
 from drafters.config import DraftSize
 from drafters.drafting.draft_model import DraftModelDrafter, DraftModelOptions
+from drafters.drafting.tree_plan import chain_plan
 from drafters.loop.acceptance import Verdict
-from drafters.loop.generate import DecodeState, last_of, padded
-from drafters.loop.sampling import Sampling
+from drafters.loop.state import DecodeState, last_of, padded
 from drafters.loop.tree import DraftTree
-from drafters.loop.waiting import trials
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.costs import Make, Run, behind, step_costs
-from drafters.policy.kept_costs import Costs
-from drafters.policy.shape import Chooser
+from drafters.policy.shape import ShapePolicy
 
 LONGEST = 12  # tokens that gamma: auto drafts
 
 
 class SpeculativeOptions(DraftModelOptions):
-    """``gamma``: tokens a draft; auto: at most 12, as many as pay, by what forwards cost on this machine and what is
-    accepted, or none where none pays.
-    """
+    """``gamma``: tokens of a draft; auto: as many as are profitable by step costs and acceptance, 0 to 12."""
 
     gamma: Annotated[DraftSize, Field(ge=1)] | Literal["auto"] = 4
 
@@ -45,31 +39,20 @@ class SpeculativeDrafter(DraftModelDrafter):
 
     def __init__(self, target: TargetModel, options: SpeculativeOptions) -> None:
         super().__init__(target, options)
-        self.auto = Chooser(self._step_costs, LONGEST, LONGEST, 1) if options.gamma == "auto" else None
+        self.policy: ShapePolicy | None = ShapePolicy(LONGEST, LONGEST, 1) if options.gamma == "auto" else None
         self.gamma = self.max_draft = LONGEST if options.gamma == "auto" else options.gamma
-        self.remembers = self.auto is not None
+        self.remembers = self.policy is not None
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
+        if self.policy is not None:
+            self.policy.prepare(self, state.batch, state.sampling, state.longest)
         super().begin(state, output)
-        self.prepare(state.batch, state.sampling, state.longest)
-
-    def prepare(self, batch: int, sampling: Sampling, longest: int) -> None:
-        if self.auto is not None:
-            self.auto.begin(batch, sampling, longest)
-
-    def join(self, state: DecodeState, rows: list[int], part: DecodeState, output: FeatureOutput) -> None:
-        auto, self.auto = self.auto, None
-        super().join(state, rows, part, output)
-        self.auto = auto
-
-    def promised(self) -> Promised | None:
-        return self.auto.promised() if self.auto is not None else None
 
     def propose(self, state: DecodeState) -> DraftTree:
         gamma = state.longest_draft(self.gamma)
-        if self.auto is not None:
-            gamma = self.auto.chain(state.batch, state.sampling, state.length, gamma)
-        if not gamma:  # what has come is read when something is drafted
+        if self.policy is not None:
+            gamma = min(gamma, len(self.policy.paths(state)))
+        if not gamma:  # the draft model reads the committed tokens before it drafts again
             return state.nothing
         self.lm_head.read(state.tokens)
         tokens: list[Tensor] = []
@@ -88,14 +71,11 @@ class SpeculativeDrafter(DraftModelDrafter):
         right = [max(len(verdict.own_rows(row, draft.size)) - 1, 0) for row in range(state.batch)]
         rows = zip(self._cache.lengths, state.tokens, verdict.rows, right, strict=True)
         self._cache.crop([min(known, len(tokens) - max(len(path) - own, 1)) for known, tokens, path, own in rows])
-        if self.auto is not None:
-            self.auto.look_back(state, verdict)
-            for count, finished, weight in zip(right, state.finished, trials(state.weights()), strict=True):
-                if not finished:  # else cut short
-                    self.auto.learn_chain(draft.size, count, weight)
+        if self.policy is not None and draft.size:
+            self.policy.learn(chain_plan(draft.size, self.target.device), draft.size, state, verdict)
 
     def follow(self, state: DecodeState, output: FeatureOutput, verdict: Verdict) -> None:
-        """The draft model reads what it has not read before it drafts."""
+        """Nothing to do: ``propose`` reads the tokens that the draft model has not read."""
 
     def rewind(self, state: DecodeState, kept: int) -> None:
         self._cache.crop([min(self._cache.lengths[0], kept)])
@@ -105,23 +85,3 @@ class SpeculativeDrafter(DraftModelDrafter):
         features = self.draft_model.run(rows, self._cache).features
         self._cache.commit_first(counts)
         return self.lm_head(last_of(features, counts))
-
-    def _step_costs(self, batch: int, sampling: Sampling, length: int) -> Costs:
-        """Of batches of this size, behind so many tokens."""
-        model, generator = self.draft_model, torch.Generator(self.target.device)
-
-        def drafting(context: int) -> tuple[Make, Make]:
-            cache_behind = behind(model, batch, context)
-
-            def begin(late: int) -> Run:
-                tokens = torch.zeros(batch, 1 + late, dtype=torch.long, device=model.device)
-
-                def once() -> object:
-                    return sampling.pick(self.lm_head(model.run(tokens, cache_behind()).features[:, -1]), generator, [])
-
-                return once
-
-            return begin, lambda rows: begin(0)
-
-        name = {"method": self.name, "draft_model": model.fingerprint()} | self.lm_head.options()
-        return step_costs(self.target, name, batch, sampling, length, drafting, drawn=True)

@@ -2,16 +2,16 @@
 a tree of the likeliest tokens by how often they did; the longer the match, the larger the tree. Untrained.
 """
 
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from drafters.config import Amount, Config, DraftSize
-from drafters.drafting.retrieval import BETWEEN, NOTHING, Found, Next, Retrieval, likeliest_tree
+from drafters.drafting.retrieval import BETWEEN, NOTHING, Copy, Next, Retrieval, likeliest_tree
 from drafters.drafting.suffix_automaton import SuffixAutomaton
-from drafters.loop.generate import DecodeState
+from drafters.loop.state import DecodeState
 from drafters.model.target import FeatureOutput, TargetModel
-from drafters.policy.weighing import Weighing
+from drafters.policy.copies import CopyPolicy
 
 MOST_NODES = 24
 
@@ -36,7 +36,7 @@ class _Guess(NamedTuple):
     """A draft tree and its score: the expected number of tokens accepted, were what followed to follow again."""
 
     score: float
-    found: Found
+    found: Copy
 
 
 class _Row:
@@ -66,17 +66,12 @@ class SuffixDrafter(Retrieval):
     def __init__(self, target: TargetModel, options: SuffixOptions) -> None:
         super().__init__(target, options)
         self.alpha, self.chance, self.chain, self.memory = options.alpha, options.chance, options.chain, options.memory
-        self.weighing = Weighing(target, self) if options.nodes == "auto" else None
+        self.policy = CopyPolicy() if options.nodes == "auto" else None
         self.nodes = self.max_draft = MOST_NODES if options.nodes == "auto" else options.nodes
-        self.remembers = self.memory > 0 or self.weighing is not None
+        self.remembers = self.memory > 0 or self.policy is not None
         self._answers: list[int] = []  # past ones, with BETWEEN after each
         self._past = SuffixAutomaton()
         self._rows: list[_Row] = []
-
-    def unread(self) -> Self:
-        one = super().unread()
-        one._answers, one._past, one._rows = [], SuffixAutomaton(), []
-        return one
 
     def begin(self, state: DecodeState, output: FeatureOutput) -> None:
         super().begin(state, output)
@@ -94,7 +89,7 @@ class SuffixDrafter(Retrieval):
             one.in_past = 0, 0
             one.go_on(self._past, one.tokens[: one.read.size])
 
-    def retrieve(self, state: DecodeState, row: int = 0) -> Found:
+    def retrieve(self, state: DecodeState, row: int = 0) -> Copy:
         one, past = self._rows[row], self._past
         new = state.tokens[row][one.read.size :]
         for token in new:

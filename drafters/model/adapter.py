@@ -12,9 +12,8 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors.torch import load_file
 from torch import nn
 
-from drafters.common.paths import readable
+from drafters.common.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, readable
 from drafters.common.wording import shortened
-from drafters.hub.checkpoint import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 
 Model = TypeVar("Model", bound=nn.Module)
 BASE = "base_model_name_or_path"

@@ -9,6 +9,7 @@ language. So some rows are the text's own, those of its tokens that are not amon
 """
 
 import json
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +21,10 @@ from torch import Tensor, nn
 
 from drafters.common.wording import dtype_name
 from drafters.config import Amount, Config, Vocabulary
-from drafters.cpu.kernels import multiplies
-from drafters.model.clock import model_time
 from drafters.model.fused import FusedLayer
 from drafters.model.linear import Product, draft_dtype
-from drafters.model.runner import Part
+from drafters.model.runner import Part, model_time
 from drafters.model.target import TargetModel
-from drafters.model.text_tokens import Rows, TextTokens
 from drafters.model.weights import fetch
 
 DRAFT_IDS = "draft_ids"  # token ids by frequency, the most frequent first: a tensor of a drafter's checkpoint
@@ -80,7 +78,6 @@ class DraftHead:
         self.width = model.vocab_size if self.ids is None else len(self.ids)
         self._names: list[int] = [] if ids is None else ids.tolist()
         self._product: Product | None = None
-        self._apart: Product | None = None  # the text's rows, where the others are in such a layout
         self._text: TextTokens | None = None
         kept = draft_dtype(dtype, model.device)
         if ids is None and kept is None and own is None:
@@ -88,11 +85,7 @@ class DraftHead:
         head = own or model.model.get_output_embeddings()
         self._whole_head = head.weight.detach(), None if head.bias is None else head.bias.detach()
         weight, bias = self._outputs(self.ids)
-        # A layout in which no row can be found again is worth more than rows in one place.
-        if text and kept is None and weight.device.type == "cpu" and not multiplies(weight):
-            self._apart = Product(weight[-text:].clone(), None if bias is None else bias[-text:].clone(), changes=True)
-            weight, bias = weight[:-text].clone(), None if bias is None else bias[:-text].clone()
-        self._product = Product(weight, bias, changes=text > 0 and self._apart is None)
+        self._product = Product(weight, bias, changing=text)
         if kept is not None:
             self._product.quantize(kept)
         if ids is not None and text:
@@ -106,19 +99,15 @@ class DraftHead:
         if self._product is None:
             return self.model.lm_head(features)
         with model_time():
-            logits = self._product(features)
-            return logits if self._apart is None else torch.cat([logits, self._apart(features)], dim=-1)
+            return self._product(features)
 
-    def read(self, rows: Rows) -> None:
+    def read(self, rows: Sequence[list[int]]) -> None:
         """Take in the text of each batch row, whose tokens this head's last rows are: before anything is drafted."""
         if self._text is None or not (changed := self._text.read(rows)):
             return
         assert self.ids is not None and self._product is not None
         places, tokens = torch.tensor([list(changed), list(changed.values())], device=self.ids.device).unbind()
-        if self._apart is not None:
-            self._apart.put(places - (self.width - self.text), *self._outputs(tokens))
-        else:
-            self._product.put(places, *self._outputs(tokens))
+        self._product.put(places, *self._outputs(tokens))
         self.ids[places] = tokens
         for place, token in changed.items():
             self._names[place] = token
@@ -131,7 +120,7 @@ class DraftHead:
         assert weight is not None
         return weight.to(self.model.device), None if bias is None else bias.to(self.model.device)
 
-    def vocabulary(self) -> TextTokens | None:
+    def vocabulary(self) -> "TextTokens | None":
         """What it can draft, before any text; None: everything."""
         if self.ids is None:
             return None
@@ -269,6 +258,8 @@ def quantize_layers(part: Part | None, dtype: Literal["int8"], *others: Any) -> 
     for layer in part.layers if part is not None else []:
         if isinstance(layer.layer, FusedLayer) and draft_dtype(dtype, layer.layer.products[0].weight.device):
             layer.layer.quantize_products(dtype)
+    if part is not None:
+        part.joined.clear()
     for product in others:
         if isinstance(product, Product) and draft_dtype(dtype, product.weight.device):
             product.quantize(dtype)
@@ -296,3 +287,77 @@ def _ids_beside(model: TargetModel, rows: int) -> Tensor | None:
         raise ValueError(f"{path} must hold a list of token ids, found {str(listed)[:60]}; count them again") from None
     check_ids(ids, model.model.get_output_embeddings().out_features, path)
     return ids[ids < rows]
+
+
+class TextTokens:
+    """Places for the tokens of a text that have none among the frequent ones; who was met longest ago gives way.
+
+    Args:
+        frequent: tokens that keep their places, from 0 on. spare: those that have the places behind them until the text
+            needs these, the likeliest first. end: tokens from this id on get no place.
+    """
+
+    def __init__(self, frequent: list[int], spare: list[int], end: int | None = None) -> None:
+        self._end = end
+        self._frequent, self._spare, self._fixed, self._first = frequent, spare, frozenset(frequent), len(frequent)
+        self._held = list(spare)  # by place, from the first that is not fixed
+        self._places: dict[int, int] = {}  # of what is held, who gives way first coming first
+        self._changed: dict[int, int] = {}  # since the last call of ``read``, as ``_held``
+        self._rows: Sequence[list[int]] = []
+        self._read: list[tuple[list[int], int]] = []  # each row, and how much of it was read
+        self._start()
+
+    def read(self, rows: Sequence[list[int]]) -> dict[int, int]:
+        """Take in what each row of tokens has come to have since the last call, or all of rows that are others.
+
+        Returns:
+            Place -> token, of the places that changed.
+        """
+        before = self._held
+        if rows is not self._rows:
+            self._start()
+            self._rows, self._read = rows, []
+        known = [*self._read, *[([], 0)] * (len(rows) - len(self._read))]
+        new = [row[_alike(row, *before) :] for row, before in zip(rows, known, strict=False)]
+        self._read = [(row, len(row)) for row in rows]
+        # The end of every row last: where there is not room for all, none of them loses all of its own.
+        for place in range(max(map(len, new), default=0), 0, -1):
+            for part in new:
+                if len(part) >= place and (token := part[-place]) not in self._fixed:
+                    self._meet(token)
+        if before is not self._held:
+            both = enumerate(zip(before, self._held, strict=True))
+            self._changed = {place: token for place, (old, token) in both if old != token}
+        changed, self._changed = self._changed, {}
+        return {self._first + place: token for place, token in changed.items()}
+
+    def anew(self) -> "TextTokens":
+        """The same before any text."""
+        return TextTokens(self._frequent, self._spare, self._end)
+
+    def __contains__(self, token: int) -> bool:
+        return token in self._fixed or token in self._places
+
+    def __len__(self) -> int:
+        return len(self._fixed) + len(self._places)
+
+    def _start(self) -> None:
+        self._held = list(self._spare)
+        self._places = {token: place for place, token in reversed(list(enumerate(self._spare)))}
+
+    def _meet(self, token: int) -> None:
+        if not self._spare or (self._end is not None and token >= self._end):
+            return
+        place = self._places.pop(token, None)
+        if place is None:
+            place = self._places.pop(next(iter(self._places)))
+            self._held[place] = self._changed[place] = token
+        self._places[token] = place
+
+
+def _alike(row: list[int], other: list[int], count: int) -> int:
+    """How many tokens ``row`` begins with of the first ``count`` of what stood in its place."""
+    if row is other or row[:count] == other[:count]:
+        return min(count, len(row))
+    pairs = enumerate(zip(row, other, strict=False))
+    return next((place for place, (one, two) in pairs if one != two), min(count, len(row)))

@@ -17,12 +17,11 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from drafters.config import Quantization
-from drafters.cpu import kernels as cpu_kernels
-from drafters.cpu.layer import cpu_layer, fits
+from drafters.model import backend
 from drafters.model.cache import KVCache
 from drafters.model.linear import Product
 from drafters.model.loading import is_only_moved
-from drafters.model.rope import Angles
+from drafters.model.rows import Angles
 
 # Families whose layers are exactly norm, attention, norm, MLP with RoPE over whole heads.
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
@@ -89,8 +88,7 @@ class FusedAttention:
         self.query_heads = attention.q_proj.out_features // self.head_dim
         self.key_heads = attention.k_proj.out_features // self.head_dim
         self.groups = self.query_heads // self.key_heads
-        # So many new rows, or fewer, go through a kernel of our own, which reads off the cache how far each one sees.
-        self.few_rows = cpu_kernels.attention_rows(attention.q_proj.weight, self.head_dim, self.groups)
+        self.few = backend.attention(attention.q_proj.weight, self.head_dim, self.groups)
         self.head_norm: Tensor | None = None
         if hasattr(attention, "q_norm"):  # Qwen3: over each head, before RoPE
             self.eps = attention.q_norm.variance_epsilon
@@ -119,8 +117,8 @@ class FusedAttention:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(keys, values, index)
-            if rows <= self.few_rows and isinstance(cache, KVCache):
-                attended = cpu_kernels.attend(queries, keys, values, bias, cache.ends, self.scale)
+            if self.few is not None and rows <= self.few.rows and isinstance(cache, KVCache):
+                attended = self.few(queries, keys, values, bias, cache.ends, self.scale)
                 return self.out(attended.view(batch, rows, -1))
         queries = queries.transpose(1, 2)
         if bias is None and rows > 1:
@@ -172,21 +170,19 @@ class FusedLayer:
 
     def __init__(self, layer: Any) -> None:
         self.attention_norm, self.attention = FusedNorm(layer.input_layernorm), FusedAttention(layer.self_attn)
-        self.groups, self.few_rows = self.attention.groups, self.attention.few_rows
+        self.groups = self.attention.groups
+        self.few_rows = 0 if self.attention.few is None else self.attention.few.rows
         self.mlp: FusedMLP | None = None
         if hasattr(layer, "mlp"):
             self.mlp_norm, self.mlp = FusedNorm(layer.post_attention_layernorm), FusedMLP(layer.mlp)
         self.products = [self.attention.heads, self.attention.out]
         if self.mlp is not None and self.mlp.experts is None:
             self.products += [self.mlp.gate_up, self.mlp.down]
-        self.whole = cpu_layer(self)
 
     def __call__(
         self, hidden: Tensor, angles: Angles, bias: Tensor | None, cache: KVCache | None, index: int
     ) -> Tensor:
         """``[B, R, H]`` -> ``[B, R, H]``; the arguments are ``FusedAttention``'s."""
-        if self.whole is not None and isinstance(cache, KVCache) and fits(hidden):
-            return self.whole.alone(hidden, angles, bias, cache, index)
         hidden = hidden + self.attention(self.attention_norm(hidden), angles, bias, cache, index)
         return hidden if self.mlp is None else hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -207,7 +203,6 @@ class FusedLayer:
         """Read the projections in ``kind``; the stock layer keeps its weights."""
         for product in self.products:
             product.quantize(kind)
-        self.whole = cpu_layer(self)
 
 
 def _join(linears: list[nn.Linear]) -> Product:

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from drafters.config import Engine
 from drafters.model.cache import CachePool, KVCache, Storage
 from drafters.model.files import collect_memory
-from drafters.model.rope import Angles
-from drafters.model.rows import BufferedRows, Placed
+from drafters.model.rows import Angles, BufferedRows, Placed
 from drafters.model.runner import FusedRunner, Part, Taps, attention_kernels
 
 MOST_ROWS = 64  # longer blocks are prompts: they have work enough to hide their launches

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.hub.checkpoint import ADAPTER_CONFIG_FILE, load_checkpoint
+from drafters.common.paths import ADAPTER_CONFIG_FILE
+from drafters.hub.checkpoint import load_checkpoint
 from drafters.model.adapter import adapter_config, merge_adapter
 from drafters.model.draft_head import DRAFT_IDS
 

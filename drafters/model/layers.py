@@ -18,7 +18,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from drafters.config import HeadLayer
 from drafters.model.cache import KVCache, head_sizes
 from drafters.model.files import SUPPORTED
-from drafters.model.rope import Rope
+from drafters.model.rows import Rope
 
 PROBE = 4  # rows that a new head is tried on
 # Families whose own decoder layer vLLM and SGLang have as a draft layer: Llama's (Qwen2: with biases of q, k and v).

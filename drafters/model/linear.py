@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import psutil
 import torch
@@ -10,124 +11,130 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.config import Quantization
-from drafters.cpu.kernels import Tiles, multiplies
+from drafters.model import backend
 
-# Weights from here on are read faster by the CPU's kernel for four rows than by its own for one (4096 x 4096 on two
-# cores: 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32), so a single row is multiplied four times over.
+# Size of a weight from which oneDNN's kernel for four rows is faster than its kernel for one (4096 x 4096, two cores:
+# 1.3 against 1.5 ms in bf16, 2.0 against 3.1 in float32). A single row is then multiplied four times.
 LARGE = 1 << 22
 
-# Smaller float32 weights are multiplied faster as they are: oneDNN takes 20 us to begin (64 x 48, one row: 27 us packed
-# and 3 as it is; 256 x 256: 28 and 8; 1024 x 256: 40 and 44). In bf16 both ways go through it.
+# Size of a float32 weight below which the plain product is faster: a oneDNN call costs 20 us (one row, packed and
+# plain: 64 x 48 27 and 3 us, 256 x 256 28 and 8 us, 1024 x 256 40 and 44 us). In bf16 both go through oneDNN.
 SMALL = 1 << 18
 
-# Beyond so many rows oneDNN is as fast in bf16, its layout of the weight included (2 cores, SmolLM2's layers, ours and
-# oneDNN's: 128 rows 32 and 55 ms, 256 rows 61 and 87, 512 rows 137 and 151, 1024 rows 390 and 322).
-MANY = 512
-
-STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18, 20)  # of int4, over the range of a group
-GROUP = 32  # inputs that share a scale in int4: with 64, or 128, a model of 135M parameters is another one
+STEPS = (15, 14, 13, 12, 11, 10, 9, 8, 16, 17, 18, 20)  # steps of int4 over the range of a group that are tried
+GROUP = 32  # inputs that share a scale in int4; 64 or 128 change the output of a model of 135M parameters too much
 
 
 def derived(x: Tensor) -> bool:
-    """Whether a derivative is wanted, which kernels for packed weights do not have."""
+    """Return True if a derivative is wanted; kernels for packed weights have none."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def few(x: Tensor) -> bool:
-    """Whether ``x [..., inputs]`` has so few rows that kernels of our own are the faster ones."""
-    return x.numel() <= MANY * x.shape[-1] and not derived(x)
-
-
 class Product:
-    """``x @ weight.T + bias``; the weights must not change afterwards.
+    """``x @ weight.T + bias`` for weights that do not change afterwards.
 
-    On a CPU the weight is laid out once more for its kernels, where memory allows it: a plain product does so again in
-    every call, which may take as long as the product itself (two cores, 5 rows, 4096 x 4096: 1.7 times faster in bf16,
-    4 times in float32). In bf16 they are kernels of our own, where the processor has AVX-512.
+    On a CPU with enough memory the weight is copied once into the layout of ``backend.pack`` or of oneDNN.
+    A plain product lays the weight out in every call, which may take as long as the product itself (two cores, 5 rows,
+    4096 x 4096: packed is 1.7 times faster in bf16, 4 times in float32).
 
     Args:
-        changes: whether ``put`` will be called: then there is no layout in which single outputs cannot be found again.
+        changing: number of outputs, the last ones, that ``put`` may replace. oneDNN's layout cannot be changed, so they
+            stay out of it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, changes: bool = False) -> None:
-        self.weight, self.bias = weight, bias
-        self.packed = None if changes and not multiplies(weight) else _pack(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, changing: int = 0) -> None:
+        self.weight, self.bias, self.changing = weight, bias, changing
         self.quantized: Int8 | Int4 | None = None
+        self._own = backend.pack(weight.detach()) if _has_room(weight) else None
+        self.packed = _onednn_layout(weight[: len(weight) - changing]) if self._own is None else None
+
+    @property
+    def own(self) -> Any:
+        """The weight as the kernels of ``drafters/cpu`` read it; None if torch multiplies it."""
+        return self._own if self.quantized is None else self.quantized.own
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` -> ``[..., outputs]``."""
-        own = self.packed if isinstance(self.packed, Tiles) and few(x) else self.quantized
-        if own is not None:
-            out = own(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+        multiply: Any = self.quantized or (self._own if self._few(x) else None)
+        if multiply is not None:
+            out = multiply(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
-        if not isinstance(self.packed, Tensor) or derived(x):
+        if self.packed is None or derived(x):
             return F.linear(x, self.weight, self.bias)
         if x.numel() == x.shape[-1] and self.weight.numel() >= LARGE:
-            return self._multiply(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)
-        return self._multiply(x)
+            return self._by_onednn(x.expand(4, *x.shape).reshape(4, -1))[:1].view(*x.shape[:-1], -1)
+        return self._by_onednn(x)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+    def _few(self, x: Tensor) -> bool:
+        return self._own is not None and x.numel() <= self._own.most_rows * x.shape[-1] and not derived(x)
+
+    def _by_onednn(self, x: Tensor) -> Tensor:
+        if not self.changing:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        fixed = len(self.weight) - self.changing
+        ours, theirs = (None, None) if self.bias is None else (self.bias[:fixed], self.bias[fixed:])
+        first = torch.ops.mkldnn._linear_pointwise(x, self.packed, ours, "none", [], "")
+        return torch.cat([first, F.linear(x, self.weight[fixed:], theirs)], dim=-1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a call reads of it."""
+        """Bytes of weights that a call reads."""
         weights = self.weight.nbytes if self.quantized is None else self.quantized.nbytes
         return weights + (self.bias.nbytes if self.bias is not None else 0)
 
     def quantize(self, kind: Quantization) -> None:
-        """Keep the weight as int8 or int4 alone.
+        """Replace the weight by its int8 or int4 form.
 
         Raises:
             ValueError: int4 of a number of inputs that no group size divides.
         """
         self.quantized = Int8(self.weight) if kind == "int8" else Int4(self.weight)
-        self.weight, self.packed = self.weight.new_empty(0), None
+        self.weight, self._own, self.packed = self.weight.new_empty(0), None, None
 
     def put(self, outputs: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """From now on give others in the place of some ``outputs [n]``, those of ``weight [n, inputs]``."""
-        assert not isinstance(self.quantized, Int4) and (self.packed is None or isinstance(self.packed, Tiles))
+        """Replace the rows ``outputs [n]``, all among the last ``changing``, by ``weight [n, inputs]``."""
+        assert not isinstance(self.quantized, Int4)
         if self.quantized is not None:
             self.quantized.put(outputs, weight)
         else:
             self.weight[outputs] = weight
-            if self.packed is not None:
-                self.packed.put(outputs, weight)
+            if self._own is not None:
+                self._own.put(outputs, weight)
         if self.bias is not None and bias is not None:
             self.bias[outputs] = bias
 
 
 class Int8:
-    """A weight as int8 with one scale an output (symmetric, by the largest value)."""
+    """A weight as int8 with one scale for each output (symmetric, by the largest value)."""
 
     def __init__(self, weight: Tensor) -> None:
         self.values, self.scales = _as_int8(weight)
-        self.tiles = Tiles(self.values, self.scales) if multiplies(weight) else None
-        self.kernel = self.tiles is None and _int8_kernel(weight.device, weight.dtype, *weight.shape)
-        if self.tiles is not None:
-            self.values = self.tiles.tiles
+        self.own = backend.pack(self.values, self.scales)
+        self.kernel = self.own is None and _int8_kernel(weight.device, weight.dtype, *weight.shape)
+        if self.own is not None:
+            self.values = self.own.tiles
         self.nbytes = self.values.nbytes + self.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
-        if self.tiles is not None:
-            return self.tiles(x)
+        if self.own is not None:
+            return self.own(x)
         if self.kernel:
             return torch._weight_int8pack_mm(x, self.values, self.scales)
         return F.linear(x, self.values.to(x.dtype)) * self.scales
 
     def put(self, outputs: Tensor, weight: Tensor) -> None:
-        """Other rows in the place of some."""
+        """Replace the rows ``outputs``."""
         values, self.scales[outputs] = _as_int8(weight)
-        if self.tiles is not None:
-            self.tiles.put(outputs, values, self.scales[outputs])
+        if self.own is not None:
+            self.own.put(outputs, values, self.scales[outputs])
         else:
             self.values[outputs] = values
 
 
 def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Values ``[outputs, inputs]`` and scales ``[outputs]``."""
-    # Rounded before it is used, so that values are rounded to the grid that will be there.
+    # Scales are rounded to the weight's dtype first: the values are for the rounded ones.
     scales = (weight.float().abs().amax(dim=1) / 127).to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
     return (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
@@ -135,8 +142,8 @@ def _as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Int4:
     """A weight as int4 with a scale and a middle for each group of inputs (asymmetric), fitted by ``fit_groups``.
 
-    Our own kernels and torch's, which torchao and gpt-fast use, want it in layouts of their own; where there is none
-    for a device or a size, two values share a byte and are spread out again in every call, which is slow.
+    The layout is that of ``backend.pack``, else of torch's kernel (also used by torchao and gpt-fast). On a device, or
+    for a size, without a kernel two values share a byte, and every call unpacks them, which is slow.
 
     Raises:
         ValueError: the number of inputs is no multiple of a group.
@@ -153,18 +160,18 @@ class Int4:
         values, scales, middles = (torch.cat(parts) for parts in zip(*fitted, strict=True))
         values = values.view(outputs, inputs)
         self.scales_and_zeros = torch.stack([scales.t(), middles.t()], dim=-1).contiguous()
-        self.tiles = Tiles(values, scales, middles) if multiplies(weight) else None
-        self.kernel = self.tiles is None and _int4_kernel(weight.device, weight.dtype, outputs, inputs)
-        if self.tiles is not None:
-            self.values, self.scales_and_zeros = self.tiles.tiles, self.scales_and_zeros.new_empty(0)
+        self.own = backend.pack(values, scales, middles)
+        self.kernel = self.own is None and _int4_kernel(weight.device, weight.dtype, outputs, inputs)
+        if self.own is not None:
+            self.values, self.scales_and_zeros = self.own.tiles, self.scales_and_zeros.new_empty(0)
         else:
             self.values = _int4_layout(values.int()) if self.kernel else _two_a_byte(values)
         self.nbytes = self.values.nbytes + self.scales_and_zeros.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, inputs]`` -> ``[rows, outputs]``."""
-        if self.tiles is not None:
-            return self.tiles(x)
+        if self.own is not None:
+            return self.own(x)
         return self._through_kernel(x) if self.kernel else F.linear(x, self.spread(self.values))
 
     def _through_kernel(self, x: Tensor) -> Tensor:
@@ -290,17 +297,16 @@ def _gives(multiply: Callable[[], Tensor], expected: Tensor) -> bool:
     return bool(gap <= 0.02 * expected.abs().max())
 
 
-def _pack(weight: Tensor) -> Tensor | Tiles | None:
-    """The weight in the layout of the CPU's kernels; None where there is no such layout or too little memory."""
-    ready = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if not ready or weight.dtype not in (torch.float32, torch.bfloat16):
+def _has_room(weight: Tensor) -> bool:
+    """Return True if a CPU's memory has room for a second copy of ``weight``."""
+    return weight.device.type == "cpu" and 4 * weight.nbytes <= psutil.virtual_memory().available
+
+
+def _onednn_layout(weight: Tensor) -> Tensor | None:
+    """The weight in oneDNN's layout; None if there is none for it, too little memory, or it would be slower."""
+    if not _has_room(weight) or not torch.backends.mkldnn.is_available() or not len(weight):
         return None
-    if weight.dtype == torch.float32 and weight.numel() < SMALL:
-        return None
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    if 4 * weight.nbytes > psutil.virtual_memory().available:
-        return None
-    if multiplies(weight):
-        return Tiles(weight.detach())
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    wanted = weight.dtype == torch.float32 and weight.numel() >= SMALL
+    if wanted or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return None

@@ -5,10 +5,13 @@ rows of a cache. Here are "eager", the reference, and "fused"; "graphs" is in gr
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +20,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from drafters.config import Engine
-from drafters.cpu.layer import CpuLayer, Stack, fits
+from drafters.model import backend
 from drafters.model.cache import KVCache
-from drafters.model.clock import model_time
 from drafters.model.fused import FusedLayer, FusedNorm, signed, why_not
 from drafters.model.linear import Product
-from drafters.model.rope import Angles, Rope
-from drafters.model.rows import CHAIN, Placed, Rows, additive
+from drafters.model.rows import CHAIN, Angles, Placed, Rope, Rows, additive
 
 # (hidden states [B, R, H], angles, mask or bias, cache, its layer) -> hidden states
 Layer = Callable[[Tensor, Any, Tensor | None, Any, int], Tensor]
 Transform = Callable[[Tensor], Tensor]
 Taps = dict[int, Tensor]
+Mark = float | torch.cuda.Event
 
 
 # Of attention on CUDA. Not cuDNN's, which torch prefers on Hopper from 2.11 on: it makes a plan for every new length,
@@ -65,6 +67,7 @@ class Part:
         few_rows: new rows that need no bias to be causal, however long each batch row is (``FusedAttention``).
         rope: whose angles its layers turn by; None: the target's.
         captured: forwards of fixed shape that were captured of it.
+        joined: by taps, the layers as ``backend.join_layers`` has them; to be cleared when a layer is quantised.
     """
 
     layers: list[PartLayer]
@@ -72,8 +75,7 @@ class Part:
     leave: Transform = identity
     rope: Rope | None = None
     captured: dict[Any, Any] = field(default_factory=dict)
-    _whole: list[CpuLayer | None] = field(default_factory=list)
-    _pieces: dict[tuple[int, ...], list[PartLayer]] = field(default_factory=dict)
+    joined: dict[tuple[int, ...], Sequence[PartLayer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.windows = frozenset(layer.window for layer in self.layers)
@@ -85,8 +87,12 @@ class Part:
     ) -> tuple[Tensor, Taps]:
         """Run the layers, then ``leave``: ``[B, R, H]``, and the taps (tap l is what enters layer l)."""
         collected: Taps = {}
-        together = isinstance(cache, KVCache) and fits(hidden)
-        for layer, number, window, device in self._together(taps) if together else self.layers:
+        layers: Sequence[PartLayer] = self.layers
+        if cache is None or isinstance(cache, KVCache):
+            if taps not in self.joined:
+                self.joined[taps] = backend.join_layers(layers, taps)
+            layers = self.joined[taps]
+        for layer, number, window, device in layers:
             if number in taps:
                 collected[number] = hidden
             if device is not None and hidden.device != device:
@@ -96,32 +102,6 @@ class Part:
         if (last := self.layers[-1].number + 1) in taps:
             collected[last] = hidden
         return self.leave(hidden), collected
-
-    def _together(self, taps: tuple[int, ...]) -> list[PartLayer]:
-        """The layers, those that can be run in one call as one."""
-        whole = [getattr(layer.layer, "whole", None) for layer in self.layers]
-        if whole != self._whole:  # quantised since, say
-            self._whole, self._pieces = whole, {}
-        if taps not in self._pieces:
-            self._pieces[taps] = _joined(self.layers, whole, taps)
-        return self._pieces[taps]
-
-
-def _joined(layers: list[PartLayer], whole: list[CpuLayer | None], taps: tuple[int, ...]) -> list[PartLayer]:
-    """Layers of one shape that follow each other, no tap between them, as one."""
-    runs: list[list[tuple[PartLayer, CpuLayer | None]]] = []
-    for layer, own in zip(layers, whole, strict=True):
-        if runs:
-            before, other = runs[-1][-1]
-            follows = layer[1:] == (before.number + 1, *before[2:]) and layer.number not in taps
-            if follows and own is not None and other is not None and own.shape == other.shape:
-                runs[-1].append((layer, own))
-                continue
-        runs.append([(layer, own)])
-    return [
-        run[0][0] if len(run) == 1 else run[0][0]._replace(layer=Stack([own for _, own in run if own is not None]))
-        for run in runs
-    ]
 
 
 class StockLayer:
@@ -258,3 +238,68 @@ def fused_or_eager(model: PreTrainedModel, name: str, engine: Engine | None) -> 
         raise ValueError(f"engine {engine!r} cannot run {name}: {reason}; use engine 'eager', or none")
     logging.getLogger(__name__).warning("%s runs on transformers' own layers, more slowly: %s", name, reason)
     return Runner(model)
+
+
+class Clock:
+    """Splits a step's time into laps, and notes the part of each that forward passes took.
+
+    On CUDA by events, so that timing adds no synchronisation. A thread has one clock at a time: the newest.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda, self._device = device.type == "cuda", device
+        self._marks: list[Mark] = [self.now()]
+        self._models: list[list[tuple[Mark, Mark]]] = [[]]
+        _running.clock = self
+
+    def now(self) -> Mark:
+        """The time, or an event that will tell it."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def lap(self) -> None:
+        """End the current lap and begin the next."""
+        self._marks.append(self.now())
+        self._models.append([])
+
+    def note_model(self, start: Mark, end: Mark) -> None:
+        """Count a forward pass towards the current lap."""
+        self._models[-1].append((start, end))
+
+    def laps(self) -> tuple[list[float], list[float]]:
+        """Seconds of every lap, and of the forward passes in it; waits for the device."""
+        if _running.clock is self:
+            _running.clock = None
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        laps = [_seconds(a, b) for a, b in pairwise(self._marks)]
+        return laps, [sum(_seconds(a, b) for a, b in passes) for passes in self._models[: len(laps)]]
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+class _Running(threading.local):
+    clock: Clock | None = None
+
+
+_running = _Running()
+
+
+class model_time:  # noqa: N801  # a class, for a generator's context manager takes ten times as long
+    """``with model_time():`` counts what runs inside as a forward pass, if a clock is running in this thread."""
+
+    __slots__ = ("_clock", "_start")
+
+    def __enter__(self) -> None:
+        self._clock = _running.clock
+        if self._clock is not None:
+            self._start = self._clock.now()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._clock is not None:
+            self._clock.note_model(self._start, self._clock.now())

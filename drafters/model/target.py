@@ -14,17 +14,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.config import Engine, Quantization
-from drafters.cpu.kernels import multiplies
-from drafters.cpu.layer import LONGEST, TOGETHER
 from drafters.model.cache import KVCache
 from drafters.model.check import check_layers_agree, graphs_agree
-from drafters.model.clock import model_time
 from drafters.model.files import SUPPORTED, model_fingerprint, rope_depends_on_length, sliding_windows
 from drafters.model.graphs import GraphRunner
 from drafters.model.linear import Product
 from drafters.model.loading import DeviceMap, layer_devices, load_model
 from drafters.model.rows import CHAIN, Rows
-from drafters.model.runner import Part, PartLayer, Runner, fused_or_eager, identity
+from drafters.model.runner import Part, PartLayer, Runner, fused_or_eager, identity, model_time
 
 
 @dataclass
@@ -112,7 +109,7 @@ class TargetModel:
                 raise ValueError(f"{self.name} cannot be quantised: that needs engine 'fused', and it runs on 'eager'")
             for fused, layer in zip(self.layers, body.layers, strict=True):
                 fused.quantize(layer, quantize)
-            if isinstance(self._lm_head, Product) and multiplies(self._lm_head.weight):
+            if isinstance(self._lm_head, Product) and self._lm_head.own is not None:
                 self._lm_head.quantize("int8")
 
     @classmethod
@@ -233,19 +230,8 @@ class TargetModel:
         Rows may be padded on the right: attention is causal, so what stands left of the padding is unaffected
         (``lengths`` only documents where it starts; values beyond it are meaningless).
         """
-        batch, longest = input_ids.shape
-        assert lengths is None or max(lengths) <= longest
-        if longest > LONGEST or any(getattr(layer, "whole", None) is None for layer in self.layers):
-            return self.run(input_ids, None, taps=taps)
-        # Layers in one call go over a cache, of which nothing is committed: so the next rows overwrite it.
-        some = max(TOGETHER // longest, 1)
-        cache, parts = self.new_cache(min(batch, some), longest), []
-        for ids in input_ids.split(some):
-            if len(ids) < cache.batch:
-                cache = self.new_cache(len(ids), longest)
-            parts.append(self.run(ids, cache, taps=taps))
-        joined = {tap: torch.cat([part.taps[tap] for part in parts]) for tap in taps}
-        return FeatureOutput(torch.cat([part.features for part in parts]), joined)
+        assert lengths is None or max(lengths) <= input_ids.shape[1]
+        return self.run(input_ids, None, taps=taps)
 
     def run(
         self, given: Tensor, cache: KVCache | None, rows: Rows = CHAIN, *, start: int = 0, taps: tuple[int, ...] = ()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drafters.model.text_tokens import TextTokens
+from drafters.model.draft_head import TextTokens
 from eval.measure.runner import Run
 from eval.prompts.prompts import Prompt
 

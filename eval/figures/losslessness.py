@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters import Sampling, TargetModel
-from drafters.loop.generate import padded
+from drafters.loop.state import padded
 from eval.figures import divergence
 from eval.figures.goodness_of_fit import POWER, Fit, count_tail, places, uniformity
 from eval.measure.watched import PREFILL, Known

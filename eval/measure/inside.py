@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drafters import Drafter, LearnedDrafter
-from drafters.model.draft_head import DraftHead
-from drafters.model.text_tokens import TextTokens
+from drafters.model.draft_head import DraftHead, TextTokens
 
 TOLD = ("data", "dialogues", "tokens", "minutes", "ranks", "joules")  # of a training, as its checkpoint records it
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from data_prep.common.ranks import Rank
-from drafters.base import Promised
+from drafters.base import Expected
 from drafters.cli.program import command
 from drafters.common.files import naming, replacing
 from drafters.loop.trace import Step, Trace
@@ -305,7 +305,7 @@ def run_from_line(line: dict[str, Any]) -> Run:
         rows, sources = line.get("row", [0] * count), line.get("source", [""] * count)
         steps = [Step(*figures) for figures in zip(rows, *(line[name] for name in STEP_FIELDS), sources, strict=True)]
         trace = Trace(steps, prefill_seconds=line["prefill_seconds"], **{name: line[name] for name in TIME_FIELDS})
-    promised = Promised(**line["promised"]) if "promised" in line else None
+    promised = Expected(**line["promised"]) if "promised" in line else None
     known: dict[str, Any] = {"trace": trace, "promised": promised, "failure": line.get("failure")}
     known["lengths"] = tuple(line.get("lengths", ()))
     return Run(prompt=line["index"], **known, **{name: line[name] for name in RUN_FIELDS})

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafters import Drafter, LearnedDrafter, TargetModel, drafter_class, make_drafter
 from drafters.config import Engine
-from drafters.model.text_tokens import TextTokens
+from drafters.model.draft_head import TextTokens
 from eval.measure.entries import DRAFT_MODELS, DrafterEntry
 from eval.measure.inside import draft_vocabulary, trained_with
 

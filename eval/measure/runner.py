@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from drafters import Drafter, TargetModel, generate
-from drafters.base import Promised
+from drafters.base import Expected
 from drafters.cli.program import Failure
 from drafters.common.energy import EnergyMeter, Reading
 from drafters.common.threads import fit_threads
 from drafters.loop.sampling import Sampling
 from drafters.loop.trace import Trace
+from drafters.policy.costs import prepare
 from eval.prompts.prompts import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ class Outcome:
     decode_seconds: float
     trace: Trace | None = None
     first_tokens: int = 1
-    promised: Promised | None = None
+    promised: Expected | None = None
     failure: str | None = None
     lengths: tuple[int, ...] = ()
 
@@ -267,8 +268,8 @@ def drafter_method(
 
     def decode(prompts: list[list[int]], seed: int, most: int = limits.max_new_tokens) -> Outcome:
         text = max(longest, *map(len, prompts)) + limits.max_new_tokens
-        drafter.prepare(len(prompts), Sampling(temperature, **sampled), text)  # type: ignore[arg-type]
-        before = drafter.promised()
+        prepare(drafter, len(prompts), Sampling(temperature, **sampled), text)  # type: ignore[arg-type]
+        before = drafter.policy.expected() if drafter.policy else None
         result = generate(
             target,
             drafter,
@@ -284,10 +285,10 @@ def drafter_method(
         trace, decoded = result.trace, len(tokens) - len(prompts)
         if trace.decoded_tokens != decoded:
             raise ValueError(f"the trace counts {trace.decoded_tokens} tokens, the output has {decoded}")
-        promised = drafter.promised()
-        if promised is not None and before is not None:  # for this prompt alone
+        promised = drafter.policy.expected() if drafter.policy else None
+        if promised is not None and before is not None:  # only this prompt's steps
             steps, made, plain = (now - then for now, then in zip(promised[:3], before[:3], strict=True))
-            promised = Promised(steps, made, plain, promised.choice)
+            promised = Expected(steps, made, plain, promised.choice)
         seconds = trace.prefill_seconds, trace.decode_seconds
         return Outcome(tokens, *seconds, trace, len(prompts), promised=promised, lengths=lengths)
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from drafters import TargetModel
-from drafters.loop.generate import until
+from drafters.loop.state import until
 from eval.measure.entries import StockEntry
 from eval.measure.runner import Limits, Method, Outcome, joined
 

@@ -11,10 +11,10 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from drafters import Drafter, TargetModel, generate, make_drafter
-from drafters.cpu.kernels import most_likely
 from drafters.methods.eagle import EagleDrafter, EagleHead, EagleOptions
 from drafters.methods.kangaroo import KangarooAdapter, KangarooDrafter, KangarooOptions
 from drafters.methods.replay import ReplayDrafter
+from drafters.model.backend import most_likely
 from drafters.model.cache import cache_bytes
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafters.common.files import replace_json, replacing_files
-from drafters.hub.checkpoint import ADAPTER_CONFIG_FILE, CARD_FILE, CONFIG_FILE, parse_config
+from drafters.common.paths import ADAPTER_CONFIG_FILE
+from drafters.hub.checkpoint import CARD_FILE, CONFIG_FILE, parse_config
 
 if TYPE_CHECKING:
     from train.core.config import Lora

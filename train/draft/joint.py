@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from drafters.common.files import replace_json, replacing_files
-from drafters.hub.checkpoint import ADAPTER_CONFIG_FILE, TargetIdentity
+from drafters.common.paths import ADAPTER_CONFIG_FILE
+from drafters.hub.checkpoint import TargetIdentity
 from drafters.methods.medusa import MedusaHeads
 from drafters.model.files import load_bare_tokenizer, model_fingerprint
 from train.core.attention import NAME, Dialogues

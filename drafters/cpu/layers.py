@@ -1,0 +1,287 @@
+"""Whole decoder layers in one call of the kernels of layer.h (bf16, AVX-512), and a pass of an EAGLE head, of pass.h.
+
+``drafters/model/backend.py`` calls ``join`` and ``head_pass``. This file gets layers, products, caches and angles of
+``drafters/model`` as arguments and imports them for their types only.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.cpu import kernels
+from drafters.cpu.kernels import PackedProduct
+
+if TYPE_CHECKING:
+    from drafters.model.cache import KVCache
+    from drafters.model.fused import FusedLayer
+    from drafters.model.linear import Product
+    from drafters.model.rows import Angles, Rope
+    from drafters.model.runner import Part, PartLayer
+
+HEAD_DIMS = frozenset({32, 64, 96, 128})
+# New rows of one sequence. Beyond, torch's attention is as fast: SmolLM2 on two cores, prompts of 150, 512, 1,024 and
+# 2,000 tokens: torch's time over ours 1.9, 1.5, 1.3, 1.0.
+MOST_ROWS = 1024
+# Rows of a batch in one call, so that the activations between two products stay in the CPU's cache (with 2,400 rows a
+# call takes 1.3 times the time per row).
+ROWS_PER_CALL = 1024
+
+
+class _Layer(ctypes.Structure):
+    """``Layer`` of layer.h."""
+
+    _fields_ = (
+        [(name, PackedProduct) for name in ("heads", "out", "gate_up", "down")]
+        + [(name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "head_norm")]
+        + [(name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "head_eps", "scale")]
+        + [(name, ctypes.c_int64) for name in ("hidden", "query_heads", "key_heads", "width")]
+    )
+
+
+class _Forward(ctypes.Structure):
+    """``Forward`` of layer.h."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("hidden", "cos", "sin", "bias", "ends", "keys", "values", "out")
+    ] + [
+        (name, ctypes.c_int64)
+        for name in ("batch", "rows", "angle_batch", "key_batch", "key_head", "bias_batch", "bias_row")
+    ]
+
+
+class CpuLayer:
+    """The weights of a ``FusedLayer`` as the kernels read them.
+
+    Attributes:
+        native: the C structure; it points into tensors that this object references.
+        shape: sizes that layers of one call must share. key_heads, head_dim: of its keys.
+    """
+
+    def __init__(self, layer: "FusedLayer") -> None:
+        attention, mlp = layer.attention, layer.mlp
+        self._referenced = [(product.own, product.bias) for product in layer.products]
+        products = [own.native(bias) for own, bias in self._referenced if own is not None]
+        nothing = PackedProduct(None, None, None, 0, 0, 16)
+        heads = attention.head_norm
+        norms = self._norms = [layer.attention_norm.weight, None if mlp is None else layer.mlp_norm.weight, heads]
+        self.key_heads, self.head_dim = attention.key_heads, attention.head_dim
+        sizes = products[0].inputs, attention.query_heads, self.key_heads, self.head_dim
+        self.native = _Layer(
+            *products,
+            *[nothing] * (4 - len(products)),
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            layer.attention_norm.eps,
+            0.0 if mlp is None else layer.mlp_norm.eps,
+            0.0 if heads is None else attention.eps,
+            attention.scale,
+            *sizes,
+        )
+        self.shape = *sizes, *((product.inputs, product.outputs) for product in products)
+
+
+def cpu_layer(layer: Any) -> CpuLayer | None:
+    """Return the layer for the kernels; None if one of its parts has another form or dtype, or is a stock layer."""
+    if not hasattr(layer, "products"):
+        return None
+    attention, mlp = layer.attention, layer.mlp
+    norms = [layer.attention_norm] if mlp is None else [layer.attention_norm, layer.mlp_norm]
+    if mlp is not None and (mlp.experts is not None or mlp.activation is not F.silu or norms[1].weight is None):
+        return None
+    if attention.head_dim not in HEAD_DIMS or any(product.own is None for product in layer.products):
+        return None
+    others = [*(norm.weight for norm in norms), attention.head_norm, *(product.bias for product in layer.products)]
+    if any(other is not None and other.dtype != torch.bfloat16 for other in others):
+        return None
+    return CpuLayer(layer)
+
+
+class JoinedLayers:
+    """Consecutive layers of one shape in one call.
+
+    One call for all layers instead of one each saves an eighth of a step that reads 270 MB of weights.
+
+    Args:
+        layers: as an engine runs them. native: the same for the kernels.
+    """
+
+    def __init__(self, layers: "Sequence[PartLayer]", native: Sequence[CpuLayer]) -> None:
+        loaded = kernels.library()
+        assert loaded is not None and len({layer.shape for layer in native}) == 1
+        self._run, self._layers, self._native = loaded.layers, layers, native
+        self._pointers = (ctypes.c_void_p * len(native))(*(ctypes.addressof(layer.native) for layer in native))
+
+    def __call__(
+        self, hidden: Tensor, angles: "Angles", bias: Tensor | None, cache: "KVCache | None", index: int
+    ) -> Tensor:
+        """``[B, R, H]`` -> ``[B, R, H]``; arguments as ``FusedLayer``'s, ``index`` is the first layer's."""
+        batch, rows, _ = hidden.shape
+        if rows > MOST_ROWS or (hidden.requires_grad and torch.is_grad_enabled()):  # the kernels have no gradient
+            for number, layer in enumerate(self._layers):
+                hidden = layer.layer(hidden, angles, bias, cache, index + number)
+            return hidden
+        hidden, out = hidden.contiguous(), torch.empty_like(hidden)
+        if cache is not None:
+            keys, values = cache.layer(index)
+            ends, step = cache.ends, keys.stride(0) * cache.batch
+        else:  # every layer overwrites the keys and values of the layer before it
+            sizes = self._native[0]
+            keys, values = hidden.new_empty(2, batch, sizes.key_heads, rows, sizes.head_dim)
+            ends, step = torch.full((batch,), rows), 0
+        some = max(ROWS_PER_CALL // rows, 1)
+        for start in range(0, batch, some):
+            part = slice(start, start + some)
+            cos, sin = (angle[part] if angle.shape[0] > 1 else angle for angle in angles)
+            own = bias[part] if bias is not None and bias.shape[0] > 1 else bias
+            self._call(hidden[part], (cos, sin), own, ends[part], keys[part], values[part], out[part], step)
+        return out
+
+    def _call(
+        self,
+        hidden: Tensor,
+        angles: "Angles",
+        bias: Tensor | None,
+        ends: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        step: int,
+    ) -> None:
+        batch, rows, _ = hidden.shape
+        cos, sin = angles
+        assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
+        assert cos.stride()[-3:] == sin.stride()[-3:] == (cos.shape[-1], cos.shape[-1], 1)
+        forward = _Forward(
+            *(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(ends.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            *(batch, rows, cos.stride(0) if cos.shape[0] > 1 else 0, keys.stride(0), keys.stride(1)),
+            *kernels.bias_strides(bias, hidden.dtype),
+        )
+        self._run(self._pointers, len(self._pointers), ctypes.byref(forward), step, torch.get_num_threads())
+
+
+def join(layers: "Sequence[PartLayer]", taps: tuple[int, ...]) -> "list[PartLayer]":
+    """Replace every run of consecutive layers of one shape, without a tap between them, by one ``JoinedLayers``."""
+    runs: list[list[tuple[PartLayer, CpuLayer | None]]] = []
+    for layer in layers:
+        own = cpu_layer(layer.layer)
+        if runs:
+            before, other = runs[-1][-1]
+            follows = layer[1:] == (before.number + 1, *before[2:]) and layer.number not in taps
+            if follows and own is not None and other is not None and own.shape == other.shape:
+                runs[-1].append((layer, own))
+                continue
+        runs.append([(layer, own)])
+    return [_joined(run) for run in runs]
+
+
+def _joined(run: "list[tuple[PartLayer, CpuLayer | None]]") -> "PartLayer":
+    native = [own for _, own in run if own is not None]
+    layers = [layer for layer, _ in run]
+    return layers[0]._replace(layer=JoinedLayers(layers, native)) if native else layers[0]
+
+
+class _Head(ctypes.Structure):
+    """``Head`` of pass.h."""
+
+    _fields_ = [
+        ("layer", ctypes.c_void_p),
+        ("fc", PackedProduct),
+        ("lm_head", PackedProduct),
+        ("embeddings", ctypes.c_void_p),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    """``Pass`` of pass.h."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("features", "parents", "tokens", "positions", "cos", "sin", "see", "keys", "values", "out")
+        + ("probabilities", "places")
+    ] + [(name, ctypes.c_int64) for name in ("rows", "committed", "before", "key_head", "judged", "ranks")]
+
+
+class HeadPass:
+    """A pass of an EAGLE head over a few nodes of one sequence's draft: fc, decoder layer, LM head and top ranks."""
+
+    def __init__(self, layer: CpuLayer, fc: "Product", lm_head: "Product", embeddings: Tensor, rope: "Rope") -> None:
+        loaded = kernels.library()
+        assert loaded is not None and fc.own is not None and lm_head.own is not None
+        self._run, self._rope = loaded.pass_over, rope
+        # Detached: a module that is cast to another dtype replaces the memory of its parameters.
+        biases = [None if part.bias is None else part.bias.detach() for part in (fc, lm_head)]
+        owns, embeddings = (fc.own, lm_head.own), embeddings.detach()
+        self._referenced = layer, owns, biases, embeddings
+        products = [own.native(bias) for own, bias in zip(owns, biases, strict=True)]
+        self._head = _Head(ctypes.addressof(layer.native), *products, embeddings.data_ptr())
+
+    def __call__(
+        self,
+        features: Tensor,
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        cache: "KVCache",
+        ranks: int,
+        seen: Sequence[Sequence[int]] | None = None,
+        before: int = 0,
+        judged: int | None = None,
+    ) -> tuple[Tensor, list[list[int]], list[list[float]]]:
+        """Run R new rows, each a token and the feature of its parent.
+
+        Args:
+            features: ``[n, H]``. parents: of each new row, its row of ``features``.
+            tokens: of each new row. cache: the head's, of one sequence.
+            seen: for each new row the numbers of the rows it attends to, itself last, counted from the first
+                uncommitted one; None: all before it. before: uncommitted rows that earlier calls wrote.
+            judged: candidates are wanted for the last ``judged`` rows; None: for all. ranks: candidates for each.
+
+        Returns:
+            Predicted features ``[R, H]``; for each judged row the places of its likeliest candidates among the LM
+            head's logits, and their probabilities.
+        """
+        rows, committed, judged = len(tokens), cache.lengths[0], judged or len(tokens)
+        end = committed + before + rows
+        assert end <= cache.capacity, f"cache of {cache.capacity} rows asked for {end}"
+        assert features.is_contiguous() and features.dtype == torch.bfloat16
+        see = None
+        if seen is None:
+            positions = range(committed + before, end)
+        else:
+            positions = [committed + len(others) - 1 for others in seen]  # type: ignore[assignment]
+            see = (ctypes.c_uint8 * (rows * (before + rows)))()
+            for row, others in enumerate(seen):
+                for other in others:
+                    see[row * (before + rows) + other] = 1
+        cos, sin = self._rope.table(end)
+        keys, values = cache.layer(0)
+        out = torch.empty(rows, features.shape[1], dtype=features.dtype)
+        probabilities, places = (ctypes.c_float * (judged * ranks))(), (ctypes.c_int64 * (judged * ranks))()
+        numbers = [(ctypes.c_int64 * rows)(*given) for given in (parents, tokens, positions)]
+        given = _Pass(
+            *(features.data_ptr(), *map(ctypes.addressof, numbers), cos.data_ptr(), sin.data_ptr()),
+            *(None if see is None else ctypes.addressof(see), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            *(ctypes.addressof(probabilities), ctypes.addressof(places)),
+            *(rows, committed, before, keys.stride(1), judged, ranks),
+        )
+        self._run(ctypes.byref(self._head), ctypes.byref(given), torch.get_num_threads())
+        starts = range(0, judged * ranks, ranks)
+        return out, [places[at : at + ranks] for at in starts], [probabilities[at : at + ranks] for at in starts]
+
+
+def head_pass(part: "Part", fc: Any, lm_head: Any, embed: nn.Module) -> HeadPass | None:
+    """Return the pass of a head in one call; None if one of its parts is not for these kernels."""
+    layer, rope = cpu_layer(part.layers[0].layer), part.rope
+    if layer is None or len(part.layers) != 1 or rope is None or rope.by_length:
+        return None
+    if type(embed) is not nn.Embedding or embed._forward_hooks:
+        return None
+    for product in (fc, lm_head):
+        if getattr(product, "own", None) is None or (product.bias is not None and product.bias.dtype != torch.bfloat16):
+            return None
+    embeddings: Tensor = embed.weight
+    fits = embeddings.dtype == torch.bfloat16 and embeddings.device.type == "cpu" and embeddings.is_contiguous()
+    return HeadPass(layer, fc, lm_head, embeddings, rope) if fits else None

@@ -1,0 +1,80 @@
+"""LearnedDrafter: a drafter with trained weights."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from drafters.base import Drafter
+from drafters.config import Config, validate
+from drafters.hub import checkpoint
+from drafters.hub.publishing import PublishMixin
+from drafters.loop.call import check_loaded
+from drafters.model import head_adapter
+from drafters.model.draft_head import DRAFT_IDS, DraftHead, DraftHeadOptions, check_ids, kept_ids
+from drafters.model.target import TargetModel
+
+
+class LearnedDrafter(PublishMixin, Drafter):
+    """A drafter with a trained ``module``; saved as config.json and model.safetensors, on disk or on the Hub.
+
+    Class attributes:
+        card_title: the method on the model card, with a link to its paper.
+        layout: how its authors' code and engines store such a head; by default only this toolkit loads it.
+        recipe: how train.start trains and measures it; None: it does not.
+    """
+
+    def __init__(self, target: TargetModel, module: nn.Module, options: Config) -> None:
+        super().__init__(target, options)
+        self.module = module.to(target.device, target.dtype).eval().requires_grad_(False)
+        self.provenance: dict[str, Any] = {}
+
+    @classmethod
+    def build_module(cls, target_config: PretrainedConfig, drafter_config: dict[str, Any]) -> nn.Module:
+        """The untrained module of a checkpoint's ``drafter`` section, for a target of this configuration."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_checkpoint(
+        cls, target: TargetModel, path: str, revision: str | None = None, adapter: str | None = None, **options: Any
+    ) -> Self:
+        """Load a trained drafter from a folder or a Hub repository, strictly; ``adapter``: with that LoRA merged.
+
+        Raises:
+            ValueError: nothing loadable there, another method's checkpoint, one of another target, wrong options, or an
+                adapter of another drafter.
+        """
+        check_loaded(target)
+        config, state = head_adapter.load_head(path, revision, adapter)
+        if config["drafter_type"] != cls.name:
+            raise ValueError(f"{path} holds a drafter of type {config['drafter_type']!r}, not {cls.name!r}")
+        checkpoint.check_target(config, target)
+        drafter = cls.from_weights(target, state, config["drafter"] | options)
+        drafter.provenance = config
+        return drafter
+
+    @classmethod
+    def from_weights(cls, target: TargetModel, weights: dict[str, Tensor], options: dict[str, Any]) -> Self:
+        """A drafter whose module has a copy of ``weights``, and of the draft vocabulary's ids if they are among them.
+
+        Raises:
+            ValueError: weights that are not the module's, ids that are no tokens, or wrong options.
+        """
+        checked = validate(cls.options, options, source=f"options of drafter {cls.name!r}")
+        module = cls.build_module(target.config, options)
+        if (ids := weights.get(DRAFT_IDS)) is not None:
+            check_ids(ids, target.vocab_size, "the checkpoint")
+            module.register_buffer(DRAFT_IDS, torch.zeros_like(ids))  # loaded and saved with the weights
+        checkpoint.load_state(module, weights)
+        return cls(target, module, checked)
+
+    def draft_head(self, options: DraftHeadOptions, own: nn.Linear | None = None) -> DraftHead:
+        """The target's LM head, or the drafter's ``own``, as this drafter uses it.
+
+        Raises:
+            ValueError: ``draft_vocab`` is set, and the module has no ids, or fewer.
+        """
+        listed = getattr(self.module, DRAFT_IDS, None)
+        ids, text = kept_ids(listed, options, self.target.vocab_size, "the checkpoint")
+        return DraftHead(self.target, ids, options.draft_dtype, own, text)

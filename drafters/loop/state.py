@@ -1,0 +1,151 @@
+"""State of one batched generation, and helpers for rows of unequal length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.loop.processors import Control
+from drafters.loop.sampling import Sampling
+from drafters.loop.tree import DraftTree
+from drafters.model.cache import KVCache
+from drafters.model.target import TargetModel
+
+
+@dataclass
+class DecodeState:
+    """State of one batched generation.
+
+    The last committed token of a row is the root of the next draft. It has no cache row yet, so the cache has one row
+    less than the batch row has tokens.
+
+    Attributes:
+        tokens: per batch row, prompt and new token ids, on the host.
+        prompt_lengths: per batch row, length of the prompt in tokens.
+        finished: per batch row, True after EOS, the limit, or a stop by ``control``.
+        control: logits processors and stopping criteria, or None.
+    """
+
+    target: TargetModel
+    cache: KVCache
+    tokens: list[list[int]]
+    prompt_lengths: list[int]
+    sampling: Sampling
+    generator: torch.Generator
+    max_new_tokens: int
+    eos: frozenset[int]
+    finished: list[bool]
+    control: Control | None = None
+    _roots: Tensor | None = None
+    _nothing: DraftTree | None = None
+
+    @classmethod
+    def of(
+        cls,
+        target: TargetModel,
+        prompts: list[list[int]],
+        capacity: int,
+        max_new_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        eos: frozenset[int],
+    ) -> "DecodeState":
+        """State before the prefill of ``prompts``, with an empty cache of ``capacity`` rows per prompt."""
+        lengths, finished = [len(prompt) for prompt in prompts], [False] * len(prompts)
+        cache = target.new_cache(len(prompts), capacity)
+        return cls(target, cache, prompts, lengths, sampling, generator, max_new_tokens, eos, finished)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows B."""
+        return len(self.tokens)
+
+    @property
+    def roots(self) -> Tensor:
+        """``[B, 1]`` last committed token of each row; copied to the device once a step."""
+        if self._roots is None:
+            self._roots = torch.tensor([row[-1:] for row in self.tokens], device=self.target.device)
+        return self._roots
+
+    @property
+    def nothing(self) -> DraftTree:
+        """The empty draft."""
+        if self._nothing is None:
+            self._nothing = DraftTree.empty(self.batch, self.target.device)
+        return self._nothing
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the longest row."""
+        return max(map(len, self.tokens))
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row can reach, also one that joins later."""
+        return self.cache.capacity
+
+    def room(self, row: int = 0) -> int:
+        """Tokens that a row may still commit. Draft tokens beyond ``room - 1`` cannot be accepted."""
+        return self.max_new_tokens - (len(self.tokens[row]) - self.prompt_lengths[row])
+
+    def longest_draft(self, wanted: int) -> int:
+        """Return ``wanted``, at most the draft tokens that fit into some unfinished row together with a bonus token."""
+        rooms = [self.room(row) for row in range(self.batch) if not self.finished[row]]
+        return max(min(wanted, max(rooms, default=1) - 1), 0)
+
+    def append(self, row: int, tokens: list[int]) -> int:
+        """Commit tokens to a row, cut at its limit and at its end; return the number committed."""
+        room = self.room(row)
+        kept = until(tokens[:room], self.eos)
+        ended = bool(kept) and kept[-1] in self.eos
+        if self.control is not None:
+            before = self.tokens[row][self.prompt_lengths[row] :]
+            for count in range(1, len(kept) + 1):
+                if self.control.ends(row, [*before, *kept[:count]]):
+                    kept, ended = kept[:count], True
+                    break
+        self.tokens[row].extend(kept)
+        self._roots = None
+        self.finished[row] = ended or len(kept) == room
+        return len(kept)
+
+    def give(self, row: int, other: "DecodeState", number: int) -> None:
+        """Replace ``row`` by row ``number`` of another state. The caller copies the cache row."""
+        self.tokens[row], self.prompt_lengths[row] = other.tokens[number], other.prompt_lengths[number]
+        self.finished[row], self._roots = other.finished[number], None
+
+    def replace(self, row: int, tokens: list[int]) -> None:
+        """Replace the tokens of a row. The caller adjusts the cache."""
+        self.tokens[row] = list(tokens)
+        self._roots = None
+
+
+def until(tokens: Sequence[int], stop: frozenset[int]) -> Sequence[int]:
+    """Return the tokens up to and including the first one in ``stop`` (EOS)."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: index + 1]
+    return tokens
+
+
+def padded(rows: list[list[int]], device: torch.device) -> Tensor:
+    """``[B, T]`` token ids of rows of unequal length, filled on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def last_of(values: Tensor, counts: list[int]) -> Tensor:
+    """Return ``values[b, counts[b] - 1]`` of each row: ``[B, R, H]`` -> ``[B, H]``."""
+    if counts.count(values.shape[1]) == len(counts):
+        return values[:, -1]
+    last = torch.tensor(counts, device=values.device) - 1
+    return values[torch.arange(len(counts), device=values.device), last]
+
+
+def rows_of(features: Tensor, rows: list[list[int]]) -> Tensor:
+    """Copy rows ``rows[b]`` of each ``features[b]``: ``[B, R, H]`` -> ``[B, most, H]``, padded on the right."""
+    if len(rows) == 1 and rows[0] == [*range(len(rows[0]))]:  # first rows of a batch of one: a slice is 3 times faster
+        return features[:, : len(rows[0])].clone()
+    places = padded(rows, features.device)[..., None]
+    return features.gather(1, places.expand(-1, -1, features.shape[2]))
